@@ -8,7 +8,8 @@ shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits
 placed yet. The section to fill next is the lowest, which packs sparse problems, or has the fewest candidates by
 weighted failures (Boussemart et al., 2004), which packs dense ones; restarts take turns.
 
-Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. Both inner loops have
+Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. If all bytes are in use
+at all times, beam searches in the order of time (`sweep.py`) take turns with these searches. The inner loops have
 native counterparts (`native_search.py`).
 """
 
@@ -25,6 +26,7 @@ from fxwrap.memory_planning.explore import BY_LENGTH, Order, SearchLimits, Searc
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
 from fxwrap.memory_planning.native_search import NativeBlocks, native_search
 from fxwrap.memory_planning.placement import Subproblem, in_sections
+from fxwrap.memory_planning.sweep import sweep
 
 _FIRST_STEPS = 200
 """Steps of a search in the first round, beside two for each buffer or block to place."""
@@ -40,6 +42,9 @@ _GROWTH = 1.3
 
 _MERGING_SHARE = 7 / 8
 """The part of the steps of a later search that splits and merges blocks before it places them."""
+
+_FIRST_WIDTH = 8
+"""Width of the first two sweeps; it doubles after each two."""
 
 _NATIVE_BUFFERS = 32
 """Number of buffers from which the native search is worth its build."""
@@ -61,6 +66,9 @@ class SearchFunctions(Protocol):
     ) -> SearchResult:
         """Runs one depth-first search; see `explore`."""
 
+    def sweep(self, buffers: Sequence[Buffer], capacity: int, width: int, limits: SearchLimits) -> SearchResult:
+        """Runs one beam search in the order of time; see `sweep`."""
+
     def merge(self, buffers: Sequence[Buffer], capacity: int, tolerances: Sequence[float]) -> Blocks | NativeBlocks:
         """Merges buffers, whose times are numbers of sections, into blocks; see `Blocks`."""
 
@@ -69,6 +77,7 @@ class PythonSearch:
     """The reference."""
 
     explore = staticmethod(explore)
+    sweep = staticmethod(sweep)
     merge = staticmethod(Blocks)
 
 
@@ -126,12 +135,16 @@ def _search_dependent(
     merged = [_RestartedSearch(buffers, capacity, tolerances, functions) for tolerances in (EXACT, APPROXIMATE)]
     promising = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)] or [unmerged]
     others = [item for item in (unmerged, *merged) if item not in promising]
+    sweeps = _Sweeps(buffers, capacity, functions)
     steps = 0
     for turn in itertools.count():
         searches = [*promising, *others] if turn % _OTHER_TURNS == _OTHER_TURNS - 1 else promising
-        for item in searches:
-            own = min(limits.steps - steps, int((_FIRST_STEPS + 2 * item.count) * _GROWTH**turn))
-            result = item.run(SearchLimits(own, limits.deadline))
+        for item in (*searches, None):
+            if item is None:
+                result = sweeps.run(SearchLimits((limits.steps - steps) // 2, limits.deadline))
+            else:
+                own = min(limits.steps - steps, int((_FIRST_STEPS + 2 * item.count) * _GROWTH**turn))
+                result = item.run(SearchLimits(own, limits.deadline))
             steps += result.steps
             is_proof = result.outcome is SearchStatus.INFEASIBLE and item is unmerged
             if result.outcome is SearchStatus.SOLVED or is_proof:
@@ -142,6 +155,30 @@ def _search_dependent(
                 promising = [*promising, unmerged]
                 others = [other for other in others if other is not unmerged]
     raise AssertionError("unreachable")
+
+
+class _Sweeps:
+    """Sweeps of one problem in both directions of time, wider after each two."""
+
+    def __init__(self, buffers: list[Buffer], capacity: int, functions: SearchFunctions) -> None:
+        self._turn = 0
+        self._capacity = capacity
+        self._functions = functions
+        self._buffers = in_sections(buffers)
+        self._end = max([last for _, last, _ in self._buffers])
+        used = sum([(last - first) * size for first, last, size in self._buffers])
+        self._is_full = used == capacity * self._end
+
+    def run(self, limits: SearchLimits) -> SearchResult:
+        """Runs the next sweep, unless some bytes are free."""
+        if not self._is_full:
+            return SearchResult(SearchStatus.LIMIT_REACHED, (), 0)
+        buffers = self._buffers
+        if self._turn % 2:
+            buffers = [(self._end - last, self._end - first, size) for first, last, size in buffers]
+        width = _FIRST_WIDTH << self._turn // 2
+        self._turn += 1
+        return self._functions.sweep(buffers, self._capacity, width, limits)
 
 
 class _RestartedSearch:

@@ -19,6 +19,7 @@ from fxwrap.memory_planning.assignment import ALGORITHMS, HEURISTICS
 from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
 from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
 from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size, max_live_bytes, peak_of, squeaky_wheel
+from fxwrap.memory_planning.native_search import native_search
 from fxwrap.memory_planning.placement import in_sections
 from fxwrap.memory_planning.search import search
 
@@ -350,3 +351,16 @@ def test_insufficient_capacity_error_distinguishes_unproven_cases() -> None:
     with pytest.raises(PlanningError, match="a longer time limit may find") as caught:
         assign_offsets(read_problem("A"), capacity=CAPACITY, algorithm="greedy_by_size")
     assert caught.value.needed > CAPACITY == caught.value.lower_bound
+
+
+@pytest.mark.parametrize(("kind", "count"), [("unaligned", 2_000), ("pinwheels", 500)])
+def test_sweep_packs_problems_without_free_bytes(kind: str, count: int) -> None:
+    problem = packed_problem(KINDS[kind], count, seed=100)
+    unit = problem.alignment
+    buffers = in_sections([(first, last, -(-size // unit) * unit) for first, last, size in problem.buffers])
+    functions = native_search()
+    assert functions is not None, "this test needs a C++ compiler"
+    result = functions.sweep(buffers, problem.capacity, 8, SearchLimits(1_000_000, time.monotonic() + 120))
+    assert result.outcome is SearchStatus.SOLVED
+    assert peak_of(buffers, result.offsets) == problem.capacity
+    assert overlaps(buffers, result.offsets) == []

@@ -51,8 +51,9 @@ BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
 # The search of memory planning, without torch.
-_PLANNER_UNITS = ("planning/placement.cpp", "planning/explore.cpp", "planning/blocks.cpp", "planning/planner.cpp")
-_PLANNER_HEADERS = ("planning/placement.h", "planning/explore.h", "planning/blocks.h")
+_PLANNER_PARTS = ("placement", "explore", "blocks", "orders", "sweep")
+_PLANNER_UNITS = (*[f"planning/{part}.cpp" for part in _PLANNER_PARTS], "planning/planner.cpp")
+_PLANNER_HEADERS = (*[f"planning/{part}.h" for part in _PLANNER_PARTS], "planning/values.h")
 _PLANNER = "libfxwrap_planner.so"
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "planning/values.h"
+
 namespace fxwrap::planning {
 namespace {
 
@@ -13,30 +15,6 @@ constexpr Number BLOCK_STEPS = 500;
 constexpr std::array<std::size_t, 5> SPLIT_COUNTS{1, 2, 3, 5, 8};
 constexpr std::array<Number, 5> SPLIT_DEPTHS{1, 1, 2, 3, 6};
 constexpr double KEPT_APART = 0.5, SPLIT_FURTHER = 0.7, ACCEPT_MORE = 0.05;
-
-// Calls a function with each combination of a number of values, in lexicographic order of positions.
-template <typename Function>
-void for_combinations(const std::vector<Number>& values, std::size_t number, Function&& function) {
-    std::vector<std::size_t> at(number);
-    std::iota(at.begin(), at.end(), 0);
-    std::vector<Number> chosen(number);
-    while (true) {
-        for (std::size_t position = 0; position < number; ++position) chosen[position] = values[at[position]];
-        function(chosen);
-        std::size_t moving = number;
-        while (moving > 0 && at[moving - 1] == values.size() - number + moving - 1) --moving;
-        if (moving == 0) return;
-        ++at[moving - 1];
-        for (std::size_t position = moving; position < number; ++position) at[position] = at[position - 1] + 1;
-    }
-}
-
-std::vector<Number> without(const std::vector<Number>& values, const std::vector<Number>& removed) {
-    std::vector<Number> rest;
-    for (Number value : values)
-        if (std::find(removed.begin(), removed.end(), value) == removed.end()) rest.push_back(value);
-    return rest;
-}
 
 // Replaces times by numbers of sections; returns the number of sections.
 Number to_sections(std::vector<Buffer>& buffers) {

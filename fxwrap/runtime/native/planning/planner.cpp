@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "planning/blocks.h"
+#include "planning/sweep.h"
 
 using fxwrap::planning::Blocks;
 using fxwrap::planning::Buffer;
@@ -20,6 +21,18 @@ EXPORTED int fxwrap_explore(Number count, Number sections, Number capacity, cons
     const Order order{lowest_section != 0, lowest_first != 0, ranks};
     std::vector<Number> solution;
     const Outcome outcome = explore(part, order, weights, {step_limit, deadline_in(seconds)}, steps, solution);
+    std::copy(solution.begin(), solution.end(), offsets);
+    return static_cast<int>(outcome);
+}
+
+// Runs one sweep over buffers by section; see `sweep`. Results are those of `fxwrap_explore`.
+EXPORTED int fxwrap_sweep(Number count, Number capacity, const Number* first, const Number* last, const Number* size,
+                          Number width, Number step_limit, double seconds, Number* offsets, Number* steps) {
+    using namespace fxwrap::planning;
+    std::vector<Buffer> buffers;
+    for (Number index = 0; index < count; ++index) buffers.push_back({first[index], last[index], size[index]});
+    std::vector<Number> solution;
+    const Outcome outcome = Sweep(buffers, capacity, width, {step_limit, deadline_in(seconds)}).run(steps, solution);
     std::copy(solution.begin(), solution.end(), offsets);
     return static_cast<int>(outcome);
 }
