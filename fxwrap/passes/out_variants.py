@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.lines import Alloc, ExternCall, Free, Mutate, StartCollective
+from fxwrap.lines import Alloc, ExternCall, Free, Mutate, StartCollective, WaitCollective
 from fxwrap.passes.bucket_collectives import unused_name
 from fxwrap.wrapper_ir import (
     Block,
@@ -65,6 +65,8 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
     buffers: dict[str, Value] = {}  # of collectives, by the names of their results
     last_uses = _last_uses(block)
+    in_flight: dict[str, set[str]] = {}  # the results of one collective that are in flight, by the names of all of them
+    postponed: list[Free] = []  # of results of such collectives, which use all their buffers until the last wait
     lines: list[LineBase] = []
     for position, line in enumerate(block.lines):
         inner = {name: _use_out_variants_in(nested, names) for name, nested in blocks(line)}
@@ -86,7 +88,16 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
                 buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
                 lines.append(Alloc(buffer, origin=line.origin))
                 lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
+            pending = {result.name for _, result in pairs}
+            in_flight |= dict.fromkeys(pending, pending)
             lines.append(_in_place(line, tuple([buffers[result.name] for _, result in pairs])))
+        elif isinstance(line, WaitCollective) and line.pending.name in in_flight:
+            in_flight[line.pending.name].discard(line.pending.name)
+            lines.append(line)
+            lines += [item.replace(root=buffers[item.root.name]) for item in postponed if not in_flight[item.root.name]]
+            postponed = [item for item in postponed if in_flight[item.root.name]]
+        elif isinstance(line, Free) and in_flight.get(line.root.name):
+            postponed.append(line)
         elif isinstance(line, Free) and line.stream == 0 and line.root.name not in freed:
             continue
         elif isinstance(line, Free) and line.root.name in buffers:

@@ -105,6 +105,16 @@ def test_collectives_run_in_their_operand_or_in_a_copy() -> None:
     assert freed == ["a", "b", "u_buffer", "r_buffer", "z"]
 
 
+def test_buffers_of_a_coalesced_collective_live_until_its_last_wait() -> None:
+    early = '  %y = collective.wait(%u) group="0" : f32[4]@cpu\n'
+    text = COLLECTIVES.replace(early, "").replace("(%v, %y)", "(%v, %v)").replace("  memory.free(%u)\n", "")
+    text = text.replace(
+        "  %v = coll", early + "  %e = extern.call @aten.sum.default(%y) : f32[]@cpu\n  memory.free(%u)\n  %v = coll"
+    )
+    changed = verify(use_out_variants(parsed(text.replace("control.return(%o)", "control.return(%o, %e)"))))
+    assert '%v = collective.wait(%t) group="0" : f32[4]@cpu\n  memory.free(%u_buffer)\n' in str(changed)
+
+
 def test_a_returned_result_has_memory_of_its_own() -> None:
     text = COLLECTIVES.replace("  memory.free(%r)\n", "").replace("control.return(%o)", "control.return(%o, %q)")
     changed = verify(use_out_variants(parsed(text)))
