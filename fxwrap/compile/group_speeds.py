@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import socket
 import time
 import weakref
@@ -28,6 +29,9 @@ from fxwrap.runtime.cache_folder import cache_folders, read_cache_file, write_ca
 from fxwrap.torch_compat import OpOverload, ProcessGroup, group_store, process_group
 
 log = logging.getLogger("fxwrap.collectives")
+
+MEASURE_ENV = "FXWRAP_MEASURE_GROUPS"
+"""The environment variable that turns the measurement on, with "1" on all ranks."""
 
 WAIT_S = 10.0
 """The seconds that a rank waits for the others."""
@@ -68,8 +72,10 @@ _known: weakref.WeakKeyDictionary[ProcessGroup, GroupSpeed | None] = weakref.Wea
 def with_group_speeds(options: Options, graph: GraphModule | ExportedProgram) -> Options:
     """Returns the options with the speeds of the process groups that a graph's collectives name.
 
-    They are unchanged without buckets, and where they have speeds already.
+    They are unchanged unless FXWRAP_MEASURE_GROUPS is 1, without buckets, and where they have speeds already.
     """
+    if os.environ.get(MEASURE_ENV) != "1":
+        return options
     if not options.bucket_collectives or options.collective_speeds is not None:
         return options
     module = graph.graph_module if isinstance(graph, ExportedProgram) else graph

@@ -220,6 +220,7 @@ def check_fused_communication(rank: int) -> None:
 
 def check_speeds(rank: int) -> None:
     """The ranks of a group compile with the same speeds, which they measured once; options have priority."""
+    os.environ["FXWRAP_MEASURE_GROUPS"] = "1"
     graph = reduced("sum", 8)
     gathered: list[Any] = [None] * WORLD_SIZE
     torch.distributed.all_gather_object(gathered, with_group_speeds(Options(), graph).collective_speeds)
@@ -230,6 +231,7 @@ def check_speeds(rank: int) -> None:
     assert with_group_speeds(given, graph) is given
     unbucketed = Options(bucket_collectives=False)
     assert with_group_speeds(unbucketed, graph) is unbucketed
+    del os.environ["FXWRAP_MEASURE_GROUPS"]
 
 
 def check_random(rank: int, count: int = 30, first: int = 0) -> None:
