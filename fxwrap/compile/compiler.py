@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
+from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.compile.kernels import (
     KernelFailure,
     compile_program_kernels,
@@ -86,7 +87,7 @@ def compile_graph(
         compiled_by_key = None  # equal programs may have different signatures
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
-        options = (options or Options()).resolve_devices()
+        options = with_group_speeds((options or Options()).resolve_devices(), graph)
         request = CompileRequest(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs
         )

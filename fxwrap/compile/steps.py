@@ -143,7 +143,8 @@ def _combine_kernels(state: CompileState, context: CompileContext) -> CompileSta
 
 
 def _bucket_collectives(state: CompileState, context: CompileContext) -> CompileState:
-    program = bucket_collectives(state.program, context.options.device_specs())
+    options = context.options
+    program = bucket_collectives(state.program, options.device_specs(), options.collective_speeds or {})
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 

@@ -135,14 +135,19 @@ class DeviceSpec:
 
     @property
     def collective_bucket_bytes(self) -> int:
-        """The size up to which collectives become one: latency is then a tenth of its time, so more gains little."""
-        return int(10 * self.collective_latency_s * self.collective_bytes_per_s)
+        """The size up to which collectives become one: larger buckets gain less than a tenth of the time."""
+        return collective_bucket_bytes(self.collective_latency_s, self.collective_bytes_per_s)
 
     def text(self) -> str:
         """Returns the fields that differ from their defaults, in order: equal specs have equal texts."""
         fields = [(item, getattr(self, item.name)) for item in dataclasses.fields(self)]
         texts = [f"{item.name}={_text(value)}" for item, value in fields if value != item.default]
         return f"DeviceSpec({', '.join(texts)})"
+
+
+def collective_bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
+    """Returns the bytes of a collective of whose time the latency is a tenth."""
+    return int(10 * latency_s * bytes_per_s)
 
 
 def _text(value: object) -> str:

@@ -82,6 +82,9 @@ class Options:
             `DeviceSpec.combo_kernel_bytes` (GPUs).
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
             `DeviceSpec.collective_bytes_per_s`.
+        collective_speeds: the latency of collectives in seconds, and their bytes per second, by the name of a process
+            group; buckets have at most ten times their product. By default those of the device, or, with
+            FXWRAP_MEASURE_GROUPS=1, those that a group's ranks measure once.
         overlap_collectives: whether collectives start earlier, and their results are awaited later, so that other lines
             run meanwhile.
         overlap_memory_slack: the fraction by which overlap may raise the peak memory (0.02 for 2%).
@@ -129,6 +132,7 @@ class Options:
     autotune: bool | Literal["first_call"] = False
     combo_kernels: bool = True
     bucket_collectives: bool = True
+    collective_speeds: Mapping[str, tuple[float, float]] | None = None
     overlap_collectives: bool = True
     overlap_memory_slack: float = 0.0
     reorder_for_peak_memory: bool = False
@@ -162,6 +166,12 @@ class Options:
         for name in ("memory_slack", "overlap_memory_slack"):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"option '{name}' is a number from 0 to 1, not {getattr(self, name)!r}")
+        speeds: Mapping[str, Any] = self.collective_speeds or {}
+        for name, speed in speeds.items():
+            if len(speed) != 2 or not all(type(item) in (int, float) and item >= 0 for item in speed):
+                raise OptionError(
+                    f"option 'collective_speeds' takes (seconds, bytes per second), not {speed!r} for '{name}'"
+                )
         if self.cuda_graph_limit < 1:
             raise OptionError(f"option 'cuda_graph_limit' is at least 1, not {self.cuda_graph_limit!r}")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.devices import DeviceSpec
+from fxwrap.devices import DeviceSpec, collective_bucket_bytes
 from fxwrap.lines import ExtensionLine, ExternCall, StartCollective, View, WaitCollective
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
@@ -20,20 +21,24 @@ _GATHER, _REDUCE, _REDUCE_SCATTER = "all_gather_into_tensor", "all_reduce", "red
 _BUCKETED = frozenset({_GATHER, _REDUCE, _REDUCE_SCATTER})
 
 
-def bucket_collectives(program: Program, specs: Mapping[str, DeviceSpec]) -> Program:
+def bucket_collectives(
+    program: Program, specs: Mapping[str, DeviceSpec], speeds: Mapping[str, tuple[float, float]] = MappingProxyType({})
+) -> Program:
     """Returns the program with independent all_gathers, all_reduces and reduce_scatters of one kind as one.
 
-    One kind means one operator, reduction, group, dtype and device. A bucket has at most `collective_bucket_bytes` of
-    its device's spec, and may raise the peak memory by as much. It runs as soon as all operands are ready. Where the
-    process group runs a coalesced form as one collective, the bucket is that form, without copies; otherwise operands
-    are concatenated and results are views. All decisions follow from the program; symbols count with one fixed value,
-    so ranks with other hints agree. Programs that use streams, and blocks inside lines, are unchanged.
+    One kind means one operator, reduction, group, dtype and device. A bucket has at most the bytes that follow from the
+    speed of its group, by default `collective_bucket_bytes` of its device's spec, and may raise the peak memory by as
+    much. It runs as soon as all operands are ready. Where the process group runs a coalesced form as one collective,
+    the bucket is that form, without copies; otherwise operands are concatenated and results are views. All decisions
+    follow from the program; symbols count with one fixed value, so ranks with other hints agree. Programs that use
+    streams, and blocks inside lines, are unchanged.
 
     Args:
         program: the program. It is not changed.
         specs: the capabilities of device types, by name.
+        speeds: the latency in seconds and the bytes per second of process groups, by name.
     """
-    buckets = _Bucketing(program, specs)
+    buckets = _Bucketing(program, specs, speeds)
     return program if not buckets.candidates or ir.uses_streams(program) else buckets.bucketed()
 
 
@@ -85,9 +90,12 @@ def functional_name(line: LineBase) -> str | None:
 
 
 class _Bucketing:
-    def __init__(self, program: Program, specs: Mapping[str, DeviceSpec]) -> None:
+    def __init__(
+        self, program: Program, specs: Mapping[str, DeviceSpec], speeds: Mapping[str, tuple[float, float]]
+    ) -> None:
         self.program = program
         self.specs = specs
+        self.speeds = speeds
         self.hints = dict.fromkeys(ir.symbol_infos(program), ir.FALLBACK_SIZE_HINT)
         self.fixed = _fixed_roots(program)
         self.candidates = {id(line): item for line in program.body.lines if (item := self._candidate(line))}
@@ -109,9 +117,14 @@ class _Bucketing:
                     return None
                 kind = _Kind(line.operator, tuple(others), line.group, type_.dtype, type_.device)
                 size = max(int(evaluate(item.storage_bytes, self.hints)) for item in (type_, result))
-                return _Candidate(line, kind, size) if size <= spec.collective_bucket_bytes else None
+                return _Candidate(line, kind, size) if size <= self._limit(kind) else None
             case _:
                 return None
+
+    def _limit(self, kind: _Kind) -> int:
+        """Returns the largest number of bytes of a bucket; 0 on devices that have none."""
+        default = self.specs[kind.device.type].collective_bucket_bytes
+        return collective_bucket_bytes(*self.speeds[kind.group]) if default and kind.group in self.speeds else default
 
     def _can_concatenate(self, name: str, operand: TensorType, value: Value) -> bool:
         """Whether a collective can be on a concatenation of operands, with results that are views of a bucket."""
@@ -134,7 +147,7 @@ class _Bucketing:
         for number, units in enumerate(regions.regions):
             schedule, waits = UnitSchedule(units), self._waits(units)
             for kind, members in self._by_kind(units).items():
-                limit = self.specs[kind.device.type].collective_bucket_bytes
+                limit = self._limit(kind)
                 pending = list(schedule.groups(members, self._fits(limit)))[::-1]
                 while pending:
                     group, before = pending.pop(), dict(schedule.at)

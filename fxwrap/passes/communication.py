@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from fxwrap.lines import StartCollective
+from fxwrap.lines import ExternCall, StartCollective
 from fxwrap.wrapper_ir import (
     Block,
     Operand,
@@ -21,6 +22,8 @@ from fxwrap.wrapper_ir import (
 
 _OWN_SIZES = ("all_to_all",)
 """Collectives whose sizes differ between ranks."""
+_FUSED = "symm_mem.fused_"
+"""The beginning of the names of operators that fuse a collective with a matmul; their group is the last string."""
 _OWN_PEERS = ("isend", "irecv", "batch_p2p_ops")
 """Communication between two ranks, which call different operators."""
 
@@ -48,14 +51,14 @@ def communication(program: Program) -> tuple[GroupCommunication, ...]:
     """
     positions = {item.name: position for position, item in enumerate(program.inputs)}
     lines: dict[tuple[str, int | None], list[str]] = {}
-    for depth, line in _starts(program.body, program, 0):
-        group = next((leaf for leaf in leaves(line.arguments) if _is_group(leaf, line.group)), line.group)
+    for depth, call in _calls(program.body, program, 0):
+        group = next((leaf for leaf in leaves(call.arguments) if _is_group(leaf, call.group)), call.group)
         if isinstance(group, Value) and group.name not in positions:
             continue
-        if any(name in line.operator for name in _OWN_PEERS):
+        if any(name in call.operator for name in _OWN_PEERS):
             continue
-        key = (line.group, positions[group.name] if isinstance(group, Value) else None)
-        lines.setdefault(key, []).append("  " * depth + _text(line))
+        key = (call.group, positions[group.name] if isinstance(group, Value) else None)
+        lines.setdefault(key, []).append("  " * depth + _text(call))
     return tuple([GroupCommunication(label, position, tuple(texts)) for (label, position), texts in lines.items()])
 
 
@@ -63,21 +66,32 @@ def _is_group(leaf: object, group: str) -> bool:
     return isinstance(leaf, Value) and leaf.name == group and not isinstance(leaf.type, TensorType)
 
 
-def _starts(block: Block, program: Program, depth: int) -> Iterator[tuple[int, StartCollective]]:
+class _Call(NamedTuple):
+    """An operator that communicates, its arguments and its group."""
+
+    operator: str
+    arguments: tuple[Operand, ...]
+    group: str
+
+
+def _calls(block: Block, program: Program, depth: int) -> Iterator[tuple[int, _Call]]:
     functions = dict(program.functions)
     for line in block.lines:
         if isinstance(line, StartCollective):
-            yield depth, line
+            yield depth, _Call(line.operator, line.arguments, line.group)
+        elif isinstance(line, ExternCall) and line.target.startswith(_FUSED):
+            groups = [leaf for leaf in leaves(line.arguments) if isinstance(leaf, str)]
+            yield depth, _Call(line.target, line.arguments, groups[-1])
         for inner in executed_blocks(line, functions):
-            yield from _starts(inner, program, depth + 1)
+            yield from _calls(inner, program, depth + 1)
 
 
-def _text(line: StartCollective) -> str:
-    hides_sizes = any(name in line.operator for name in _OWN_SIZES)
-    arguments = [_literal(leaf) for leaf in leaves(line.arguments) if not _is_named(leaf, line.group, hides_sizes)]
-    types = [value.tensor_type for value in values_in(line.arguments) if isinstance(value.type, TensorType)]
+def _text(call: _Call) -> str:
+    hides_sizes = any(name in call.operator for name in _OWN_SIZES)
+    arguments = [_literal(leaf) for leaf in leaves(call.arguments) if not _is_named(leaf, call.group, hides_sizes)]
+    types = [value.tensor_type for value in values_in(call.arguments) if isinstance(value.type, TensorType)]
     shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes)}" for type_ in types]
-    return f"{line.operator.split('.')[1]}({', '.join([*shown, *arguments])})"
+    return f"{call.operator.split('.')[1]}({', '.join([*shown, *arguments])})"
 
 
 def _is_named(leaf: Operand, group: str, hides_sizes: bool) -> bool:

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxwrap.lines import Alloc, ExternCall, Free, StartCollective
+from fxwrap.lines import Alloc, ExternCall, Free, Mutate, StartCollective, WaitCollective
 from fxwrap.passes.bucket_collectives import unused_name
-from fxwrap.wrapper_ir import Block, LineBase, Program, Result, TensorType, Value, blocks, defined
+from fxwrap.wrapper_ir import (
+    Block,
+    LineBase,
+    Program,
+    Result,
+    TensorType,
+    Value,
+    blocks,
+    defined,
+    is_release,
+    used,
+    values_in,
+)
 
 OUT_VARIANTS: Mapping[str, str] = {
     "aten.mm.default": "aten.mm.out",
@@ -27,14 +39,22 @@ _COLLECTIVES: Mapping[str, str] = {
     "_c10d_functional.all_gather_into_tensor.default": "_c10d_functional.all_gather_into_tensor_out.default",
     "_c10d_functional.reduce_scatter_tensor.default": "_c10d_functional.reduce_scatter_tensor_out.default",
 }
-"""Collectives with an out variant; other ones, and coalesced forms, have none."""
+"""Collectives with an out variant."""
+
+_IN_PLACE: Mapping[str, str] = {
+    "_c10d_functional.all_reduce.default": "_c10d_functional.all_reduce_.default",
+    "_c10d_functional.all_reduce_coalesced.default": "_c10d_functional.all_reduce_coalesced_.default",
+    "_c10d_functional.broadcast.default": "_c10d_functional.broadcast_.default",
+}
+"""Collectives with an in-place form. Their functional forms copy the operands first."""
 
 
 def use_out_variants(program: Program) -> Program:
     """Returns the program with out variants of matmuls and collectives that write to `memory.alloc` lines.
 
-    Only for results that the program frees and whose type is contiguous. Results are bitwise equal. Linear in the
-    number of lines.
+    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. Only for
+    results that the program frees and whose type is contiguous. Results are bitwise equal. Linear in the number of
+    lines.
     """
     names = {value.name for line in program.lines() for value in defined(line)}
     functions = tuple([(name, _use_out_variants_in(block, names)) for name, block in program.functions])
@@ -44,8 +64,11 @@ def use_out_variants(program: Program) -> Program:
 def _use_out_variants_in(block: Block, names: set[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
     buffers: dict[str, Value] = {}  # of collectives, by the names of their results
+    last_uses = _last_uses(block)
+    in_flight: dict[str, set[str]] = {}  # the results of one collective that are in flight, by the names of all of them
+    postponed: list[Free] = []  # of results of such collectives, which use all their buffers until the last wait
     lines: list[LineBase] = []
-    for line in block.lines:
+    for position, line in enumerate(block.lines):
         inner = {name: _use_out_variants_in(nested, names) for name, nested in blocks(line)}
         if isinstance(line, ExternCall) and (result := _replaceable_result(line, freed)) is not None:
             lines.append(Alloc(result, origin=line.origin))
@@ -54,6 +77,29 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
             buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
             lines.append(Alloc(buffer, origin=line.origin))
             lines.append(line.replace(operator=_COLLECTIVES[line.operator], outs=(buffer,), aliases=(buffer,)))
+        elif isinstance(line, StartCollective) and (pairs := _in_place_pairs(line, freed)):
+            for operand, result in pairs:
+                is_last = last_uses.get(operand.name) == position and [item for item, _ in pairs].count(operand) == 1
+                is_owned = operand.name in freed and operand.name not in buffers
+                if is_last and is_owned and operand.type == result.type:
+                    buffers[result.name] = operand
+                    freed.remove(operand.name)  # it lives as long as the result
+                    continue
+                buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
+                lines.append(Alloc(buffer, origin=line.origin))
+                lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
+            pending = {result.name for _, result in pairs}
+            in_flight |= dict.fromkeys(pending, pending)
+            lines.append(_in_place(line, tuple([buffers[result.name] for _, result in pairs])))
+        elif isinstance(line, WaitCollective) and line.pending.name in in_flight:
+            in_flight[line.pending.name].discard(line.pending.name)
+            lines.append(line)
+            lines += [item.replace(root=buffers[item.root.name]) for item in postponed if not in_flight[item.root.name]]
+            postponed = [item for item in postponed if in_flight[item.root.name]]
+        elif isinstance(line, Free) and in_flight.get(line.root.name):
+            postponed.append(line)
+        elif isinstance(line, Free) and line.stream == 0 and line.root.name not in freed:
+            continue
         elif isinstance(line, Free) and line.root.name in buffers:
             lines.append(line.replace(root=buffers[line.root.name]))
         else:
@@ -73,6 +119,41 @@ def _collective_result(line: StartCollective, freed: set[str]) -> Value | None:
     if line.operator not in _COLLECTIVES or line.stream != 0:
         return None
     return _freed_result(line.results, line.aliases, freed)
+
+
+def _last_uses(block: Block) -> dict[str, int]:
+    """Returns the position of the last line, frees excepted, that uses each root that a line of the block defines."""
+    root_of: dict[str, str] = {}
+    last: dict[str, int] = {}
+    for position, line in enumerate(block.lines):
+        for value in used(line) if not is_release(line) else ():
+            if (root := root_of.get(value.name)) is not None:
+                last[root] = position
+        for value in defined(line):
+            base = line.alias_of(value)
+            root_of[value.name] = value.name if base is None else root_of.get(base.name, base.name)
+            last.setdefault(root_of[value.name], position)
+    return last
+
+
+def _in_place_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value, Value]]:
+    """Returns the operands and results of a collective that can run in place, none for another one."""
+    if line.operator not in _IN_PLACE or line.stream != 0 or any(line.aliases):
+        return []
+    operands, results = values_in(line.arguments[:1]), values_in(line.results)
+    types = [value.tensor_type for value in results]
+    if not freed.issuperset([item.name for item in results]) or not all(
+        item.is_contiguous and not item.layout for item in types
+    ):
+        return []
+    return list(zip(operands, results, strict=True)) if len(operands) == len(results) else []
+
+
+def _in_place(line: StartCollective, buffers: tuple[Value, ...]) -> StartCollective:
+    """Returns a collective in its in-place form, on these operands."""
+    first = buffers if isinstance(line.arguments[0], tuple) else buffers[0]
+    arguments = (first, *line.arguments[1:])
+    return line.replace(operator=_IN_PLACE[line.operator], arguments=arguments, writes=buffers, aliases=buffers)
 
 
 def _freed_result(results: tuple[Result, ...], aliases: tuple[Value | None, ...], freed: set[str]) -> Value | None:

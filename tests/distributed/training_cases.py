@@ -55,8 +55,8 @@ class Blocks(nn.Module):
 
 def inputs(batch: int, rank: int | None = None) -> Tensor:
     """Returns inputs, equal on all ranks without `rank`."""
-    generator = torch.Generator().manual_seed(100 * batch + (0 if rank is None else rank + 1))
-    return torch.randn(batch, 4, 8, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * batch + (0 if rank is None else rank + 1))
+    return torch.randn(batch, 4, 8, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def rank_inputs(batch: int) -> Tensor:
 
 def whole_mesh() -> DeviceMesh:
     """Returns a mesh of all ranks."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
 
 
 # --- data parallel ----------------------------------------------------------------------------------------------------
@@ -177,7 +177,8 @@ def tensor_parallel(compile_: Compile, sequence: bool) -> list[Tensor]:
 
 
 def fsdp_and_tensor_parallel(compile_: Compile) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    sizes = (dist.get_world_size() // 2, 2)
+    mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Blocks(), mesh["tp"], _parallel_plan(sequence=False))
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])

@@ -20,6 +20,7 @@ import fxwrap
 from fxwrap.errors import CommunicationFusionWarning
 from fxwrap.fused_communication import CommunicationFusion, FusedCommunication, symmetric_memory_decline
 from fxwrap.options import EMITTERS, Options
+from fxwrap.passes.communication import communication
 from fxwrap.wrapper_ir import Program
 from tests.support.documents import ROOT, check_printed
 from tests.support.symmetric_memory import operators_on_cpu, supported
@@ -239,6 +240,12 @@ def test_it_is_off_where_there_is_no_hardware() -> None:
     assert [item.reason for item in result.unfused] == [
         "its tensors are on 'cpu', and symmetric memory needs CUDA devices"
     ]
+
+
+def test_ranks_compare_fused_operators() -> None:
+    (group,) = communication(fuse(several, X, B, C).program)
+    expected = "fused_all_gather_matmul(torch.float32[2, 3, 8], torch.float32[8, 5], torch.float32[8, 6], 1)"
+    assert (group.label, group.lines) == ("0", (expected,))
 
 
 def test_what_symmetric_memory_needs() -> None:

@@ -54,7 +54,12 @@ def test_a_bucket_has_at_most_the_bytes_of_the_device() -> None:
         spec = dataclasses.replace(CPU, collective_latency_s=limit / 10, collective_bytes_per_s=1.0)
         assert spec.collective_bucket_bytes == limit
         assert starts(bucket_collectives(program, {"cpu": spec})) == expected
+        default = {"cpu": dataclasses.replace(CPU, collective_bytes_per_s=1e9)}
+        assert starts(bucket_collectives(program, default, {"0": (limit / 10, 1.0)})) == expected  # of the group
+        assert starts(bucket_collectives(program, default, {"1": (limit / 10, 1.0)})) == 1
     assert bucket_collectives(program, {}) is program
+    never = {"cpu": dataclasses.replace(CPU, collective_bytes_per_s=0.0)}
+    assert bucket_collectives(program, never, {"0": (1.0, 1e9)}) is program
 
 
 def test_gathers_without_a_coalesced_form_stay() -> None:

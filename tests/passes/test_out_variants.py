@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxwrap
+from fxwrap.lines import Alloc, Free, StartCollective
 from fxwrap.memory_planning import apply_plan, plan_memory, program_live_ranges
 from fxwrap.memory_planning.live_ranges import MemoryOwner
 from fxwrap.passes.out_variants import OUT_VARIANTS, use_out_variants
@@ -66,3 +67,65 @@ def test_every_out_variant_is_an_operator() -> None:
     for name in (*OUT_VARIANTS, *OUT_VARIANTS.values()):
         _, packet, overload = name.split(".")
         assert overload in getattr(torch.ops.aten, packet).overloads()
+
+
+COLLECTIVES = """
+program @p(%x: borrowed f32[4]@cpu) {
+  %a = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %s = collective.start @_c10d_functional.all_reduce.default(%a, "sum", "0") group="0" : f32[4]@cpu
+  %w = collective.wait(%s) group="0" : f32[4]@cpu
+  memory.free(%a)
+  %b = extern.call @aten.cos.default(%w) : f32[4]@cpu
+  [%t, %u] = collective.start @_c10d_functional.all_reduce_coalesced.default([%b, %w], "sum", "0") group="0" : [f32[4]@cpu, f32[4]@cpu]
+  %v = collective.wait(%t) group="0" : f32[4]@cpu
+  %y = collective.wait(%u) group="0" : f32[4]@cpu
+  memory.free(%s)
+  memory.free(%b)
+  %z = extern.call @aten.add.Tensor(%v, %y) : f32[4]@cpu
+  memory.free(%t)
+  memory.free(%u)
+  %r = collective.start @_c10d_functional.broadcast.default(%x, 0, "0") group="0" : f32[4]@cpu
+  %q = collective.wait(%r) group="0" : f32[4]@cpu
+  %o = extern.call @aten.mul.Tensor(%q, %z) : f32[4]@cpu
+  memory.free(%r)
+  memory.free(%z)
+  control.return(%o)
+}
+"""  # noqa: E501
+
+
+def test_collectives_run_in_their_operand_or_in_a_copy() -> None:
+    """In %a and %b, which nothing uses later; in copies of a view, whose root is a result, and of an input."""
+    changed = verify(use_out_variants(parsed(COLLECTIVES)))
+    starts = [line for line in changed.lines() if isinstance(line, StartCollective)]
+    assert [line.operator.split(".")[1] for line in starts] == ["all_reduce_", "all_reduce_coalesced_", "broadcast_"]
+    assert [[value.name for value in line.writes] for line in starts] == [["a"], ["b", "u_buffer"], ["r_buffer"]]
+    assert [line.result.name for line in changed.lines() if isinstance(line, Alloc)] == ["u_buffer", "r_buffer"]
+    freed = [line.root.name for line in changed.lines() if isinstance(line, Free)]
+    assert freed == ["a", "b", "u_buffer", "r_buffer", "z"]
+
+
+def test_buffers_of_a_coalesced_collective_live_until_its_last_wait() -> None:
+    early = '  %y = collective.wait(%u) group="0" : f32[4]@cpu\n'
+    text = COLLECTIVES.replace(early, "").replace("(%v, %y)", "(%v, %v)").replace("  memory.free(%u)\n", "")
+    text = text.replace(
+        "  %v = coll", early + "  %e = extern.call @aten.sum.default(%y) : f32[]@cpu\n  memory.free(%u)\n  %v = coll"
+    )
+    changed = verify(use_out_variants(parsed(text.replace("control.return(%o)", "control.return(%o, %e)"))))
+    assert '%v = collective.wait(%t) group="0" : f32[4]@cpu\n  memory.free(%u_buffer)\n' in str(changed)
+
+
+def test_a_returned_result_has_memory_of_its_own() -> None:
+    text = COLLECTIVES.replace("  memory.free(%r)\n", "").replace("control.return(%o)", "control.return(%o, %q)")
+    changed = verify(use_out_variants(parsed(text)))
+    last = [line for line in changed.lines() if isinstance(line, StartCollective)][-1]
+    assert last.operator == "_c10d_functional.broadcast.default" and not last.writes
+
+
+def test_operands_that_are_used_later_or_twice_are_copied() -> None:
+    sums = "%b = extern.call @aten.add.Tensor(%w, %a) : f32[4]@cpu\n"
+    text = COLLECTIVES.replace("  memory.free(%a)\n", "").replace("[%b, %w]", "[%b, %b]")
+    text = text.replace("%b = extern.call @aten.cos.default(%w) : f32[4]@cpu\n", sums + "  memory.free(%a)\n")
+    changed = verify(use_out_variants(parsed(text)))
+    starts = [line for line in changed.lines() if isinstance(line, StartCollective)]
+    assert [[value.name for value in line.writes] for line in starts][:2] == [["s_buffer"], ["t_buffer", "u_buffer"]]

@@ -1,0 +1,76 @@
+"""One rank on a GPU: training cases beside eager, and fused communication; prints each result as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.fused_communication import CommunicationFusion
+from fxwrap.options import EMITTERS, Options
+from tests.distributed.training_cases import CASES
+from tests.distributed.training_rank import check
+
+C10D = torch.ops._c10d_functional
+
+
+def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+    """A block whose rows each rank has a part of."""
+    size, group = dist.get_world_size(), dist.group.WORLD.group_name
+    hidden = C10D.wait_tensor(C10D.all_gather_into_tensor(x, size, group)) @ up
+    return hidden, C10D.wait_tensor(C10D.reduce_scatter_tensor(hidden.relu() @ down, "sum", size, group))
+
+
+def check_fused_communication() -> None:
+    """torch's operators over symmetric memory return what collectives and matmuls do."""
+    _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    generator = torch.Generator("cuda").manual_seed(0)
+    up, down = (torch.randn(sizes, generator=generator).bfloat16() / 32 for sizes in ((1024, 2048), (2048, 1024)))
+    inputs = [torch.randn(256, 1024).bfloat16(), up, down]
+    graph = make_fx(sequence_parallel, tracing_mode="fake")(*inputs)
+    fusion = CommunicationFusion()
+    assert len(fusion.fuse(graph).fused) == 2, fusion.fuse(graph).report()
+    expected = [item.float() for item in sequence_parallel(*inputs)]
+    for emitter in EMITTERS:
+        options = Options(emitter=emitter, compile_cache=False, passes=[fusion])
+        outputs = fxwrap.compile_graph(graph, inputs, options=options)(*inputs)
+        for have, wanted in zip(outputs, expected, strict=True):
+            error = (have.float() - wanted).norm() / wanted.norm()
+            assert error < 1e-2, (emitter, error)
+
+
+CHECKS: Mapping[str, Callable[[], None]] = {
+    "fused_communication": check_fused_communication,
+    **{name: partial(check, name, "fxwrap") for name in CASES},
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs checks: `gpu_rank.py RANK STORE WORLD_SIZE CHECKS...`."""
+    rank, world = int(arguments[0]), int(arguments[2])
+    torch.cuda.set_device(rank)
+    torch.set_default_device(torch.device("cuda", rank))
+    store, timeout = dist.FileStore(arguments[1], world), timedelta(minutes=5)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout)
+    for name in arguments[3:]:
+        error = ""
+        try:
+            CHECKS[name]()
+        except Exception:  # noqa: BLE001  # the other checks run too
+            error = traceback.format_exc()
+        print(json.dumps({"case": name, "error": error}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
