@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
-from fxwrap.lines import StartCollective
+from torch import Tensor
+
+from fxwrap.errors import ExpressionError
+from fxwrap.lines import Let, SizeOf, StartCollective
+from fxwrap.symbolic import Number, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
     Block,
     Operand,
@@ -32,12 +38,19 @@ class GroupCommunication:
     Fields:
         label: the name of the group in the program.
         input: the position of the program's input that is the group; None for a group that the name identifies.
-        lines: one text for each collective in order: operator, dtypes, sizes and other arguments. Symbols are "?".
+        starts: the collectives in order, each with the number of blocks around it.
     """
 
     label: str
     input: int | None
-    lines: tuple[str, ...]
+    starts: tuple[tuple[int, StartCollective], ...]
+
+    def texts(self, values: Mapping[str, Number]) -> tuple[str, ...]:
+        """Returns one text for each collective: operator, dtypes, sizes and other arguments.
+
+        Symbols in sizes have these values; those without a value, and those in other arguments, are "?".
+        """
+        return tuple(["  " * depth + _text(line, values) for depth, line in self.starts])
 
 
 def communication(program: Program) -> tuple[GroupCommunication, ...]:
@@ -47,7 +60,7 @@ def communication(program: Program) -> tuple[GroupCommunication, ...]:
     differ between ranks.
     """
     positions = {item.name: position for position, item in enumerate(program.inputs)}
-    lines: dict[tuple[str, int | None], list[str]] = {}
+    starts: dict[tuple[str, int | None], list[tuple[int, StartCollective]]] = {}
     for depth, line in _starts(program.body, program, 0):
         group = next((leaf for leaf in leaves(line.arguments) if _is_group(leaf, line.group)), line.group)
         if isinstance(group, Value) and group.name not in positions:
@@ -55,8 +68,25 @@ def communication(program: Program) -> tuple[GroupCommunication, ...]:
         if any(name in line.operator for name in _OWN_PEERS):
             continue
         key = (line.group, positions[group.name] if isinstance(group, Value) else None)
-        lines.setdefault(key, []).append("  " * depth + _text(line))
-    return tuple([GroupCommunication(label, position, tuple(texts)) for (label, position), texts in lines.items()])
+        starts.setdefault(key, []).append((depth, line))
+    return tuple([GroupCommunication(label, position, tuple(items)) for (label, position), items in starts.items()])
+
+
+def size_values(program: Program, inputs: Sequence[Any]) -> dict[str, Number]:
+    """Returns the values of symbols that follow from the inputs of a call, by name."""
+    values = {item.name: value for item, value in zip(program.inputs, inputs, strict=False)
+              if isinstance(item.value, SymbolInfo) and isinstance(value, int | float)}  # fmt: skip
+    tensors = {item.name: value for item, value in zip(program.inputs, inputs, strict=False)
+               if isinstance(value, Tensor)}  # fmt: skip
+    for line in program.body.lines:
+        if isinstance(line, SizeOf) and line.of == "size" and line.tensor.name in tensors:
+            sizes = tensors[line.tensor.name].shape
+            if line.dim < len(sizes):
+                values[line.symbol.name] = int(sizes[line.dim])
+        elif isinstance(line, Let):
+            with suppress(ExpressionError, ArithmeticError, ValueError):
+                values[line.symbol.name] = evaluate(line.expr, values)
+    return values
 
 
 def _is_group(leaf: object, group: str) -> bool:
@@ -72,11 +102,11 @@ def _starts(block: Block, program: Program, depth: int) -> Iterator[tuple[int, S
             yield from _starts(inner, program, depth + 1)
 
 
-def _text(line: StartCollective) -> str:
+def _text(line: StartCollective, values: Mapping[str, Number]) -> str:
     hides_sizes = any(name in line.operator for name in _OWN_SIZES)
     arguments = [_literal(leaf) for leaf in leaves(line.arguments) if not _is_named(leaf, line.group, hides_sizes)]
     types = [value.tensor_type for value in values_in(line.arguments) if isinstance(value.type, TensorType)]
-    shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes)}" for type_ in types]
+    shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes, values)}" for type_ in types]
     return f"{line.operator.split('.')[1]}({', '.join([*shown, *arguments])})"
 
 
@@ -90,5 +120,12 @@ def _literal(leaf: Operand) -> str:
     return "?" if hasattr(leaf, "free_symbols") else print_literal(leaf)
 
 
-def _sizes(sizes: tuple[Size, ...]) -> str:
-    return "[" + ", ".join(str(size) if isinstance(size, int) else "?" for size in sizes) + "]"
+def _sizes(sizes: tuple[Size, ...], values: Mapping[str, Number]) -> str:
+    return f"[{', '.join([_size(size, values) for size in sizes])}]"
+
+
+def _size(size: Size, values: Mapping[str, Number]) -> str:
+    try:
+        return str(evaluate(size, values))
+    except (ExpressionError, ArithmeticError, ValueError):  # a symbol that is read from data
+        return "?"
