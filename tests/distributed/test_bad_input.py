@@ -14,12 +14,12 @@ import torch.distributed._functional_collectives  # the rules for fake tensors o
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxwrap
 from fxwrap.errors import ArtifactError, RankError
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.processes import run_ranks
+from tests.support.jobs import fake_job
 from tests.support.versions import fails_before
 
 C10D = torch.ops._c10d_functional
@@ -62,11 +62,8 @@ def test_a_group_that_is_not_initialised_or_destroyed(emitter: str, tmp_path: Pa
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_loaded_program_in_a_job_of_another_size(emitter: str, tmp_path: Path) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with fake_job(2):
         compiled(gathered, emitter).save(tmp_path / "first.fxw")
-    finally:
-        dist.destroy_process_group()
     loaded: Any = fxwrap.load(tmp_path / "first.fxw")
     loaded.save(tmp_path / "program.fxw")
     loaded = fxwrap.load(tmp_path / "program.fxw")
