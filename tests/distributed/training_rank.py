@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.cuda.set_device(rank)
         torch.set_default_device(torch.device(device, rank))
     store = torch.distributed.FileStore(arguments[1], world)
-    timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
+    timeout = timedelta(seconds=180)  # a rank that failed does not take part in collectives
     torch.distributed.init_process_group(
         COMMUNICATION[device], store=store, rank=rank, world_size=world, timeout=timeout
     )
