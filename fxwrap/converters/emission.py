@@ -13,7 +13,7 @@ from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
-from fxwrap.passes.communication import communication
+from fxwrap.passes.communication import communication, size_values
 from fxwrap.runtime.rank_agreement import check_group_size, check_ranks_agree
 from fxwrap.torch_compat import FakeTensor, process_group
 from fxwrap.wrapper_ir import Program
@@ -44,8 +44,12 @@ EMITTER_FUNCTIONS: dict[str, Callable[[Program], EmittedProgram]] = {
 
 
 def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Program) -> EntryT:
-    """Returns an entry whose out-of-memory errors report the memory plan; the entry itself without a plan."""
-    if plan is None:
+    """Returns an entry whose out-of-memory errors report the memory plan, and the options that need less memory.
+
+    The entry itself for a program without a plan and collectives.
+    """
+    communicates = bool(communication(program))
+    if plan is None and not communicates:
         return entry
 
     def run(*inputs: object) -> object:
@@ -54,7 +58,12 @@ def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Progr
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             if not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
-            raise type(error)(f"{error}\n{out_of_memory_message(plan, program)}") from error
+            lines = [str(error)]
+            if plan is not None:
+                lines.append(out_of_memory_message(plan, program))
+            if communicates:
+                lines.append("Its collectives may run in buckets: bucket_collectives=False needs less memory")
+            raise type(error)("\n".join(lines)) from error
 
     return cast(EntryT, run)
 
@@ -80,7 +89,8 @@ def check_ranks_first(
                 group = process_group(item.label) if item.input is None else values[item.input]
                 if group is not None:
                     check_group_size(group, item.label, program.name, group_sizes.get(item.label))
-                    check_ranks_agree(group, item.label, program.name, item.lines)
+                    sizes = size_values(program, values)
+                    check_ranks_agree(group, item.label, program.name, item.texts({}), item.texts(sizes))
             checked = True
         return entry(*inputs)
 

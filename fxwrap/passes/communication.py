@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fxwrap.lines import ExternCall, StartCollective
+from torch import Tensor
+
+from fxwrap.errors import ExpressionError
+from fxwrap.lines import ExternCall, Let, SizeOf, StartCollective
+from fxwrap.symbolic import Number, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
     Block,
     Operand,
@@ -28,6 +33,14 @@ _OWN_PEERS = ("isend", "irecv", "batch_p2p_ops")
 """Communication between two ranks, which call different operators."""
 
 
+class CollectiveCall(NamedTuple):
+    """An operator that communicates, its arguments and its group."""
+
+    operator: str
+    arguments: tuple[Operand, ...]
+    group: str
+
+
 @dataclass(frozen=True)
 class GroupCommunication:
     """The collectives of a program in one process group.
@@ -35,12 +48,19 @@ class GroupCommunication:
     Fields:
         label: the name of the group in the program.
         input: the position of the program's input that is the group; None for a group that the name identifies.
-        lines: one text for each collective in order: operator, dtypes, sizes and other arguments. Symbols are "?".
+        calls: the collectives in order, each with the number of blocks around it.
     """
 
     label: str
     input: int | None
-    lines: tuple[str, ...]
+    calls: tuple[tuple[int, CollectiveCall], ...]
+
+    def texts(self, values: Mapping[str, Number]) -> tuple[str, ...]:
+        """Returns one text for each collective: operator, dtypes, sizes and other arguments.
+
+        Symbols in sizes have these values; those without a value, and those in other arguments, are "?".
+        """
+        return tuple(["  " * depth + _text(call, values) for depth, call in self.calls])
 
 
 def communication(program: Program) -> tuple[GroupCommunication, ...]:
@@ -50,7 +70,7 @@ def communication(program: Program) -> tuple[GroupCommunication, ...]:
     differ between ranks.
     """
     positions = {item.name: position for position, item in enumerate(program.inputs)}
-    lines: dict[tuple[str, int | None], list[str]] = {}
+    calls: dict[tuple[str, int | None], list[tuple[int, CollectiveCall]]] = {}
     for depth, call in _calls(program.body, program, 0):
         group = next((leaf for leaf in leaves(call.arguments) if _is_group(leaf, call.group)), call.group)
         if isinstance(group, Value) and group.name not in positions:
@@ -58,39 +78,48 @@ def communication(program: Program) -> tuple[GroupCommunication, ...]:
         if any(name in call.operator for name in _OWN_PEERS):
             continue
         key = (call.group, positions[group.name] if isinstance(group, Value) else None)
-        lines.setdefault(key, []).append("  " * depth + _text(call))
-    return tuple([GroupCommunication(label, position, tuple(texts)) for (label, position), texts in lines.items()])
+        calls.setdefault(key, []).append((depth, call))
+    return tuple([GroupCommunication(label, position, tuple(items)) for (label, position), items in calls.items()])
+
+
+def size_values(program: Program, inputs: Sequence[Any]) -> dict[str, Number]:
+    """Returns the values of symbols that follow from the inputs of a call, by name."""
+    values = {item.name: value for item, value in zip(program.inputs, inputs, strict=False)
+              if isinstance(item.value, SymbolInfo) and isinstance(value, int | float)}  # fmt: skip
+    tensors = {item.name: value for item, value in zip(program.inputs, inputs, strict=False)
+               if isinstance(value, Tensor)}  # fmt: skip
+    for line in program.body.lines:
+        if isinstance(line, SizeOf) and line.of == "size" and line.tensor.name in tensors:
+            sizes = tensors[line.tensor.name].shape
+            if line.dim < len(sizes):
+                values[line.symbol.name] = int(sizes[line.dim])
+        elif isinstance(line, Let):
+            with suppress(ExpressionError, ArithmeticError, ValueError):
+                values[line.symbol.name] = evaluate(line.expr, values)
+    return values
 
 
 def _is_group(leaf: object, group: str) -> bool:
     return isinstance(leaf, Value) and leaf.name == group and not isinstance(leaf.type, TensorType)
 
 
-class _Call(NamedTuple):
-    """An operator that communicates, its arguments and its group."""
-
-    operator: str
-    arguments: tuple[Operand, ...]
-    group: str
-
-
-def _calls(block: Block, program: Program, depth: int) -> Iterator[tuple[int, _Call]]:
+def _calls(block: Block, program: Program, depth: int) -> Iterator[tuple[int, CollectiveCall]]:
     functions = dict(program.functions)
     for line in block.lines:
         if isinstance(line, StartCollective):
-            yield depth, _Call(line.operator, line.arguments, line.group)
+            yield depth, CollectiveCall(line.operator, line.arguments, line.group)
         elif isinstance(line, ExternCall) and line.target.startswith(_FUSED):
             groups = [leaf for leaf in leaves(line.arguments) if isinstance(leaf, str)]
-            yield depth, _Call(line.target, line.arguments, groups[-1])
+            yield depth, CollectiveCall(line.target, line.arguments, groups[-1])
         for inner in executed_blocks(line, functions):
             yield from _calls(inner, program, depth + 1)
 
 
-def _text(call: _Call) -> str:
+def _text(call: CollectiveCall, values: Mapping[str, Number]) -> str:
     hides_sizes = any(name in call.operator for name in _OWN_SIZES)
     arguments = [_literal(leaf) for leaf in leaves(call.arguments) if not _is_named(leaf, call.group, hides_sizes)]
     types = [value.tensor_type for value in values_in(call.arguments) if isinstance(value.type, TensorType)]
-    shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes)}" for type_ in types]
+    shown = [str(type_.dtype) if hides_sizes else f"{type_.dtype}{_sizes(type_.sizes, values)}" for type_ in types]
     return f"{call.operator.split('.')[1]}({', '.join([*shown, *arguments])})"
 
 
@@ -104,5 +133,12 @@ def _literal(leaf: Operand) -> str:
     return "?" if hasattr(leaf, "free_symbols") else print_literal(leaf)
 
 
-def _sizes(sizes: tuple[Size, ...]) -> str:
-    return "[" + ", ".join(str(size) if isinstance(size, int) else "?" for size in sizes) + "]"
+def _sizes(sizes: tuple[Size, ...], values: Mapping[str, Number]) -> str:
+    return f"[{', '.join([_size(size, values) for size in sizes])}]"
+
+
+def _size(size: Size, values: Mapping[str, Number]) -> str:
+    try:
+        return str(evaluate(size, values))
+    except (ExpressionError, ArithmeticError, ValueError):  # a symbol that is read from data
+        return "?"

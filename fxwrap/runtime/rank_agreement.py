@@ -34,14 +34,18 @@ def check_group_size(group: ProcessGroup, label: str, program: str, size: int | 
         )
 
 
-def check_ranks_agree(group: ProcessGroup, label: str, program: str, lines: Sequence[str]) -> None:
+def check_ranks_agree(
+    group: ProcessGroup, label: str, program: str, lines: Sequence[str], sized_lines: Sequence[str]
+) -> None:
     """Compares the collectives of a program in a group with those of the other ranks, once for each text.
 
     Args:
         group: the process group.
         label: its name in errors.
         program: the program's name in errors.
-        lines: one line of text for each collective. Ranks that call the same collectives have the same text.
+        lines: one line of text for each collective. Ranks that call the same collectives have the same text; symbols
+            are "?".
+        sized_lines: the same with the sizes of this call.
 
     Takes a few requests to the group's store, no collective. A text that the group compared before needs none, so that
     a rank may compile again alone as long as it calls the same collectives. Raises RankError on all ranks with the
@@ -58,7 +62,7 @@ def check_ranks_agree(group: ProcessGroup, label: str, program: str, lines: Sequ
         if store is None:
             return
         state.count += 1
-        verdict = _verdict(store, group, text, f"'{program}' in group '{label}'")
+        verdict = _verdict(store, group, "\n".join(sized_lines), f"'{program}' in group '{label}'")
         if verdict:
             raise RankError(verdict)
         state.texts.append(text)
@@ -92,7 +96,7 @@ def _difference(expected: str, text: str, rank: int, what: str) -> str:
     number, first, own = next((number, *pair) for number, pair in numbered if not _matches(*pair))
     return (
         f"ranks call different collectives in {what}: number {number} is {first} on rank 0 and {own} on rank {rank}. "
-        "Compile the same graph with the same options and sizes on all ranks; mark sizes that differ as dynamic"
+        "Compile the same graph with the same options, and call it with tensors of the same sizes, on all ranks"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import astuple
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +22,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.artifact.environment import environment_text
 from fxwrap.compile_cache import sharing
+from fxwrap.devices import CPU
 from fxwrap.errors import FxwrapError, RankError
-from fxwrap.options import Options
+from fxwrap.lines import StartCollective
+from fxwrap.options import EMITTERS, Options
 
 X = torch.linspace(-1, 1, 8)
 OPTIONS = Options(emitter="python", fuse=False)
 """Options of programs that need no compiled code, which a cache folder of its own would build anew."""
 
 
-def graph_of(factor: float) -> GraphModule:
+COLLECTIVES = torch.ops._c10d_functional
+
+
+def graph_of(factor: float, group: str = "0") -> GraphModule:
     def function(x: torch.Tensor) -> torch.Tensor:
-        pending = torch.ops._c10d_functional.all_reduce(x * factor, "sum", "0")
-        return torch.ops._c10d_functional.wait_tensor(pending)
+        return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x * factor, "sum", group))
 
     return make_fx(function, tracing_mode="fake")(X)
 
@@ -106,6 +112,73 @@ def failed(rank: int) -> Any:
     except FxwrapError as error:
         return [type(error).__name__, time.perf_counter() - start < 60]
     return []
+
+
+# --- collectives that fail: each in a group of its own, which does not work any more afterwards -----------------------
+
+
+def fragile_group() -> dist.ProcessGroup:
+    """Returns a group of all ranks that waits three seconds for a collective."""
+    return dist.new_group(timeout=timedelta(seconds=3))
+
+
+def error_of(call: Callable[[], object]) -> list[Any]:
+    """Returns the class of an error and its text, and the seconds until it came."""
+    start = time.perf_counter()
+    try:
+        call()
+    except (RuntimeError, RankError) as error:
+        return [type(error).__name__, str(error), time.perf_counter() - start]
+    return ["", "", time.perf_counter() - start]
+
+
+def stalled(rank: int) -> Any:
+    """Rank 1 calls its second collective too late, in each emitter: the group's timeout reaches the caller."""
+    errors = []
+    del os.environ["FXWRAP_CACHE_DIR"]  # the bridge is in the usual folder
+    for emitter in EMITTERS:
+        group, options = fragile_group(), OPTIONS.replace(emitter=emitter, compile_cache=False)
+        compiled = fxwrap.compile_graph(graph_of(17.0, group.group_name), [X], options=options)
+        compiled(X)
+        dist.barrier()
+        if rank == 0:
+            errors.append(error_of(lambda: compiled(X)))  # noqa: B023
+        dist.barrier()
+    return errors
+
+
+def uneven(rank: int) -> Any:
+    """Ranks gather parts of different sizes, which their programs allow: their sizes are symbols."""
+    name = fragile_group().group_name
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x * 2, 2, name))
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.ones(8, 4))
+    compiled = fxwrap.compile_graph(graph, options=OPTIONS)
+    return error_of(lambda: compiled(torch.ones(4 + 2 * rank, 4)))
+
+
+def no_memory(rank: int) -> Any:
+    """Rank 0 has no memory for a bucket."""
+    name = fragile_group().group_name
+    inputs = [torch.ones(1 << 20) for _ in range(16)]
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(item, "sum", name)) for item in tensors]
+
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    spec = replace(CPU, collective_latency_s=1.0, collective_bytes_per_s=1e9, coalesced_collectives=frozenset())
+    compiled = fxwrap.compile_graph(graph, inputs, options=OPTIONS.replace(devices=(spec,), compile_cache=False))
+    assert sum(isinstance(line, StartCollective) for line in compiled.program.lines()) == 1
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 0:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), limits[1]))
+    try:
+        return error_of(lambda: compiled(*inputs))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def dead(rank: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.errors import ArtifactError
+from fxwrap.errors import ArtifactError, RankError
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.processes import run_ranks
+from tests.support.jobs import fake_job
 from tests.support.versions import fails_before
 
 C10D = torch.ops._c10d_functional
@@ -60,11 +62,16 @@ def test_a_group_that_is_not_initialised_or_destroyed(emitter: str, tmp_path: Pa
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_loaded_program_in_a_job_of_another_size(emitter: str, tmp_path: Path) -> None:
-    compiled(gathered, emitter).save(tmp_path / "program.fxw")
-    loaded: Any = fxwrap.load(tmp_path / "program.fxw")
+    with fake_job(2):
+        compiled(gathered, emitter).save(tmp_path / "first.fxw")
+    loaded: Any = fxwrap.load(tmp_path / "first.fxw")
+    loaded.save(tmp_path / "program.fxw")
+    loaded = fxwrap.load(tmp_path / "program.fxw")
     start_job(tmp_path / "store")
     try:
-        with pytest.raises(RuntimeError, match="invalid size of output tensor"):
+        with pytest.raises(
+            RankError, match=r"'program' was saved where group '0' has 2 ranks, and here it has 1\. Comp"
+        ):
             loaded(X)
     finally:
         dist.destroy_process_group()
@@ -86,7 +93,20 @@ def test_a_mesh_in_a_file(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_rank_that_dies(tmp_path: Path) -> None:
-    first, second = run_ranks("tests.distributed.compile_rank", tmp_path, "dead")
+def test_collectives_that_fail(tmp_path: Path) -> None:
+    """Errors reach the caller, also that of the timeout, and the processes end: `run_ranks` waits for them."""
+    cases = ("uneven", "no_memory", "stalled", "dead")
+    first, second = run_ranks("tests.distributed.compile_rank", tmp_path, *cases, timeout=240)
+    for kind, text, _ in (first["uneven"], second["uneven"]):
+        assert kind == "RankError"
+        assert "number 1 is all_gather_into_tensor(torch.float32[4, 4], 2) on rank 0 and " in text
+        assert "all_gather_into_tensor(torch.float32[6, 4], 2) on rank 1" in text and "of the same sizes" in text
+    kind, text, seconds = first["no_memory"]
+    assert kind == "RuntimeError" and "can't allocate memory" in text and seconds < 2
+    assert "Its collectives may run in buckets: bucket_collectives=False needs less memory" in text
+    assert second["no_memory"][0] == "RuntimeError"  # it waits for rank 0
+    assert len(first["stalled"]) == len(EMITTERS)
+    for kind, text, seconds in first["stalled"]:
+        assert kind == "RuntimeError" and re.search("[Tt]imed out", text) and 2 < seconds < 60
     assert first["dead"] == "RuntimeError"
     assert second["dead"] == ""

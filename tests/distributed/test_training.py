@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.distributed.processes import run_ranks
-from tests.distributed.training_cases import CASES
+import pytest
+import torch
 
-IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_simple_fsdp")
+from tests.conftest import NO_SECOND_CUDA
+from tests.distributed.processes import run_ranks
+from tests.distributed.training_cases import CASES, GPU_CASES
+
+IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_ddp", "whole_step_of_fsdp")
 """Cases that `test_two_ranks.py` has nothing like."""
 
 
-def run_cases(names: Sequence[str], folder: Path, world_size: int) -> None:
-    arguments = (str(world_size), "fxwrap", *names)
+def run_cases(names: Sequence[str], folder: Path, world_size: int, device: str = "cpu") -> None:
+    arguments = (str(world_size), device, "fxwrap", *names)
     ranks = run_ranks("tests.distributed.training_rank", folder, *arguments, world_size=world_size)
     for number, results in enumerate(ranks):
         assert results == dict.fromkeys(names, ""), f"rank {number}:\n" + "\n".join(results.values())
@@ -30,6 +34,13 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_four_ranks(tmp_path: Path) -> None:
     run_cases(["fsdp_and_tensor_parallel"], tmp_path, 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_SECOND_CUDA)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_two_gpus(name: str, tmp_path: Path) -> None:
+    run_cases([name], tmp_path, 2, "cuda")
 
 
 def main() -> None:

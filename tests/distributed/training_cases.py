@@ -84,9 +84,14 @@ def rank_inputs(batch: int) -> Tensor:
     return inputs(batch, dist.get_rank())
 
 
+def device_type() -> str:
+    """Returns the type of the default device, on which each case runs."""
+    return torch.get_default_device().type
+
+
 def whole_mesh() -> DeviceMesh:
     """Returns a mesh of all ranks."""
-    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 # --- data parallel ----------------------------------------------------------------------------------------------------
@@ -177,8 +182,7 @@ def tensor_parallel(compile_: Compile, sequence: bool) -> list[Tensor]:
 
 
 def fsdp_and_tensor_parallel(compile_: Compile) -> list[Tensor]:
-    sizes = (dist.get_world_size() // 2, 2)
-    mesh = init_device_mesh(torch.get_default_device().type, sizes, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Blocks(), mesh["tp"], _parallel_plan(sequence=False))
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
@@ -219,6 +223,29 @@ def context_parallel(compile_: Compile) -> list[Tensor]:
         return nn.functional.scaled_dot_product_attention(query, *gathered, attn_mask=mask)
 
     return train(projection, compile_(attention), rank_inputs)
+
+
+def torch_context_parallel(compile_: Compile) -> list[Tensor]:
+    """Attention in torch's own `context_parallel`, whose operators are those of GPUs."""
+    from torch.distributed.tensor.experimental import context_parallel as context
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    projection, results = nn.Linear(8, 24), list[Tensor]()
+
+    def attention(x: Tensor) -> Tensor:
+        heads = [item.unflatten(-1, (2, 4)).transpose(1, 2) for item in projection(x).chunk(3, -1)]
+        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+
+    compiled, mesh = compile_(attention), whole_mesh()
+    for batch in BATCHES:
+        x = inputs(batch).repeat(1, 2 * mesh.size(), 1)
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]), context(mesh, buffers=[x], buffer_seq_dims=[1]):
+            loss = compiled(x).square().mean()
+            loss.backward()
+        results += [local(loss), *[local(item.grad) for item in projection.parameters() if item.grad is not None]]
+        projection.zero_grad()
+    return results
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -366,7 +393,7 @@ def whole_step_without_sync(compile_: Compile) -> list[Tensor]:
 
 
 def _fsdp_of_tensor_parallel() -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Blocks(), mesh["tp"], _parallel_plan(sequence=False))
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
@@ -416,3 +443,6 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "fsdp_and_tensor_parallel": fsdp_and_tensor_parallel,
 }
 """The cases by name."""
+
+GPU_CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {**CASES, "torch_context_parallel": torch_context_parallel}
+"""The cases on GPUs."""

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-from tests.distributed.training_cases import CASES, identity
+from tests.distributed.training_cases import GPU_CASES, identity
+
+COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
+"""The communication backend of each device type."""
 
 
 def check(name: str, backend: str) -> None:
@@ -22,7 +25,7 @@ def check(name: str, backend: str) -> None:
     for compile_ in (identity, partial(torch.compile, backend=backend)):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        results.append(CASES[name](compile_))
+        results.append(GPU_CASES[name](compile_))
     assert len(results[0]) == len(results[1])
     for expected, have in zip(*results, strict=True):
         tolerance: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if "mixed" in name else {"rtol": 1e-4, "atol": 1e-5}
@@ -30,12 +33,17 @@ def check(name: str, backend: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the cases: `training_rank.py RANK STORE WORLD_SIZE BACKEND CASES...`."""
-    rank, world, backend, names = int(arguments[0]), int(arguments[2]), arguments[3], arguments[4:]
+    """Runs the cases: `training_rank.py RANK STORE WORLD_SIZE DEVICE BACKEND CASES...`."""
+    rank, world, device, backend, names = int(arguments[0]), int(arguments[2]), *arguments[3:5], arguments[5:]
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device(device, rank))
     store = torch.distributed.FileStore(arguments[1], world)
-    timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    timeout = timedelta(seconds=180)  # a rank that failed does not take part in collectives
+    torch.distributed.init_process_group(
+        COMMUNICATION[device], store=store, rank=rank, world_size=world, timeout=timeout
+    )
     for name in names:
         error = ""
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxwrap
 from fxwrap.errors import ArtifactError, RankError, StepError
 from fxwrap.options import Options
 from tests.distributed.cases import Mlp, simple_fsdp
+from tests.support.jobs import fake_job
 from tests.training.test_errors import Trainer
 from tests.training.test_steps import STEPS, Training, mlp, tensors_of
 
@@ -89,16 +88,6 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def job(ranks: int) -> Iterator[None]:
-    """A job of so many ranks, whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def sharded_step() -> Callable[[Tensor], Tensor]:
     """Returns a step with DTensor parameters."""
     model = simple_fsdp(Mlp(), dist.init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -115,10 +104,10 @@ def sharded_step() -> Callable[[Tensor], Tensor]:
 
 
 def test_a_step_with_sharded_state_in_a_job_of_another_size(tmp_path: Path) -> None:
-    with job(2):
+    with fake_job(2):
         fxwrap.compile_step(sharded_step(), (X,), options=OPTIONS).save(tmp_path / "step.fxw")
         fxwrap.load_step(tmp_path / "step.fxw", sharded_step())(X)
-    with job(4), pytest.raises(StepError, match=r"'model.norm.weight' is DTensor.*Compile the step for this job"):
+    with fake_job(4), pytest.raises(StepError, match=r"'model.norm.weight' is DTensor.*Compile the step for this job"):
         fxwrap.load_step(tmp_path / "step.fxw", sharded_step())
 
 
@@ -128,10 +117,10 @@ def test_a_step_with_collectives_in_a_job_of_another_size(tmp_path: Path) -> Non
     def step(x: Tensor) -> Tensor:
         return all_reduce(trainer.step(x), "sum", dist.group.WORLD)
 
-    with job(2):
+    with fake_job(2):
         fxwrap.compile_step(step, (X,), options=OPTIONS).save(tmp_path / "step.fxw")
         fxwrap.load_step(tmp_path / "step.fxw", step)(X)
-    with job(4), pytest.raises(RankError, match="'step' was saved where group '0' has 2 ranks, and here it has 4"):
+    with fake_job(4), pytest.raises(RankError, match="'step' was saved where group '0' has 2 ranks, and here it has 4"):
         fxwrap.load_step(tmp_path / "step.fxw", step)(X)
 
 
