@@ -47,7 +47,6 @@ LEAST: dict[str, tuple[Function, int]] = {
     "a maximum of nothing": (lambda x: x.amax(0), 1),
     "the first row": (lambda x: x[0], 1),
     "the last row": (lambda x: x[-1:], 1),  # of no rows, torch returns none
-    "attention": (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), 1),
     "the second row": (lambda x: x[1], 2),
     "squeeze": (lambda x: x.squeeze(0), 2),  # is another operator for one row
     "interpolation": (lambda x: F.interpolate(x.t()[None], scale_factor=2, mode="linear", align_corners=True), 2),
