@@ -73,6 +73,9 @@ INPUTS = 2
 """Transforms in a chain, and inputs that each graph and program runs on."""
 
 
+_REASON = "reason: "
+"""The prefix of counts of reasons why torch rejected graphs."""
+
 Symbols: TypeAlias = Mapping[str, Number]
 _NO_SYMBOLS: Symbols = {}
 """Those of compiled graphs, whose sizes are hints of the program."""
@@ -143,11 +146,11 @@ def _is_cpp(seed: int) -> bool:
 
 @dataclass
 class Journey:
-    """A graph on its way: the transforms that it took, those that torch rejected, and what they lost."""
+    """A graph on its way: the transforms that it took, those that torch rejected with the reasons, and the losses."""
 
     module: GraphModule
     applied: list[str] = field(default_factory=list)
-    rejected: list[str] = field(default_factory=list)
+    rejected: list[tuple[str, str]] = field(default_factory=list)
     losses: set[Loss] = field(default_factory=set)
     is_specialised: bool = False
     is_restrided: bool = False
@@ -163,6 +166,10 @@ class Drawn:
     symbols: Symbols
     options: fxwrap.Options | None
     wanted: list[list[Any]]
+
+
+class NoProgramError(Exception):
+    """The graph of a seed raises for each of its inputs: torch's tracer assumes that a size is not 0, for example."""
 
 
 _Parts: TypeAlias = tuple[Program, list[Callable[[], list[Any]]], Symbols, fxwrap.Options | None]
@@ -217,7 +224,10 @@ class Subject:
         )
         program = fxwrap.compile_graph(subject.graph.module, sample, options=options).program
         program = program.replace(header=())  # which `split_module` and tracing leave out
-        inputs = [partial(_copies, item) for item in subject.inputs[:INPUTS]]
+        accepted = [item for item, wanted in zip(subject.inputs, subject.wanted) if not isinstance(wanted, Exception)]
+        if not accepted:
+            raise NoProgramError
+        inputs = [partial(_copies, item) for item in accepted[:INPUTS]]
         return program, inputs, _NO_SYMBOLS, options.resolve_devices()
 
 
@@ -266,7 +276,10 @@ def device_of(trip: Trip) -> Iterator[None]:
 
 
 def run_trip(trip: Trip, subject: Subject) -> Counter[str]:
-    """Returns the numbers of transforms by outcome, e.g. "make_fx applied". Raises AssertionError for a difference."""
+    """Returns the numbers of transforms by outcome, e.g. "make_fx applied", and of the reasons of rejections.
+
+    Raises AssertionError for a difference.
+    """
     try:
         with device_of(trip):
             return _run_trip(trip, subject)
@@ -277,7 +290,7 @@ def run_trip(trip: Trip, subject: Subject) -> Counter[str]:
 def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     try:
         drawn = subject.drawn(trip.form)
-    except (GraphError, PendingUnbackedSymbolNotFound) as error:
+    except (GraphError, NoProgramError, PendingUnbackedSymbolNotFound) as error:
         if isinstance(error, GraphError) and not any(text in str(error) for text in FAILURES_OF_TORCH):
             raise
         return Counter({"no program": 1})
@@ -301,7 +314,10 @@ def _run_trip(trip: Trip, subject: Subject) -> Counter[str]:
     entry = emit(imported, trip.emitter)
     for make, of_graph in zip(makers, results, strict=True):
         same("the imported program", _run(lambda inputs: entry(*inputs), program, make), of_graph)
-    return Counter([f"{name} applied" for name in journey.applied] + [f"{name} rejected" for name in journey.rejected])
+    counts = Counter([f"{name} applied" for name in journey.applied])
+    counts.update([f"{name} rejected" for name, _ in journey.rejected])
+    counts.update([f"{_REASON}{reason}" for _, reason in journey.rejected])
+    return counts
 
 
 def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
@@ -316,9 +332,10 @@ def _transformed(trip: Trip, journey: Journey, drawn: Drawn) -> Journey:
             with torch.no_grad():
                 journey.module = transform.apply(journey.module, drawn.make_inputs[0]())
         except Exception as error:
-            if not transform.rejects(error, journey.module):
+            rejection = transform.rejection(error, journey.module)
+            if rejection is None:
                 raise
-            journey.rejected.append(name)
+            journey.rejected.append((name, rejection.reason))
         else:
             journey.applied.append(name)
             journey.losses |= transform.losses
@@ -485,6 +502,10 @@ def main() -> int:
     for name in TRANSFORMS:
         applied, rejected = counts[f"{name} applied"], counts[f"{name} rejected"]
         steps.add({"transform": name, "graphs": applied + rejected, "rejected by torch": rejected})
+    reasons = Report("round_trips-rejections", chosen, note=note)
+    for key, count in sorted(counts.items()):
+        if key.startswith(_REASON):
+            reasons.add({"why torch rejects graphs": key.removeprefix(_REASON), "graphs": count})
     if failed:
         print(f"seeds that failed: {', '.join(failed)}")
     total = f"{len(seeds)} programs, {trips.total()} round trips, {failures.total()} failures"

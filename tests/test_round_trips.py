@@ -118,7 +118,7 @@ def test_errors_that_torch_does_not_raise_are_failures(monkeypatch: pytest.Monke
         raise RuntimeError("broken")
 
     def rejecting(pattern: str, applies: bool) -> Transform:
-        return Transform("fail", fail, rejections=(Rejection(pattern, lambda _module, _match: applies),))
+        return Transform("fail", fail, rejections=(Rejection("", pattern, lambda _module, _match: applies),))
 
     trip, subject = _first_trip(transforms=("fail",))
     monkeypatch.setitem(TRANSFORMS, "fail", rejecting("RuntimeError: broken", True))

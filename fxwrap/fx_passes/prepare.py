@@ -115,6 +115,6 @@ def _with_fakes(
 ) -> PreparedGraph:
     return PreparedGraph(
         source.graph_module, source.name, source.constants, source.returns_mutated_inputs,
-        source.graph_id, fake_values(source.graph_module, example_inputs),
+        source.graph_id, source.least_sizes, fake_values(source.graph_module, example_inputs),
         flexible_stride_outputs=flexible_stride_outputs,
     )  # fmt: skip

@@ -30,6 +30,7 @@ class GraphSource:
         returns_mutated_inputs: whether an output that was copied into an input or constant may be returned as that
             input or constant.
         graph_id: the `id` of the graph that was imported.
+        least_sizes: least values of symbols by name, where these are smaller than those of the ShapeEnv.
     """
 
     graph_module: GraphModule
@@ -37,6 +38,7 @@ class GraphSource:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     returns_mutated_inputs: bool = False
     graph_id: int = -1
+    least_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nodes(self) -> list[Node]:

@@ -21,6 +21,7 @@ from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
 from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
+from fxwrap.fx_passes.small_sizes import least_sizes
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -100,9 +101,10 @@ def graph_source(
         shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
         with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
             warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
+            least = least_sizes(graph, export_decomposition_table(options))
             for exported_step in enabled_steps(EXPORTED_PROGRAM_PASSES, options):
                 graph = exported_step.run(graph, options)
-            return replace(_exported_source(graph, options, name), graph_id=graph_id)
+            return replace(_exported_source(graph, options, name), graph_id=graph_id, least_sizes=least)
     check_graph(graph)
     graph_id = id(graph.graph)
     context = FxPassContext(options, example_inputs=example_inputs)

@@ -147,7 +147,8 @@ class _ProgramLowering:
         self.request = request
         self.ownership = ownership
         options = request.options
-        self.state = ProgramState(ProgramSymbols(options.symbol_ranges, options.symbol_hints), source.graph_id)
+        symbols = ProgramSymbols(options.symbol_ranges, options.symbol_hints, source.least_sizes)
+        self.state = ProgramState(symbols, source.graph_id)
         self.nodes: list[Node] = list(source.graph_module.graph.nodes)
         self.builder = Builder(source.fakes, self.state, stream_plan(self.nodes, options.device_specs(), source.fakes))
         self.builder.constants = self

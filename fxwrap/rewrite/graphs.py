@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node, Proxy, symbolic_trace
 from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 
-from fxwrap.converters.from_fx.graph_importer import registered_definition
+from fxwrap.converters.from_fx.kernel_table import registered_definition
 from fxwrap.converters.fx.metadata import node_metadata, other_metadata
 from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples

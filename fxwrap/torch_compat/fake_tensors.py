@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -127,6 +128,24 @@ def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object
     no public name.
     """
     return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
+
+
+@contextmanager
+def without_logged_errors() -> Iterator[None]:
+    """Runs without the log entries that fake tensors write for each operator that raises, in this thread.
+
+    Why: the entries have a traceback at the level of errors, and the name of their logger is private.
+    """
+    logger, thread = logging.getLogger(FakeTensor.__module__), threading.get_ident()
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_elsewhere)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_elsewhere)
 
 
 # Why: rules of torch 2.11 that are wrong; right on 2.13, which stays as it is. Indices and counts of `unique` and its

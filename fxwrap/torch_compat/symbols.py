@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -42,14 +42,24 @@ def symbol_expression(number: SymbolicNumber) -> sympy.Basic:
     return number.node.expr
 
 
-def symbol_bounds(number: SymbolicNumber) -> tuple[Bound, Bound]:
-    """Returns the inclusive bounds that the ShapeEnv knows of a symbolic number, None for an unbounded side."""
+def symbol_bounds(number: SymbolicNumber, least: Mapping[str, int] = {}) -> tuple[Bound, Bound]:
+    """Returns the inclusive bounds that the ShapeEnv knows of a symbolic number, None for an unbounded side.
+
+    `least` has lower bounds of symbols by name that replace those of the ShapeEnv.
+    """
     shape_env = number.node.shape_env
-    return (None, None) if shape_env is None else _bounds(shape_env, symbol_expression(number))
+    return (None, None) if shape_env is None else _bounds(shape_env, symbol_expression(number), least)
 
 
-def _bounds(shape_env: ShapeEnv, expression: sympy.Basic) -> tuple[Bound, Bound]:
-    bounds = shape_env.bound_sympy(expression)
+def _bounds(shape_env: ShapeEnv, expression: sympy.Basic, least: Mapping[str, int] = {}) -> tuple[Bound, Bound]:
+    if least.keys().isdisjoint([symbol.name for symbol in expression.free_symbols]):
+        bounds = shape_env.bound_sympy(expression)
+    else:
+        known = {symbol: shape_env.var_to_range[symbol] for symbol in expression.free_symbols}
+        ranges = {
+            symbol: ValueRanges(least.get(symbol.name, bounds.lower), bounds.upper) for symbol, bounds in known.items()
+        }
+        bounds = bound_sympy(expression, ranges)
     return (None, None) if bounds.is_bool else (_finite(bounds.lower), _finite(bounds.upper))
 
 

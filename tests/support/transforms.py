@@ -18,10 +18,13 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.const_fold import _inline_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.fx.passes.split_module import split_module
 from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.subgraph_rewriter import replace_pattern
+
+from tests.support.versions import is_before
 
 ATEN = torch.ops.aten
 
@@ -39,16 +42,21 @@ UNUSED, SYMBOLS, CALLS = frozenset({Loss.UNUSED}), frozenset({Loss.SYMBOLS}), fr
 
 @dataclass(frozen=True)
 class Rejection:
-    """An error with which torch rejects graphs: a pattern of its class and message, and which graphs torch rejects.
+    """An error with which torch rejects graphs: why, a pattern of its class and message, and which graphs.
 
-    `graphs` has the module that torch rejects and the match; an error for another graph is a failure.
+    `graphs` has the module that torch rejects and the match; an error for another graph is a failure. `before` is the
+    first release of torch that accepts these graphs, empty if none does.
     """
 
+    reason: str
     pattern: str
     graphs: Callable[[GraphModule, re.Match[str]], bool]
+    before: str = ""
 
     def explains(self, error: Exception, module: GraphModule) -> bool:
         """Whether the error is torch's for this graph."""
+        if self.before and not is_before(self.before):
+            return False
         match = re.search(f"^{self.pattern}", f"{type(error).__name__}: {error}", re.DOTALL)
         return match is not None and self.graphs(module, match)
 
@@ -81,9 +89,9 @@ class Transform:
         calls_graphs = bool(module.graph.find_nodes(op="call_module"))
         return not (self.flat and calls_graphs) and not self.excluded_languages & languages
 
-    def rejects(self, error: Exception, module: GraphModule) -> bool:
-        """Whether torch rejects a graph with this error."""
-        return any(rejection.explains(error, module) for rejection in self.rejections)
+    def rejection(self, error: Exception, module: GraphModule) -> Rejection | None:
+        """Returns the rejection that explains an error for a graph, None if the error is not torch's."""
+        return next((item for item in self.rejections if item.explains(error, module)), None)
 
 
 def _eliminated(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -229,7 +237,33 @@ def _reads_block(module: GraphModule, match: re.Match[str]) -> bool:
     return match[1] in [node.target for _, node in _get_attrs(module)]
 
 
+def _maps_items(module: GraphModule, _match: re.Match[str]) -> bool:
+    """Graphs with a `map` whose body reads a number."""
+    calls = [node for part in _parts_of(module) for node in part.graph.find_nodes(op="call_function", target=_MAP)]
+    bodies = [getattr(node.graph.owning_module, node.args[0].target) for node in calls]
+    return any(_called(body) & {"_local_scalar_dense", "item"} for body in bodies)
+
+
+def _writes_unbacked_sizes(module: GraphModule, _match: re.Match[str]) -> bool:
+    """Graphs with an operator that writes a tensor whose sizes have unbacked symbols, or copies such a tensor."""
+    nodes = [node for part in _parts_of(module) for node in part.graph.nodes]
+    writes = [node for node in nodes if isinstance(node.target, OpOverload) and _writes(node.target)]
+    return any(free_unbacked_symbols(item.meta.get("val")) for node in writes for item in node.all_input_nodes)
+
+
+def _writes(target: OpOverload) -> bool:
+    return target._schema.is_mutable or target is ATEN.copy.default
+
+
+def _selects_by_wider_masks(module: GraphModule, _match: re.Match[str]) -> bool:
+    """Graphs with a `masked_select` of a tensor that is broadcast to the shape of its mask."""
+    target = ATEN.masked_select.default
+    calls = [node for part in _parts_of(module) for node in part.graph.find_nodes(op="call_function", target=target)]
+    return any(len({str(item.meta["val"].shape) for item in node.all_input_nodes}) > 1 for node in calls)
+
+
 _CONTROL = ("cond", "while_loop", "scan", "map_impl", "invoke_subgraph")
+_MAP = torch.ops.higher_order.map_impl
 
 
 def _block_operands(part: GraphModule, node: Node) -> list[Any]:
@@ -264,95 +298,137 @@ def _passes_number_or_constant(module: GraphModule, match: re.Match[str]) -> boo
     return any(map(any, flags))
 
 
-RETURNED_CONSTANT = Rejection(r"KeyError: '(\w+)'$", _returns_constant)
-"""`split_module` with the original order of nodes copies constants that partitions read, not returned ones."""
-
-UNKNOWN_BLOCK = Rejection(r"RuntimeError: Node \w+ target (\w+) references nonexistent attribute \1 of", _reads_block)
-"""`_inline_module` copies a node that reads a block of control flow, and not the block."""
-
+RETURNED_CONSTANT = Rejection(
+    "split_module with the original order of nodes copies constants that partitions read, not returned ones",
+    r"KeyError: '(\w+)'$",
+    _returns_constant,
+)
+UNKNOWN_BLOCK = Rejection(
+    "_inline_module copies a node that reads a block of control flow, and not the block",
+    r"RuntimeError: Node \w+ target (\w+) references nonexistent attribute \1 of",
+    _reads_block,
+)
 SCAN_OF_CONSTANTS = Rejection(
+    "scan reads the addresses of its operands while it is traced, which constants do not have",
     r"RuntimeError: Cannot access data pointer of Tensor .* erroneously tracing into a custom kernel",
     _calling("scan", constants=True),
 )
-"""torch's `scan` reads the addresses of its operands while it is traced, which constants do not have."""
-
 WHILE_OF_SYMBOLS = Rejection(
+    "traced with symbols, a loop whose carried value comes from a constant or captured tensor changes its sizes",
     r"UncapturedHigherOrderOpError: Expected carried_inputs and body_output to have same metadata but found",
     _calling("while_loop"),
 )
-"""Traced with symbols, a loop whose carried value comes from a constant or a captured tensor changes its sizes."""
-
+COND_OF_SYMBOLS = Rejection(
+    "traced with symbols, a cond whose branches return sizes of a constant and of symbols returns unbacked ones",
+    r"GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq\(\d+, u\d+\)",
+    _calling("cond", constants=True),
+)
+_MERGED_STRIDES = (
+    "traced with symbols, a cond merges strides of equal results that are products of sizes, not of maxima"
+)
 MERGED_STRIDES = (
-    Rejection(r"KeyError: Max\(1, u\d+\)$", _calling("cond")),
+    Rejection(_MERGED_STRIDES, r"KeyError: Max\(1, u\d+\)$", _calling("cond")),
     Rejection(
+        _MERGED_STRIDES,
         r"RuntimeError: It seems one of cond's output stride is not a simple accumulative multiplication of sizes\..* "
         r"True branch has size (torch\.Size\(.*\)), stride (\(.*\)) and false branch has size \1 stride \2\. ",
         _calling("cond"),
     ),
 )
-"""Traced with symbols, a `cond` merges strides of equal results only if they are products of sizes, not of maxima."""
-
 COPIED_SHAPE_ENV = Rejection(
+    "a module that was traced with symbols holds the ShapeEnv, and a storage of a symbolic size cannot be copied",
     r"RuntimeError: Expected !size_bytes_is_heap_allocated_ to be true",
     lambda module, _match: getattr(module, "shape_env", None) is not None,
 )
-"""A module that was traced with symbols holds the ShapeEnv, and a storage of a symbolic size cannot be copied."""
+MAP_OF_ITEMS = Rejection(
+    "map does not ignore the unbacked symbols of its body",
+    r"PendingUnbackedSymbolNotFound: Pending unbacked symbols",
+    _maps_items,
+    before="2.13",
+)
+UNBACKED_WRITES = Rejection(
+    "the fake rule of writes compares unbacked sizes with 1 and with each other",
+    r"GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq\(.*\bu\d+",
+    _writes_unbacked_sizes,
+    before="2.12",
+)
 
-_TRACED = (SCAN_OF_CONSTANTS,)
+_TRACED = (SCAN_OF_CONSTANTS, MAP_OF_ITEMS, UNBACKED_WRITES)
 _FUNCTIONALISED = (
     *_TRACED,
-    # `invoke_subgraph` has no rule for functorch's functionalization.
     Rejection(
-        r"AttributeError: 'FunctorchFunctionalizeAPI' object has no attribute 'mode'", _calling("invoke_subgraph")
+        "invoke_subgraph has no rule for functorch's functionalization",
+        r"AttributeError: 'FunctorchFunctionalizeAPI' object has no attribute 'mode'",
+        _calling("invoke_subgraph"),
     ),
-    # Blocks of control flow may neither return nor write their operands.
     Rejection(
+        "functionalised blocks of control flow may neither return nor write their operands",
         r"(UnsupportedAliasMutationException|RuntimeError): [\w.]+ might be "
         r"(aliasing the input or the output|modifying the input)",
         _calling(*_CONTROL),
     ),
-    # Functionalization of control flow asks whether operands are functional tensors, which constants are not. So does
-    # that of launches of Triton kernels: on a CPU torch cannot read these, and assumes that they write all operands.
     Rejection(
+        # On a CPU torch cannot read Triton kernels, and assumes that they write all operands.
+        "functionalization of blocks and Triton kernels asks whether operands are functional, which constants are not",
         r"RuntimeError: .*isFunctionalTensor\(t\) INTERNAL ASSERT FAILED",
         _calling(*_CONTROL, "triton_kernel_wrapper_mutation", constants=True),
     ),
 )
 _EXPORTED = (
     *_TRACED,
-    # Parameters of blocks are described by fake tensors, which constants and numbers are not.
-    Rejection(r"SpecViolationError: Node\.meta arg(\d+)_\d+ is missing val field", _passes_number_or_constant),
-    # Launches of Triton kernels that write operands return nothing, so torch's tracing gives them no `val`.
     Rejection(
+        "parameters of blocks are described by fake tensors, which constants and numbers are not",
+        r"SpecViolationError: Node\.meta arg(\d+)_\d+ is missing val field",
+        _passes_number_or_constant,
+    ),
+    Rejection(
+        "launches of Triton kernels that write operands return nothing, so torch's tracing gives them no val",
         r"SpecViolationError: Node\.meta triton_kernel_wrapper_mutation\w* is missing val field",
         _calling("triton_kernel_wrapper_mutation"),
     ),
-    # Operands of control flow are names of nodes; numbers are not.
-    Rejection(r"AttributeError: 'int' object has no attribute 'name'$", _passes_number_or_constant),
-    # The parameters of a block are named after its operands, of which two may be one tensor.
-    Rejection(r"SyntaxError: duplicate argument '\w+' in function definition", _calling(*_CONTROL)),
-    # Lists of operands hold only tensors.
     Rejection(
+        "operands of control flow are names of nodes, which numbers are not",
+        r"AttributeError: 'int' object has no attribute 'name'$",
+        _passes_number_or_constant,
+    ),
+    Rejection(
+        "the parameters of a block are named after its operands, of which two may be one tensor",
+        r"SyntaxError: duplicate argument '\w+' in function definition",
+        _calling(*_CONTROL),
+    ),
+    Rejection(
+        "lists of operands hold only tensors",
         r"SerializeError: Failed serializing node \w+ in graph: %\w+ : .*torch\.ops\.higher_order\.(\w+)\]"
         r".*Unsupported list/tuple argument type",
         lambda _module, match: match[1] in _CONTROL,
     ),
-    # A kernel, also one in a block, is saved as its binary, which Triton compiles on a GPU.
     Rejection(
+        "a kernel, also one in a block, is saved as its binary, which Triton compiles on a GPU",
         r"SerializeError: Failed serializing node \w+ in graph: .*AssertionError: "
         r"(kernel caches not found for kernel \w+|triton required to serialize triton kernels)",
         _calling("triton_kernel_wrapper_functional"),
     ),
-    # A graph that blocks and the body call is stored with the first block, where the body does not look.
     Rejection(
-        r"AttributeError: 'Module' object has no attribute '\w+\.repeated_subgraph\d+'", _calling("invoke_subgraph")
+        "a graph that blocks and the body call is stored with the first block, where the body does not look",
+        r"AttributeError: 'Module' object has no attribute '\w+\.repeated_subgraph\d+'",
+        _calling("invoke_subgraph"),
     ),
-    # Before torch 2.12, assertions on sizes with a condition in them have no code.
     Rejection(
-        r"AttributeError: type object 'PythonReferenceAnalysis' has no attribute 'expr_cond_pair'", _calling("sym_ite")
+        "assertions on sizes with a condition in them have no code",
+        r"AttributeError: type object 'PythonReferenceAnalysis' has no attribute 'expr_cond_pair'",
+        _calling("sym_ite"),
+        before="2.12",
     ),
-    # A slice beyond the end of a static dimension is asserted not to be one.
-    Rejection(r"\w*Error: Runtime assertion failed for expression u\d+ <= ", _calling("slice")),
+    Rejection(
+        "a slice beyond the end of a static dimension is asserted not to be one",
+        r"\w*Error: Runtime assertion failed for expression u\d+ <= ",
+        _calling("slice"),
+    ),
+    Rejection(
+        "masked_select is asserted to select no more elements than its tensor has before it is broadcast",
+        r"\w*Error: Runtime assertion failed for expression u\d+ <= ",
+        _selects_by_wider_masks,
+    ),
 )
 _WITHOUT_USER_KERNELS = frozenset({"user_triton"})
 """On a CPU torch cannot read Triton kernels: it assumes that they write all operands, arguments of blocks too."""
@@ -375,7 +451,7 @@ TRANSFORMS: dict[str, Transform] = {
             "make_fx_symbolic",
             _traced_with_symbols,
             CALLS,
-            (*_TRACED, WHILE_OF_SYMBOLS, *MERGED_STRIDES),
+            (*_TRACED, COND_OF_SYMBOLS, WHILE_OF_SYMBOLS, *MERGED_STRIDES),
             specialises=True,
         ),
         Transform(

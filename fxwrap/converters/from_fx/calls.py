@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from fxwrap import inference
 from fxwrap import wrapper_ir as ir
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement, OperandMatcher, failure, result_name
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement, OperandMatcher
+from fxwrap.converters.from_fx.nodes import failure, result_name
 from fxwrap.converters.from_fx.numbers import import_list_element, set_result
 from fxwrap.errors import RewriteError
 from fxwrap.lines import ExternCall, Mutate, StartCollective

@@ -14,8 +14,9 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import has_resolvable_symbols, new_results
 from fxwrap.converters.from_fx.effects import absorb_scatter_fills
 from fxwrap.converters.from_fx.functional import absorb_out_calls, copy_operand, write_arguments
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
+from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
 from fxwrap.converters.fx.replay import attribute_of, replay_spec, replayed_submodule
 from fxwrap.inference import scalar_kind

@@ -11,7 +11,8 @@ from torch.fx import Node
 from fxwrap import lines
 from fxwrap.converters.from_fx.calls import import_operator_call
 from fxwrap.converters.from_fx.functional import copy_operand
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
+from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.inference import InferredResult
 from fxwrap.torch_compat import functional_of_in_place, operator_overload
 from fxwrap.wrapper_ir import GENERATOR, OpaqueType, TensorType, Value

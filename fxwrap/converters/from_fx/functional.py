@@ -15,7 +15,8 @@ from torch.fx import Node
 from fxwrap import torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.calls import CallOperands, import_operator_call, infer_results
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
+from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.converters.fx.copied_operands import COPY
 from fxwrap.inference import InferredResult
 from fxwrap.lines import Alloc, ExternCall, Launch, Mutate, View, Yield

@@ -13,68 +13,18 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.converters.access_order import META_KEY, AccessChecker, Conflict
+from fxwrap.converters.access_order import META_KEY, AccessChecker
+from fxwrap.converters.from_fx.kernel_table import KernelTable
+from fxwrap.converters.from_fx.nodes import failure, metadata_of_tools, order_failure, origin_of, target_text
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
-from fxwrap.converters.fx.metadata import other_metadata
 from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
-from fxwrap.errors import FxImportError
-from fxwrap.fx_passes.source import source_of
 from fxwrap.inference import CallInference, with_declared_layout
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.lines.frees import drop_early_frees
 from fxwrap.passes.coalesce_copies import coalesce_copies
-from fxwrap.runtime import library
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
-from fxwrap.torch_compat import OpOverload, is_opaque
-from fxwrap.wrapper_ir import KernelDefinition
-
-
-class KernelTable:
-    """The definitions that a graph's launches may name: known ones, then those that this process has emitted.
-
-    `used` are the definitions of the launches so far, by hash, with distinct names.
-    """
-
-    def __init__(self, known: Iterable[KernelDefinition]) -> None:
-        self._known = {kernel.hash: kernel for kernel in known}
-        self.used: dict[str, KernelDefinition] = {}
-        self._names: set[str] = set()
-
-    def learn(self, definitions: Iterable[KernelDefinition]) -> None:
-        """Adds definitions that later launches may name."""
-        for definition in definitions:
-            self._known.setdefault(definition.hash, definition)
-
-    def get(self, kernel_hash: str) -> KernelDefinition | None:
-        """Returns the definition with a content hash, None if it is unknown."""
-        definition = self.used.get(kernel_hash) or self._known.get(kernel_hash) or registered_definition(kernel_hash)
-        return None if definition is None else self.add(definition)
-
-    def add(self, definition: KernelDefinition) -> KernelDefinition:
-        """Returns a definition, or an equal one, under a name of its own."""
-        used = self.used.get(definition.hash)
-        if used is not None:
-            return used
-        name, number = definition.name, 0
-        while name in self._names:
-            number += 1
-            name = f"{definition.name}_{number}"
-        self._names.add(name)
-        self.used[definition.hash] = renamed = replace(definition, name=name)
-        return renamed
-
-
-def registered_definition(kernel_hash: str) -> KernelDefinition | None:
-    """Returns the definition of a kernel that this process has emitted or loaded, None if there is none."""
-    kernel = library.find_registered_kernel(kernel_hash)
-    return None if kernel is None else definition_of(kernel)
-
-
-def definition_of(kernel: library.RegisteredKernel) -> KernelDefinition:
-    """Returns the definition of a registered kernel."""
-    return KernelDefinition(kernel.name, kernel.language, kernel.source, kernel.signature, kernel.options)
-
+from fxwrap.torch_compat import is_opaque
 
 _LITERALS = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -121,33 +71,6 @@ class ListElement:
     source: ir.Value
     path: tuple[ir.Tag, ...]
     type: ir.Type
-
-
-def target_text(node: Node) -> str:
-    """Returns the target of a node as text."""
-    if node.op == "call_function":
-        is_overload = isinstance(node.target, OpOverload)
-        return str(node.target if is_overload else getattr(node.target, "__name__", node.target))
-    return f"{node.op} of {node.target}"
-
-
-def failure(node: Node, reason: str, remedy: str) -> FxImportError:
-    """Returns the error for a node without a line."""
-    return FxImportError(node.name, target_text(node), reason, remedy)
-
-
-def origin_of(node: Node) -> ir.Origin:
-    """Returns the origin of a node's line: that of its metadata, else the node itself with its stacks."""
-    origin = node.meta.get("fxwrap_origin")
-    if isinstance(origin, ir.Origin):
-        return origin
-    return ir.Origin((replace(source_of(node), operator=target_text(node)),))
-
-
-def _other_metadata(node: Node) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Returns the metadata of other tools at a node and at the nodes that select its results."""
-    nodes = [node, *[user for user in node.users if user.target is operator.getitem]]
-    return tuple([(item.name, entries) for item in nodes if (entries := other_metadata(item))])
 
 
 NodeImporter = Callable[["GraphImporter", Node], None]
@@ -362,7 +285,7 @@ class GraphImporter:
     def emit(self, line: ir.LineBase, node: Node) -> None:
         """Adds a line, after the lines that define its pending symbols."""
         line = self._with_stream(line)
-        origin, metadata = line.origin or origin_of(node), _other_metadata(node)
+        origin, metadata = line.origin or origin_of(node), metadata_of_tools(node)
         if metadata or origin.metadata:
             origin = replace(origin, metadata=metadata)
         if line.origin is not origin:
@@ -379,7 +302,7 @@ class GraphImporter:
             self._initialize_if_read(line)
         conflict = self._access_checker.conflict(node, line, self.root_of) if META_KEY in node.meta else None
         if conflict is not None:
-            raise _order_failure(node, conflict)
+            raise order_failure(node, conflict)
         self.lines.append(line)
         self.state.node_of[id(line)] = node
         if isinstance(line, Alloc) or (isinstance(line, Workspace) and not line.zeroed):
@@ -471,16 +394,6 @@ class GraphImporter:
         return SizeOf(info, tensor, dim, of, rank or (pending[1] if pending is not None else 0))
 
 
-def _order_failure(node: Node, conflict: Conflict) -> FxImportError:
-    """Returns the error for two nodes that access one memory in another order than they were emitted in."""
-    earlier, own = ("writes" if writes else "reads" for writes in (conflict.earlier_writes, conflict.writes))
-    other = conflict.earlier.name
-    reason = f"it {own} the memory '{conflict.memory}' after '{other}' {earlier} it, but was emitted before '{other}'"
-    if conflict.bytes is not None:
-        reason += f"; both access bytes {conflict.bytes[0]} to {conflict.bytes[1] - 1}"
-    return failure(node, reason, f"Move it before '{other}', or use the functional form, in which operands order nodes")
-
-
 def _as_initialized(line: ir.LineBase) -> ir.LineBase:
     """Returns a line that makes the same memory with arbitrary content."""
     if isinstance(line, Workspace):
@@ -505,17 +418,6 @@ def constant_factor(number: ir.Size, symbol: sympy.Symbol) -> int | None:
         return None
     factor, rest = number.as_coeff_Mul()
     return int(factor) if rest == symbol and factor.is_Integer and factor > 0 else None
-
-
-def result_name(node: Node, path: Sequence[int]) -> str:
-    """Returns the name for an item of a node's result: that of its `getitem` node, if there is one."""
-    current = node
-    for index in path:
-        item = next((u for u in current.users if u.target is operator.getitem and u.args[1] == index), None)
-        if item is None:
-            return "_".join([node.name, *map(str, path)])
-        current = item
-    return current.name
 
 
 class OperandMatcher:

@@ -19,10 +19,12 @@ from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
 from fxwrap.converters.from_fx.functional import FUNCTIONAL, import_as_write
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, KernelTable, failure, target_text
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
+from fxwrap.converters.from_fx.kernel_table import KernelTable
 from fxwrap.converters.from_fx.kernels import KERNELS
 from fxwrap.converters.from_fx.memory import MEMORY
+from fxwrap.converters.from_fx.nodes import failure, target_text
 from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import_conditional
 from fxwrap.converters.from_fx.regions import import_region_call
 from fxwrap.converters.from_fx.symbols import ImportedSymbols

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.converters.from_fx.graph_importer import failure, is_function_call
+from fxwrap.converters.from_fx.graph_importer import is_function_call
+from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.converters.fx.replay import attribute_of
 from fxwrap.torch_compat import is_opaque
 

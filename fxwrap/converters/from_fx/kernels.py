@@ -10,7 +10,9 @@ from torch.fx import Node
 
 from fxwrap import user_kernels
 from fxwrap.converters.from_fx.functional import copy_operand, new_result
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters, definition_of, failure, result_name
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
+from fxwrap.converters.from_fx.kernel_table import definition_of
+from fxwrap.converters.from_fx.nodes import failure, result_name
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError, KernelTextError
 from fxwrap.lines import Launch

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap import symbolic
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement, NodeImporter, NodeImporters, failure
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, ListElement, NodeImporter, NodeImporters
+from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.errors import ExpressionError
 from fxwrap.lines import Assert, Bind, Let, ReadItem, SizeOf
 from fxwrap.wrapper_ir import LineBase, ListType, ScalarType, Tag, TensorType, Value, element_type

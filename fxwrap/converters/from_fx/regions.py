@@ -12,8 +12,10 @@ from torch.fx import GraphModule, Node
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.from_fx.functional import copy_operand
-from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState, KernelTable, failure, result_name
+from fxwrap.converters.from_fx.graph_importer import GraphImporter, ImportState
+from fxwrap.converters.from_fx.kernel_table import KernelTable
 from fxwrap.converters.from_fx.kernels import emit_launch
+from fxwrap.converters.from_fx.nodes import failure, result_name
 from fxwrap.converters.from_fx.numbers import import_arithmetic
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
 from fxwrap.converters.fx.regions import (

@@ -40,12 +40,16 @@ SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
 class ProgramSymbols:
     """The names of a program's symbols, and the ranges and hints of those that are defined.
 
-    `ranges` and `hints` are the caller's choices by name; they replace those of the ShapeEnv.
+    `ranges` and `hints` are the caller's choices by name; they replace those of the ShapeEnv. `least` has lower bounds
+    of the ShapeEnv's symbols by name, which replace its own.
     """
 
-    def __init__(self, ranges: Mapping[str, tuple[int, int]], hints: Mapping[str, int]) -> None:
+    def __init__(
+        self, ranges: Mapping[str, tuple[int, int]], hints: Mapping[str, int], least: Mapping[str, int]
+    ) -> None:
         self.ranges = ranges
         self.hints = hints
+        self.least = least
         self.infos: dict[str, SymbolInfo] = {}
         self._names: set[str] = set()
         self._counts: dict[str, int] = {}
@@ -68,7 +72,7 @@ class ProgramSymbols:
 
     def add(self, name: str, number: object) -> SymbolInfo:
         """Records the range and the hint of a symbol: the caller's choice, or those of a symbolic number."""
-        lower, upper = self.ranges.get(name) or symbol_bounds(number)  # type: ignore[arg-type]
+        lower, upper = self.ranges.get(name) or symbol_bounds(number, self.least)  # type: ignore[arg-type]
         hint = self.hints.get(name, symbol_hint(number))  # type: ignore[arg-type]
         if hint is not None:
             hint = hint if lower is None else max(hint, lower)

@@ -71,6 +71,13 @@ class Elementwise(nn.Module):
         return torch.sigmoid(x) * x + 1
 
 
+class Largest(nn.Module):
+    """A maximum, which no rows have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.amax(0)
+
+
 class ViewsOnly(nn.Module):
     """No kernel."""
 
