@@ -136,16 +136,17 @@ def _search_dependent(
     promising = [item for item in merged if item.count <= _MERGED_SHARE * len(buffers)] or [unmerged]
     others = [item for item in (unmerged, *merged) if item not in promising]
     sweeps = _Sweeps(buffers, capacity, functions)
-    steps = 0
+    steps = swept = 0
     for turn in itertools.count():
         searches = [*promising, *others] if turn % _OTHER_TURNS == _OTHER_TURNS - 1 else promising
         for item in (*searches, None):
-            if item is None:
-                result = sweeps.run(SearchLimits((limits.steps - steps) // 2, limits.deadline))
+            if item is None:  # sweeps have half as many steps, of their own, so that they displace no other search
+                result = sweeps.run(SearchLimits(limits.steps // 2 - swept, limits.deadline))
+                swept += result.steps
             else:
                 own = min(limits.steps - steps, int((_FIRST_STEPS + 2 * item.count) * _GROWTH**turn))
                 result = item.run(SearchLimits(own, limits.deadline))
-            steps += result.steps
+                steps += result.steps
             is_proof = result.outcome is SearchStatus.INFEASIBLE and item is unmerged
             if result.outcome is SearchStatus.SOLVED or is_proof:
                 return SearchResult(result.outcome, result.offsets, steps)
