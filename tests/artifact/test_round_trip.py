@@ -154,7 +154,7 @@ def test_ranges_of_symbols_are_in_the_manifest_and_hold(tmp_path: Path) -> None:
     compiled("python", dynamic=True).save(tmp_path / "small.fxw")
     loaded = fxwrap.load(tmp_path / "small.fxw")
     (symbol,) = [info for name, info in loaded.metadata["symbols"].items() if name.startswith("s")]
-    assert symbol["range"] == [2, 64]
+    assert symbol["range"] == [0, 64]
     with pytest.raises(InputError):
         loaded(batch(65))
 

@@ -234,7 +234,7 @@ def test_gradients(emitter: str) -> None:
 
 
 def test_the_gradient_of_a_captured_scalar() -> None:
-    """torch cannot vectorise it before 2.15."""
+    """torch cannot vectorise it before 2.14."""
     factor = torch.tensor(1.5, requires_grad=True)
     compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
 
@@ -242,7 +242,7 @@ def test_the_gradient_of_a_captured_scalar() -> None:
         out = compiled(*operands(), score_mod=lambda s, b, h, m, n: s * factor)
         return torch.autograd.grad(out.square().sum(), factor)[0]
 
-    if is_before("2.15"):
+    if is_before("2.14"):
         with pytest.raises(Exception, match=r"cannot be vectorised: .* index captured tensors"):
             gradient()
         return
