@@ -360,6 +360,7 @@ def test_cuda_runtime() -> None:
 ABOUT_TORCH = {
     "comparison.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
+    "compile.group_speeds": "torch names the models of CUDA devices, and waits for all devices but the CPU",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
     "fused_communication.support": "torch's fused operators need symmetric memory, which CUDA devices have",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",

@@ -245,7 +245,7 @@ def test_it_is_off_where_there_is_no_hardware() -> None:
 def test_ranks_compare_fused_operators() -> None:
     (group,) = communication(fuse(several, X, B, C).program)
     expected = "fused_all_gather_matmul(torch.float32[2, 3, 8], torch.float32[8, 5], torch.float32[8, 6], 1)"
-    assert (group.label, group.lines) == ("0", (expected,))
+    assert (group.label, group.texts({})) == ("0", (expected,))
 
 
 def test_what_symmetric_memory_needs() -> None:
