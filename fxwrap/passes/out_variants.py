@@ -64,7 +64,7 @@ def use_out_variants(program: Program) -> Program:
 def _use_out_variants_in(block: Block, names: set[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
     buffers: dict[str, Value] = {}  # of collectives, by the names of their results
-    last_uses = _last_uses(block)
+    uses = _Uses(block)
     in_flight: dict[str, set[str]] = {}  # the results of one collective that are in flight, by the names of all of them
     postponed: list[Free] = []  # of results of such collectives, which use all their buffers until the last wait
     lines: list[LineBase] = []
@@ -79,7 +79,7 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
             lines.append(line.replace(operator=_COLLECTIVES[line.operator], outs=(buffer,), aliases=(buffer,)))
         elif isinstance(line, StartCollective) and (pairs := _in_place_pairs(line, freed)):
             for operand, result in pairs:
-                is_last = last_uses.get(operand.name) == position and [item for item, _ in pairs].count(operand) == 1
+                is_last = uses.ends_with(position, operand.name) and [item for item, _ in pairs].count(operand) == 1
                 is_owned = operand.name in freed and operand.name not in buffers
                 if is_last and is_owned and operand.type == result.type:
                     buffers[result.name] = operand
@@ -121,19 +121,34 @@ def _collective_result(line: StartCollective, freed: set[str]) -> Value | None:
     return _freed_result(line.results, line.aliases, freed)
 
 
-def _last_uses(block: Block) -> dict[str, int]:
-    """Returns the position of the last line, frees excepted, that uses each root that a line of the block defines."""
-    root_of: dict[str, str] = {}
-    last: dict[str, int] = {}
-    for position, line in enumerate(block.lines):
-        for value in used(line) if not is_release(line) else ():
-            if (root := root_of.get(value.name)) is not None:
-                last[root] = position
-        for value in defined(line):
-            base = line.alias_of(value)
-            root_of[value.name] = value.name if base is None else root_of.get(base.name, base.name)
-            last.setdefault(root_of[value.name], position)
-    return last
+class _Uses:
+    """Where a block uses each root that one of its lines defines, frees excepted.
+
+    A collective reads its operands from its start to the wait for its results.
+    """
+
+    def __init__(self, block: Block) -> None:
+        self._last: dict[str, int] = {}
+        self._reads: dict[str, list[tuple[int, int]]] = {}  # positions of starts and of their waits
+        root_of: dict[str, str] = {}
+        started: dict[str, tuple[int, list[str]]] = {}  # collectives by the roots of their results
+        for position, line in enumerate(block.lines):
+            roots = [root_of[item.name] for item in used(line) if item.name in root_of] if not is_release(line) else []
+            self._last |= dict.fromkeys(roots, position)
+            for start, operands in [started[root] for root in roots if root in started] if line.is_async_wait else ():
+                for operand in operands:
+                    self._reads.setdefault(operand, []).append((start, position))
+            for value in defined(line):
+                base = line.alias_of(value)
+                root_of[value.name] = value.name if base is None else root_of.get(base.name, base.name)
+                self._last.setdefault(root_of[value.name], position)
+                if line.is_async_start:
+                    started[root_of[value.name]] = (position, roots)
+
+    def ends_with(self, position: int, name: str) -> bool:
+        """Whether the line at a position is the last to use a root, and no collective from before it reads it then."""
+        reads = self._reads.get(name, ())
+        return self._last.get(name) == position and not any(start < position < wait for start, wait in reads)
 
 
 def _in_place_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value, Value]]:

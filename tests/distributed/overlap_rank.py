@@ -234,11 +234,15 @@ def check_speeds(rank: int) -> None:
     del os.environ["FXWRAP_MEASURE_GROUPS"]
 
 
+SENT_FROM_A_POOL = 1012
+"""A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
+
+
 def check_random(rank: int, count: int = 30, first: int = 0) -> None:
     """Random programs with buckets and overlap return the bits of the program without."""
     groups = ("0", torch.distributed.new_group().group_name)
     changed = 0
-    for seed in range(first, first + count):
+    for seed in (*range(first, first + count), SENT_FROM_A_POOL):
         random_program = RandomProgram(seed, groups)
         options, inputs, graph = random_program.options(), random_program.inputs(rank), random_program.graph()
         plain = options.replace(bucket_collectives=False, overlap_collectives=False)

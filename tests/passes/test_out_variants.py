@@ -129,3 +129,15 @@ def test_operands_that_are_used_later_or_twice_are_copied() -> None:
     changed = verify(use_out_variants(parsed(text)))
     starts = [line for line in changed.lines() if isinstance(line, StartCollective)]
     assert [[value.name for value in line.writes] for line in starts][:2] == [["s_buffer"], ["t_buffer", "u_buffer"]]
+
+
+def test_operands_that_a_collective_in_flight_reads_are_copied() -> None:
+    """An all_reduce starts while another group gathers its operand."""
+    gather = (
+        '  %g = collective.start @_c10d_functional.all_gather_into_tensor.default(%a, 2, "1") group="1" : f32[8]@cpu\n'
+    )
+    text = COLLECTIVES.replace("  %s = coll", gather + "  %s = coll")
+    text = text.replace("  memory.free(%a)\n", '  %h = collective.wait(%g) group="1" : f32[8]@cpu\n  memory.free(%a)\n')
+    changed = verify(use_out_variants(parsed(text.replace("control.return(%o)", "control.return(%o, %h)"))))
+    starts = [line for line in changed.lines() if isinstance(line, StartCollective)]
+    assert [[value.name for value in line.writes] for line in starts][:2] == [[], ["s_buffer"]]

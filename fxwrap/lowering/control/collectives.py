@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fxwrap.fx_passes.effects import mutated_operands
 from fxwrap.fx_passes.prepared_graph import NodeValues
-from fxwrap.lines import Alloc, Mutate, StartCollective, WaitCollective
+from fxwrap.lines import Alloc, ExternCall, Mutate, StartCollective, WaitCollective
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords
 from fxwrap.lowering.in_flight import Pending
 from fxwrap.torch_compat import OpOverload, operator_name
@@ -78,6 +78,8 @@ def emit_start(
     keywords: Keywords,
 ) -> None:
     """Emits the start of a collective."""
+    if is_point_to_point(node):
+        arguments = _with_private_sends(builder, node, arguments)
     written = schema.mutated_operands(arguments, keywords)
     for value in written:
         builder.storages.mark_mutated(value)
@@ -97,6 +99,29 @@ def emit_start(
             root = builder.storages.root(value).name
             fake = builder.storages.fake(value)
             builder.in_flight.start(root, Pending(value, fake, operands - {root}, origin))
+
+
+def _with_private_sends(builder: Builder, node: Node, arguments: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    """Returns the arguments with copies of the tensors that are sent, in memory of their own.
+
+    torch registers a send with its result and with the storage that is sent, and Gloo waits for ever the second time. A
+    pool slice or the operand of a later collective would be such a storage.
+    """
+    kinds = {"isend": ("isend",), "irecv": ()}.get(_name(node), arguments[0])
+    tensors = values_in(arguments)
+    assert isinstance(kinds, tuple | list)
+    copies: dict[str, Value] = {}
+    for kind, value in zip(kinds, tensors):
+        if kind != "isend" or value.name in copies:
+            continue
+        copy = builder.add_root(f"{node.name}_sent", torch.empty_like(builder.storages.fake(value)))
+        builder.emit(ExternCall((copy,), "aten.empty_like.default", (value,), origin=builder.origin(node)))
+        builder.emit(Mutate((), "aten.copy_.default", (copy, value), (copy,), origin=builder.origin(node)))
+        copies[value.name] = copy
+    changed: tuple[Operand, ...] = map_leaves(
+        arguments, lambda leaf: copies.get(leaf.name, leaf) if isinstance(leaf, Value) else leaf
+    )
+    return changed
 
 
 def result_fakes(node: Node, fake: FakeValue) -> FakeValue:
