@@ -109,8 +109,8 @@ class _Sweep:
                     state = self._advanced(state)
                 choices = (state.ended, state.pending)
                 if choices not in exchanges:
-                    found = sorted(self._exchanges(state), key=lambda exchange: exchange.cost)
-                    exchanges[choices] = found[:_MAX_EXCHANGES]
+                    by_cost = sorted(self._exchanges(state), key=lambda exchange: exchange.cost)
+                    exchanges[choices] = by_cost[:_MAX_EXCHANGES]
                 for exchange in exchanges[choices]:
                     self._steps += 1
                     self._try(state, exchange, count + len(exchange.started))
