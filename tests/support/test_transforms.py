@@ -108,7 +108,7 @@ _KERNEL = (
 _STRIDES = (
     "It seems one of cond's output stride is not a simple accumulative multiplication of sizes. This could be because "
     "cond returns a slice. True branch has size torch.Size([u0, u1]), stride {} and false branch has size "
-    "torch.Size([u0, u1]) stride {}. Hint: can call t.contiguous()."
+    "torch.Size([u0, {}]) stride {}. Hint: can call t.contiguous()."
 )
 _NESTED_KERNEL = _KERNEL.replace("node triton_kernel_wrapper_functional_proxy", "node cond")
 _ENV = _graph(aten.neg.default)
@@ -153,9 +153,13 @@ CASES = {
         ),
         (KeyError(sympy.Symbol("Max(1, u9)")), _graph(higher.cond), [(None, _graph(higher.scan))]),
         (
-            RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "(Max(1, u1), 1)")),
+            RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "s9", "(s9, 1)")),
             _graph(higher.cond),
-            [(RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "(1, Max(1, u0))")), None)],
+            [
+                (RuntimeError(_STRIDES.format("(Max(1, u1), 1)", "u1", "(1, Max(1, u0))")), None),
+                (RuntimeError(_STRIDES.format("(2*u1, 1)", "u1", "(Max(1, u1), 1)")), None),
+                (None, _graph(higher.scan)),
+            ],
         ),
         (
             _guard("Eq(4, u1) (unhinted: Eq(4, u1))"),
@@ -234,7 +238,7 @@ CASES = {
             [(None, _graph(higher.cond))],
         ),
         (
-            AttributeError("'Module' object has no attribute 'true_graph_0.repeated_subgraph0'"),
+            AttributeError("'Module' object has no attribute 'false_graph_0.true_graph_0.repeated_subgraph0'"),
             _graph(higher.invoke_subgraph),
             [(AttributeError("'Module' object has no attribute 'true_graph_0'"), None)],
         ),

@@ -11,6 +11,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch._functorch.compile_utils import fx_graph_cse
@@ -298,6 +299,16 @@ def _passes_number_or_constant(module: GraphModule, match: re.Match[str]) -> boo
     return any(map(any, flags))
 
 
+def _merges_contiguous(module: GraphModule, match: re.Match[str]) -> bool:
+    """Whether a graph has a `cond` whose branches both return contiguous results, by the layouts that the error has."""
+    texts = [re.sub(r"Max\(1, (\w+)\)", r"\1", text).rstrip(",") for text in match.groups()]
+    layouts = [sympy.sympify(f"[{text}]") for text in texts]
+    pairs = zip(layouts[::2], layouts[1::2], strict=True)
+    return _calling("cond")(module, match) and all(
+        strides == [sympy.prod(sizes[axis + 1 :]) for axis in range(len(sizes))] for sizes, strides in pairs
+    )
+
+
 RETURNED_CONSTANT = Rejection(
     "split_module with the original order of nodes copies constants that partitions read, not returned ones",
     r"KeyError: '(\w+)'$",
@@ -331,8 +342,9 @@ MERGED_STRIDES = (
     Rejection(
         _MERGED_STRIDES,
         r"RuntimeError: It seems one of cond's output stride is not a simple accumulative multiplication of sizes\..* "
-        r"True branch has size (torch\.Size\(.*\)), stride (\(.*\)) and false branch has size \1 stride \2\. ",
-        _calling("cond"),
+        r"True branch has size torch\.Size\(\[(.*)\]\), stride \((.*)\) and "
+        r"false branch has size torch\.Size\(\[(.*)\]\) stride \((.*)\)\. ",
+        _merges_contiguous,
     ),
 )
 COPIED_SHAPE_ENV = Rejection(
@@ -410,7 +422,7 @@ _EXPORTED = (
     ),
     Rejection(
         "a graph that blocks and the body call is stored with the first block, where the body does not look",
-        r"AttributeError: 'Module' object has no attribute '\w+\.repeated_subgraph\d+'",
+        r"AttributeError: 'Module' object has no attribute '[\w.]+\.repeated_subgraph\d+'",
         _calling("invoke_subgraph"),
     ),
     Rejection(
