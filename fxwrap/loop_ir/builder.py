@@ -33,7 +33,6 @@ from fxwrap.loop_ir.kernel import (
     map_operation,
     operands,
     renumber_index,
-    verify_kernel,
 )
 from fxwrap.loop_ir.operations import (
     INTEGERS,
@@ -44,6 +43,7 @@ from fxwrap.loop_ir.operations import (
     STORAGE_ONLY,
     CombineSpec,
 )
+from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Number, Size
 
 

@@ -28,9 +28,9 @@ from fxwrap.loop_ir.kernel import (
     Scan,
     Store,
     SymbolicScalar,
-    verify_kernel,
 )
 from fxwrap.loop_ir.operations import OPERATIONS, STORE_MODES
+from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import parse_expr
 
 _DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}

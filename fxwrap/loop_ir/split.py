@@ -28,9 +28,9 @@ from fxwrap.loop_ir.kernel import (
     SymbolicScalar,
     operands,
     operation_dtype,
-    verify_kernel,
 )
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
+from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
 _MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch

@@ -8,8 +8,9 @@ from dataclasses import replace
 from fxwrap.devices.kernel_names import make_function_name
 from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, Load, Operation, Store, as_index, map_operation
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
-from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter, RowPrinter
+from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
+from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel

@@ -11,8 +11,9 @@ import torch
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Scan, Store
 from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, SCAN_BLOCK, LoopPlan, split_reduction
-from fxwrap.printers.cpp.loops import ReductionPrinter, RowPrinter, loop_head
+from fxwrap.printers.cpp.loops import loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.reductions import ReductionPrinter, RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}

@@ -1,0 +1,293 @@
+"""Loops of kernels that reduce along the vectorised axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from fxwrap.loop_ir import Axis, Reduce, Store
+from fxwrap.printers.cpp.loop_plan import (
+    LANES,
+    MAX_LANE_ELEMENTS,
+    ROW_BUFFER_MAX_ELEMENTS,
+    ROW_BUFFER_MIN_COST,
+    STREAMED_LANES,
+    ReductionParts,
+    split_reduction,
+)
+from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
+from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.statements import EmittedValues
+
+
+class ReductionPrinter(LoopPrinter):
+    """Base of the printers of kernels with reductions: stages, each one pass over the reduced axes."""
+
+    def stage_sinks(self) -> list[tuple[list[int], list[Store]]]:
+        """Returns for each stage its reductions and varying stores. All varying stores are in the last stage."""
+        stages, reductions = self.kernel.stages, self.kernel.reductions
+        varying = {item: store for item, store in self.positions_of_stores().items() if self.plan.varying[item]}
+        last = max([stages[item] for item in (*varying, *reductions)], default=0)
+        return [
+            ([item for item in reductions if stages[item] == stage], list(varying.values()) if stage == last else [])
+            for stage in range(last + 1)
+        ]
+
+    def positions_of_stores(self) -> dict[int, Store]:
+        """Returns the stores by position."""
+        return {position: item for position, item in enumerate(self.kernel.operations) if isinstance(item, Store)}
+
+    def final_stores(self) -> list[Store]:
+        """Returns the stores of results that do not vary."""
+        return [store for item, store in self.positions_of_stores().items() if not self.plan.varying[item]]
+
+    def targets(self, reductions: Sequence[int], stores: Sequence[Store]) -> list[int]:
+        """Returns the positions whose values a stage needs."""
+        chosen = [item for item, store in self.positions_of_stores().items() if any(store is other for other in stores)]
+        return [operand for item in (*reductions, *chosen) for operand in self.operands_of(item)]
+
+    def invariants(self, targets: Sequence[int], known: EmittedValues) -> set[int]:
+        """Returns the operations that do not vary among the targets and the operands of those that vary."""
+        needed = self.statements.backward_slice(targets, known)
+        fixed = {item for item in needed if not self.plan.varying[item]}
+        return fixed.intersection(targets) | self.frontier(needed, fixed)
+
+    def hoist_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:
+        """Writes the operations that do not vary before the loop of the targets."""
+        positions = sorted(self.invariants(targets, known))
+        self.statements.write(positions, known, named=positions)
+
+    def print_device_asserts(self, known: EmittedValues) -> None:
+        """Writes the checks of assertions, in a separate pass if they vary. Adds invariant values to `known`."""
+        varying = [item for item in self.device_asserts if self.plan.varying[item]]
+        if varying:
+            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
+                self.write_device_asserts(varying, dict(known))
+        self.write_device_asserts([item for item in self.device_asserts if item not in varying], known)
+
+    def reduction(self, position: int) -> Reduce:
+        """Returns the reduction at a position."""
+        operation = self.kernel.operations[position]
+        assert isinstance(operation, Reduce)
+        return operation
+
+    def is_arg_reduction(self, position: int) -> bool:
+        """Whether a reduction returns the position of an element."""
+        return self.reduction(position).kind.startswith("arg")
+
+    def value_type(self, position: int) -> str:
+        """Returns the C++ type of a reduction's operand."""
+        return CPP_TYPES[self.statements.dtype(self.reduction(position).operands[0])]
+
+    def result_type(self, position: int) -> str:
+        """Returns the C++ type of a reduction's complete accumulator."""
+        value = self.value_type(position)
+        return f"IndexedValue<{value}>" if self.is_arg_reduction(position) else value
+
+    def lanes_type(self, position: int, lanes: int) -> str:
+        """Returns the C++ type of a reduction's accumulators, one a lane."""
+        value = self.value_type(position)
+        if not self.is_arg_reduction(position):
+            return f"Lanes<{value}, {lanes}>"
+        count = self.kernel.reduced_count
+        index_type = "int32_t" if isinstance(count, int) and count < 2**31 else "int64_t"
+        better = "Greater" if self.reduction(position).kind == "argmax" else "Less"
+        return f"IndexedLanes<{value}, {lanes}, {index_type}, {better}>"
+
+    def combine(self, position: int) -> str:
+        """Returns the function that combines partial results."""
+        return f"combine::{self.reduction(position).kind}"
+
+    def initial_accumulator(self, position: int) -> str:
+        """Returns the initial value of a reduction's accumulator."""
+        element = self.identity_element(self.reduction(position))
+        return f"{self.result_type(position)}{{{element}, 0}}" if self.is_arg_reduction(position) else element
+
+    def finish(self, position: int, text: str, known: EmittedValues) -> None:
+        """Writes a reduction's complete result as a constant."""
+        result = f"{text}.position" if self.is_arg_reduction(position) else text
+        known[position] = self.statements.declare(position, result)
+
+    def position_text(self) -> str:
+        """Returns the row-major position in the reduced axes."""
+        text = ""
+        for axis in self.kernel.reduced:
+            text = f"({text}) * {print_size(axis.size)} + {axis.name}" if text else axis.name
+        return text
+
+    def accumulate_lane(self, position: int, known: EmittedValues, lanes: str) -> None:
+        """Writes the step of a reduction in the array `lanes`, which has a lane for parts of a row or for a column."""
+        operation = self.reduction(position)
+        value, comment = known[operation.operands[0]], self.statements.comment(operation)
+        if self.is_arg_reduction(position):
+            self.writer.line(f"{lanes}.update(lane, {value}, {self.position_text()});{comment}")
+        elif operation.kind == "sum":
+            self.writer.line(f"{lanes}[lane] += {value};{comment}")
+        else:
+            self.writer.line(f"{lanes}[lane] = {self.combine(position)}({lanes}[lane], {value});{comment}")
+
+    def declare_lanes(self, reductions: Sequence[int], lanes: int) -> None:
+        """Declares the accumulators of reductions."""
+        for position in reductions:
+            kind, name = self.lanes_type(position, lanes), self.statements.name(position)
+            self.writer.line(f"{kind} {name}_lanes({self.identity_element(self.reduction(position))});")
+
+    def is_long(self, lanes: int) -> bool:
+        """Whether a reduction into so many accumulators is split: for its accuracy, or to run in parallel."""
+        count = self.kernel.reduced_count
+        return self.plan.splits_reduction or not isinstance(count, int) or count > 2 * MAX_LANE_ELEMENTS * lanes
+
+    @contextmanager
+    def parts(self, reductions: Sequence[int], lanes: int, split: ReductionParts, pragma: str) -> Iterator[None]:
+        """Opens a loop over parts, whose accumulators are combined after it."""
+        axis, length, names = split.axis, split.length, [self.statements.name(position) for position in reductions]
+        suffix = f"{reductions[0]}" if reductions else "last"
+        parts, blocks = f"parts_{suffix}", f"blocks_{suffix}" if split.outer else f"parts_{suffix}"
+        self.writer.line(f"const int64_t {blocks} = ({print_size(axis.size)} + {length - 1}) / {length};")
+        if split.outer:
+            sizes = " * ".join([f"({print_size(item.size)})" for item in split.outer])
+            self.writer.line(f"const int64_t {parts} = {sizes} * {blocks};")
+        types = [self.lanes_type(position, lanes) for position in reductions]
+        for name, kind in zip(names, types, strict=True):
+            self.writer.line(f"PartialResults<{kind}> {name}_parts({parts});")
+        with self.writer.nest([f"for (int64_t part = 0; part < {parts}; ++part)"], pragma):
+            self.declare_outer_indices(split.outer, blocks)
+            block = f"part % {blocks}" if split.outer else "part"
+            self.writer.line(f"const int64_t start = {block} * {length};")
+            self.writer.line(f"const int64_t count = fxwrap::min<int64_t>({length}, {print_size(axis.size)} - start);")
+            self.declare_lanes(reductions, lanes)
+            yield
+            for name in names:
+                self.writer.line(f"{name}_parts[part] = {name}_lanes;")
+        for position, name, kind in zip(reductions, names, types, strict=True):
+            identity_element = f"{kind}({self.identity_element(self.reduction(position))})"
+            combined = f"{name}_parts.combined({parts}, {identity_element}, Lanewise{{{self.combine(position)}}})"
+            self.writer.line(f"{kind} {name}_lanes = {combined};")
+
+    def declare_outer_indices(self, outer: Sequence[Axis], blocks: str) -> None:
+        """Declares the indices of a part, of which each has so many blocks."""
+        if outer:
+            self.writer.line(f"int64_t outer = part / {blocks};")
+        for axis in reversed(outer):
+            size = print_size(axis.size)
+            self.writer.line(f"const int64_t {axis.name} = outer % ({size});")
+            self.writer.line(f"outer /= {size};")
+
+    def part_heads(self, split: ReductionParts, inner: Sequence[Axis]) -> list[str]:
+        """Returns the heads of the loops over a part's elements, those over `inner` axes innermost."""
+        return [loop_head(split.axis, "start", "start + count"), *[loop_head(item) for item in inner]]
+
+
+class RowPrinter(ReductionPrinter):
+    """A kernel that reduces along the vectorised axis: each parallel iteration is a row, each stage a pass over it."""
+
+    def print(self) -> None:
+        """Writes the loops."""
+        pragma = "" if self.plan.splits_reduction else self.parallel()
+        with ExitStack() as stack:
+            if self.kernel.axes:
+                stack.enter_context(self.writer.nest([loop_head(axis) for axis in self.kernel.axes], pragma))
+            known: EmittedValues = {}
+            self.filled_row_buffers: set[int] = set()
+            self.row_buffers = self.select_row_buffers()
+            for position in sorted(self.row_buffers):
+                kind, name = self.statements.type(position), self.statements.name(position)
+                self.writer.line(f"{kind} {name}_row[{self.kernel.reduced_count}];")
+            for reductions, stores in self.stage_sinks():
+                self.print_stage(reductions, stores, known)
+            self.print_device_asserts(known)
+            if self.final_stores():
+                self.write_stores(self.final_stores(), known)
+
+    def select_row_buffers(self) -> set[int]:
+        """Returns the values that one stage stores for later ones."""
+        count = self.kernel.reduced_count
+        if not isinstance(count, int) or count > ROW_BUFFER_MAX_ELEMENTS or self.plan.splits_reduction:
+            return set()
+        chosen: set[int] = set()
+        computed: set[int] = set()
+        for reductions, stores in self.stage_sinks():
+            stack, seen = self.targets(reductions, stores), set(chosen)
+            while stack:
+                position = stack.pop()
+                if position in seen or not self.plan.varying[position]:
+                    continue
+                seen.add(position)
+                if position in computed and self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST:
+                    chosen.add(position)
+                    continue
+                stack.extend(self.operands_of(position))
+            computed |= seen
+        return chosen
+
+    def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
+        """Writes one pass over the row."""
+        targets = self.targets(reductions, stores)
+        if not targets:
+            return
+        self.hoist_invariants(targets, known)
+        if self.plan.splits_reduction or (reductions and self.is_long(self.lanes())):
+            self.print_parts(reductions, stores, known)
+        else:
+            self.declare_lanes(reductions, self.lanes())
+            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
+                self.lane_loop(reductions, stores, dict(known), "0", print_size(self.vector_axis.size))
+        self.filled_row_buffers |= self.row_buffers & set(self.statements.backward_slice(targets, known))
+        for position in reductions:
+            self.finish(position, self.combined(position), known)
+
+    def lanes(self) -> int:
+        """Returns the number of accumulators, at most the number of the row's elements."""
+        size = self.vector_axis.size
+        lanes = STREAMED_LANES if self.plan.splits_reduction else LANES
+        while isinstance(size, int) and lanes > max(size, 1):
+            lanes //= 2
+        return lanes
+
+    def combined(self, position: int) -> str:
+        """Returns the combination of a reduction's lanes."""
+        return f"{self.statements.name(position)}_lanes.combined({self.combine(position)})"
+
+    def lane_loop(
+        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, start: str, count: str
+    ) -> None:
+        """Writes the vectorised loop over `count` elements of the vectorised axis from `start` on."""
+        vector_axis = self.vector_axis
+        if not reductions:
+            limit = count if start == "0" else f"{start} + {count}"
+            with self.writer.nest([loop_head(vector_axis, start, limit)], self.simd()):
+                self.lane_body(reductions, stores, known)
+            return
+        element, loop = vector_axis.name if start == "0" else "offset", "for_lanes" + "_in_order" * self.in_order
+        with self.writer.block(f"{loop}<{self.lanes()}>({count}, [&](int64_t {element}, int lane)", "});"):
+            if start != "0":
+                self.writer.line(f"const int64_t {vector_axis.name} = {start} + offset;")
+            self.lane_body(reductions, stores, known)
+
+    def lane_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
+        """Writes the iteration for one element: statements, row buffers, accumulation, stores."""
+        row, name = self.position_text(), self.statements.name
+        for position in self.filled_row_buffers:
+            known[position] = f"{name(position)}_row[{row}]"
+        targets = self.targets(reductions, stores)
+        new = sorted((self.row_buffers - self.filled_row_buffers) & set(self.statements.backward_slice(targets, known)))
+        values = [store.value for store in stores]
+        self.statements.write([*targets, *new], known, named=[*new, *(values if len(values) > 1 else ())])
+        for position in new:
+            self.writer.line(f"{name(position)}_row[{row}] = {known[position]};")
+        for position in reductions:
+            self.accumulate_lane(position, known, f"{name(position)}_lanes")
+        for store in stores:
+            self.statements.store(store, known)
+
+    def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
+        """Writes a pass over a long row in parts of fixed size."""
+        vector_axis = self.vector_axis
+        loops = [*[item for item in self.kernel.reduced if item is not vector_axis], vector_axis]
+        split = split_reduction(loops, MAX_LANE_ELEMENTS * self.lanes())
+        with self.parts(reductions, self.lanes(), split, self.parallel() if self.plan.splits_reduction else ""):
+            if split.axis is vector_axis:
+                self.lane_loop(reductions, stores, dict(known), "start", "count")
+                return
+            with self.writer.nest(self.part_heads(split, split.inner[:-1])):
+                self.lane_loop(reductions, stores, dict(known), "0", print_size(vector_axis.size))
