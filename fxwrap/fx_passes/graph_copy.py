@@ -25,6 +25,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
 )
+from fxwrap.wrapper_ir import contiguous_strides
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
@@ -56,6 +57,11 @@ def same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the sizes and strides of two tensors are equal expressions."""
     return expressions_of(one.shape) == expressions_of(other.shape) and same_strides(one, other)
+
+
+def is_contiguous(fake: torch.Tensor) -> bool:
+    """Whether the strides of a tensor are contiguous as expressions. Installs no guard."""
+    return list(contiguous_strides(tuple(expressions_of(fake.shape)))) == expressions_of(fake.stride())
 
 
 def has_static_strides(fake: object) -> bool:

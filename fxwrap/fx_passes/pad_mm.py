@@ -20,15 +20,14 @@ from fxwrap.fx_passes.graph_copy import (
     GraphCopy,
     StorageAliases,
     bytes_of,
-    expressions_of,
     fake_call,
     has_static_strides,
+    is_contiguous,
     size_hint,
 )
 from fxwrap.fx_passes.matmuls import MATMULS, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.torch_compat import FakeTensor, tree_flatten
-from fxwrap.wrapper_ir import contiguous_strides
 
 _aten = torch.ops.aten
 
@@ -100,7 +99,7 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
     if not isinstance(result, FakeTensor):
         return None
     spec = context.options.device_specs().get(result.device.type)
-    if spec is None or result.dtype not in spec.gemm_padding_dtypes or not _is_contiguous(result):
+    if spec is None or result.dtype not in spec.gemm_padding_dtypes or not is_contiguous(result):
         return None
     *biases, left_node, right_node = cast(tuple[Node, ...], node.args)
     if any(fakes[bias].ndim != 1 for bias in biases):
@@ -143,11 +142,6 @@ def _estimated_saving(costs: GemmPaddingCosts, *sizes: int | torch.SymInt) -> fl
     return operations * costs.saved_bytes_per_operation
 
 
-def _is_contiguous(fake: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous, without a guard."""
-    return list(contiguous_strides(tuple(expressions_of(fake.shape)))) == expressions_of(fake.stride())
-
-
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +153,7 @@ def _required_copies(
     if views.is_mutated(matmul) or not views.accepts_layout(matmul, _sliced_fake(match, fakes[matmul])):
         return None
     outputs = _fixed_stride_outputs(matmul, views, flexible_stride_outputs) if match.columns else []
-    if not all(_is_contiguous(fakes[node]) for node in outputs):
+    if not all(is_contiguous(fakes[node]) for node in outputs):
         return None
     copied = [
         operand.node for operand, padding in match.operands

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import View, WaitCollective
+from fxwrap.lines import ExtensionLine, ExternCall, Launch, View, WaitCollective
 from fxwrap.passes.bucket_collectives import functional_name
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
@@ -16,13 +16,18 @@ from fxwrap.wrapper_ir import LineBase, Program
 _AHEAD = (16, 8, 4, 2, 1)
 """By how many collectives a start or a wait moves at most; the next number is tried if memory is short."""
 
+_COVER = 16
+"""The bytes that lines move while a collective moves one: about the ratio of a memory's bandwidth to a link's."""
+
 
 def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     """Returns the program with collectives in flight over as many lines as dependences, effects and memory allow.
 
     First each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
-    next buckets of parameters are gathered ahead. Then each wait moves down in the same way. The peak memory exceeds
-    that of the program by at most `slack`, a fraction. All decisions follow from the program; symbols count with one
+    next buckets of parameters are gathered ahead. Then each wait moves down in the same way. Where few lines are left
+    between a start and its wait, the lines before the start that it does not depend on run after it, such as the
+    gradients of weights beside an all_reduce of the gradient of an activation. The peak memory exceeds that of the
+    program by at most `slack`, a fraction. All decisions follow from the program; symbols count with one
     fixed value. All_gathers, all_reduces and reduce_scatters may pass each other, but no two of one kind; all other
     collectives keep their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
     """
@@ -33,12 +38,36 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     before = ir.live_bytes(program, hints).peak
     allowed = int(before * (1 + slack))
     for ahead in _AHEAD:
-        moves = _RegionOverlap.of_regions(regions, allowed - regions.unowned_bytes)
+        moves = list(_RegionOverlap.of_regions(regions, allowed - regions.unowned_bytes))
         orders = [move.order(ahead) for move in moves]
-        overlapped = regions.apply_order(orders)
-        if ir.live_bytes(overlapped, hints).peak <= allowed:
-            return drop_repeated_waits(overlapped)
-    return program
+        if ir.live_bytes(regions.apply_order(orders), hints).peak <= allowed:
+            break
+    else:
+        return program
+    delayed = regions.apply_order(_with_delayed_lines(regions, moves, orders, allowed - regions.unowned_bytes))
+    if ir.live_bytes(delayed, hints).peak > allowed:
+        delayed = regions.apply_order(orders)
+    return drop_repeated_waits(delayed)
+
+
+def _with_delayed_lines(
+    regions: SchedulingRegions, moves: Sequence[_RegionOverlap], orders: Sequence[Sequence[int]], allowed: int
+) -> Sequence[Sequence[int]]:
+    """Returns orders in which lines that a start does not depend on run after it, as far as memory allows."""
+    result = list(orders)
+    for number, move in enumerate(moves):
+        for start in move.starts:
+            lines = move.independent_before(start)
+            while lines:
+                before = dict(move.schedule.at)
+                move.delay(lines, start)
+                order = move.schedule.order()
+                if regions.peak([*result[:number], order, *result[number + 1 :]]) <= allowed:
+                    result[number] = order
+                    break
+                move.schedule.at = before
+                lines = lines[(len(lines) + 1) // 2 :]
+    return result
 
 
 def drop_repeated_waits(program: Program) -> Program:
@@ -111,6 +140,46 @@ class _RegionOverlap:
             for position in self.waits:
                 self._sink(position, self._started_after(position, distance))
         return self.schedule.order()
+
+    def independent_before(self, start: int) -> list[int]:
+        """Returns the units between the last wait and a start that can run while it is in flight, in their order.
+
+        There are none if enough other lines run meanwhile.
+        """
+        at = self.schedule.at
+        end = self.schedule.latest(start)
+        in_flight = [unit for unit in self.units if at[start] < at.get(unit.position, -1) < end]
+        needed = _COVER * sum([self.sizes.get(root, 0) for root in self.units[start].accessed])
+        if sum([self._bytes(unit) for unit in in_flight]) >= needed:
+            return []
+        first = max([at[wait] for wait in self.waits if at[wait] < at[start]], default=-1.0)
+        window = sorted([position for position in at if first < at[position] < at[start]], key=at.__getitem__)
+        fixed = self._with_ancestors([start, *[position for position in window if position in self.starts]])
+        movable = [position for position in window if position not in fixed]
+        return movable if any(self._bytes(self.units[position]) for position in movable) else []
+
+    def delay(self, lines: Sequence[int], start: int) -> None:
+        """Moves units behind a start, in their order."""
+        at = self.schedule.at
+        low = at[start]
+        high = min([position for position in at.values() if position > low], default=float(len(self.units)))
+        for index, position in enumerate(lines, 1):
+            at[position] = low + (high - low) * index / (len(lines) + 1)
+
+    def _with_ancestors(self, positions: Sequence[int]) -> set[int]:
+        """Returns units and those that they depend on."""
+        result, pending = set(positions), list(positions)
+        while pending:
+            new = self.units[pending.pop()].predecessors - result
+            result |= new
+            pending += new
+        return result
+
+    def _bytes(self, unit: SchedulingUnit) -> int:
+        """Returns the bytes that a unit reads and writes, 0 for communication and lines without work."""
+        if not isinstance(unit.lines[0], Launch | ExternCall | ExtensionLine):
+            return 0
+        return sum([self.sizes.get(root, 0) for root in unit.accessed])
 
     def _awaited_before(self, number: int, distance: int) -> int:
         """Returns the position after the first wait that belongs to the collective `distance` starts before."""
