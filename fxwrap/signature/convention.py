@@ -24,7 +24,7 @@ class CallingConvention:
         arguments: the name of each argument. The first `positional` of them may be passed by position, all by name.
         trees: the tree of each argument; their leaves are the program's flat inputs, in order.
         result: the tree of the result; its leaves are the program's flat outputs.
-        constants: values that the program was compiled for, by the position of the flat input. A call passes equal ones.
+        constants: values that the program was compiled for, by the position of the flat input. Calls pass equal ones.
         unknown_types: types of the saved trees that this process does not know, and replaces by dicts and tuples.
         source: the JSON data that the convention was read from, if it was.
     """
@@ -64,7 +64,7 @@ class CallingConvention:
     @cached_property
     def takes_plain_arguments(self) -> bool:
         """Whether the positional arguments are the flat inputs."""
-        return self.positional == len(self.arguments) and all([tree.is_leaf() for tree in self.trees])
+        return self.positional == len(self.arguments) and all(tree.is_leaf() for tree in self.trees)
 
     def bind(self, arguments: Sequence[object], keywords: Mapping[str, object]) -> list[object]:
         """Returns the flat inputs of a call.

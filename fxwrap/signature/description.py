@@ -12,7 +12,7 @@ from fxwrap.signature.convention import CallingConvention, output_count
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs
 from fxwrap.symbolic import Size, SymbolInfo, print_expr
 from fxwrap.torch_compat import describe_tree, restore_tree
-from fxwrap.wrapper_ir import DTYPE_NAMES, OpaqueType, Operand, Program, ScalarType, TensorType, Type, Value, print_type
+from fxwrap.wrapper_ir import DTYPE_NAMES, OpaqueType, Program, ScalarType, TensorType, Type, Value, print_type
 
 _NONE_TYPE = OpaqueType("NoneType")
 
@@ -36,9 +36,7 @@ def convention_from_json(described: Any, program: Program, *, trusted: bool = Tr
     restored = [restore_tree(tree, trusted=trusted) for tree in (*call["trees"], call["result"])]
     *trees, result = [tree for tree, _ in restored]
     arguments = tuple([str(name) for name in call["arguments"]])
-    constants = {
-        position: _constant(item) for position, item in enumerate(inputs) if "constant" in item
-    }  # fmt: skip
+    constants = {position: _constant(item) for position, item in enumerate(inputs) if "constant" in item}
     unknown = tuple(dict.fromkeys([name for _, names in restored for name in names]))
     convention = CallingConvention(
         arguments, int(call["positional"]), tuple(trees), result, constants, unknown, dict(call)
@@ -88,7 +86,7 @@ def _output(item: ProgramOutput) -> dict[str, object]:
 def _type(type_: Type) -> dict[str, object]:
     match type_:
         case TensorType():
-            described = {
+            described: dict[str, object] = {
                 "kind": "tensor", "dtype": DTYPE_NAMES[type_.dtype], "shape": _sizes(type_.sizes),
                 "strides": _sizes(type_.strides), "device": str(type_.device),
             }  # fmt: skip

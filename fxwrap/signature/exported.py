@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 
+from fxwrap.errors import GraphError, InputError
 from fxwrap.signature.convention import CallingConvention
 
 
@@ -24,3 +26,20 @@ def exported_convention(modules: Sequence[ModuleCallEntry], inputs: Sequence[Inp
     constants = {place: item.value for place, item in enumerate(user_inputs) if isinstance(item, ConstantArgument)}
     trees = (*positional.children(), *keywords.children())
     return CallingConvention(tuple(names), count, trees, signature.out_spec, constants)
+
+
+def check_examples(
+    exported: ExportedProgram, arguments: Sequence[object] | None, keywords: Mapping[str, object] | None
+) -> None:
+    """Raises GraphError unless there are no example arguments, or those of the module that was exported.
+
+    They are not needed: the nodes of an exported program have fake values.
+    """
+    if arguments is None and not keywords:
+        return
+    convention = exported_convention(exported.module_call_graph, exported.graph_signature.input_specs)
+    try:
+        convention.check_constants(convention.bind(arguments or (), keywords or {}))
+    except InputError as error:
+        remedy = "Pass the `args` and `kwargs` of the export, or no examples"
+        raise GraphError("", f"the examples are not arguments of the exported program: {error}", remedy) from None

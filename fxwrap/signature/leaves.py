@@ -52,7 +52,7 @@ class ProgramInput:
 
     def __str__(self) -> str:
         if self.is_constant:
-            return f"{self.name}: {print_literal(self.constant)}"  # type: ignore[arg-type]  # a number, text or None
+            return f"{self.name}: {_literal(self.constant)}"
         if isinstance(self.value, SymbolInfo):
             return f"{self.name}: {print_type(self.type)} {self.value.name}"
         return f"{self.name}: {self.ownership.value} {print_type(self.type)}"
@@ -89,10 +89,9 @@ def program_inputs(program: Program, convention: CallingConvention) -> tuple[Pro
     inputs: list[ProgramInput] = []
     for position, (item, name) in enumerate(zip(program.inputs, convention.input_names, strict=True)):
         value = item.value
-        is_symbol = isinstance(value, SymbolInfo)
         type_: Type = ScalarType(symbol_kind(value.name)) if isinstance(value, SymbolInfo) else value.type
         symbols = (value,) if isinstance(value, SymbolInfo) else _declared(_expressions(type_), infos)
-        is_constant = position in constants and not is_symbol
+        is_constant = position in constants and isinstance(value, Value)
         constant = constants[position] if is_constant else None
         inputs.append(ProgramInput(name, type_, value, symbols, item.ownership, is_constant, constant))
     return tuple(inputs)
@@ -116,14 +115,21 @@ def program_outputs(program: Program, convention: CallingConvention) -> tuple[Pr
 
 
 def signature_text(program: Program, convention: CallingConvention) -> str:
-    """Returns the signature for people: the arguments' leaves, the result's tree and leaves, and symbols, a line each."""
+    """Returns the signature for people: a line for each flat input, for the result, each flat output and symbol."""
     infos = symbol_infos(program)
     inputs, outputs = program_inputs(program, convention), program_outputs(program, convention)
     lines = [f"  {item}" for item in inputs] + [f"  returns {tree_text(convention.result)}"]
     lines += [f"  {item}" for item in outputs]
-    names = sorted({symbol.name for item in (*inputs, *outputs) for symbol in item.symbols})
+    symbols = [symbol for leaf in inputs for symbol in leaf.symbols]
+    symbols += [symbol for output in outputs for symbol in output.symbols]
+    names = sorted({symbol.name for symbol in symbols})
     lines += [f"  {name}: {symbol_kind(name)}{print_symbol_info(infos[name])}" for name in names]
     return "\n".join(lines)
+
+
+def _literal(constant: object) -> str:
+    is_literal = isinstance(constant, bool | int | float | complex | str | None)
+    return print_literal(constant) if is_literal else repr(constant)
 
 
 def _operand_type(operand: Operand) -> Type | None:
@@ -155,4 +161,3 @@ def _declared(expressions: Iterable[Expression], infos: Mapping[str, SymbolInfo]
 
 def _symbols(expression: sympy.Basic) -> list[sympy.Symbol]:
     return sorted(expression.free_symbols, key=str)
-

@@ -21,12 +21,12 @@ def structured_call(convention: CallingConvention, flat: Callable[..., Any], nam
     """
     bind, check_constants = convention.bind, convention.check_constants if convention.constants else None
     build = _result_builder(convention)
-    count = len(convention.arguments) if convention.takes_plain_arguments else -1
+    is_plain = convention.takes_plain_arguments and not convention.constants
     is_grad_enabled = torch.is_grad_enabled
 
     def call(arguments: Sequence[object], keywords: Mapping[str, object]) -> Any:
         inputs = arguments
-        if keywords or len(arguments) != count or check_constants is not None:
+        if keywords or not is_plain:
             try:
                 inputs = bind(arguments, keywords)
                 if check_constants is not None:
@@ -57,6 +57,6 @@ def _result_builder(convention: CallingConvention) -> ResultBuilder | None:
     tree = convention.result
     if tree.is_leaf():
         return lambda outputs: outputs[0]
-    if tree.type is tuple and all([child.is_leaf() for child in tree.children()]):
+    if tree.type is tuple and all(child.is_leaf() for child in tree.children()):
         return None
     return tree.unflatten

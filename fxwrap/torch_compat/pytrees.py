@@ -31,7 +31,7 @@ _PLAIN_TYPES: Mapping[str, type] = {
 }  # fmt: skip
 
 
-def tree_labels(spec: TreeSpec) -> list[Any]:
+def tree_labels(spec: TreeSpec) -> Any:
     """Returns a tree in which each node is a pair of its children's labels and trees, and each leaf is None.
 
     Labels are keys, field names, or positions if the type tells none.
@@ -86,7 +86,8 @@ def _describe(spec: TreeSpec, labels: Any) -> Any:
     if spec.is_leaf():
         return None
     names, inner = labels
-    name, context = type_name(spec), None
+    name: str | None = type_name(spec)
+    context: Any = None
     try:
         if spec.type is not namedtuple:
             context = _dumped_context(spec)
