@@ -28,7 +28,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("options",),
     ("wrapper_ir",),  # level 1
     ("lines", "loop_ir"),  # level 2
-    ("regions",),
+    ("regions", "signature"),
     ("printers", "user_kernels", "inference"),
     ("fx_passes", "passes", "memory_planning", "matching"),  # level 3
     ("converters", "lowering"),  # level 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,15 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
+from fxwrap.signature import (
+    CallingConvention,
+    ProgramInput,
+    ProgramOutput,
+    program_inputs,
+    program_outputs,
+    signature_text,
+    structured_call,
+)
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
 
 
@@ -42,9 +51,10 @@ def copy_metadata(graph_module: GraphModule, source: GraphModule) -> None:
 
 
 class LoadedProgram:
-    """A program from a file. Call it with the flat inputs; it returns the tuple of flat outputs.
+    """A program from a file. Call it with the arguments of the model; it returns the model's result.
 
-    It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `save`.
+    It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `inputs`,
+    `outputs`, `convention`, `save`.
     `emitter` is the emitter that runs it, `metadata` the file's manifest: versions, inputs, symbols, devices, options.
     `recompile_reason` is why compiled code in the file is not used, "" if it is. With the `trust` "none" it has no
     `graph_module` and no `save`, which would turn its text into code.
@@ -60,7 +70,9 @@ class LoadedProgram:
         plan: MemoryPlan | None = None,
         recompile_reason: str = "",
         trust: str = "full",
+        convention: CallingConvention | None = None,
     ) -> None:
+        self.convention = convention or CallingConvention.of_flat(program)
         self.path = path
         self.trust = trust
         self.emitter = emitter
@@ -113,8 +125,26 @@ class LoadedProgram:
         """The ranks of the process groups where the program was saved."""
         return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
 
-    def __call__(self, *inputs: object) -> object:
-        return self.flat(*inputs)
+    def __call__(self, /, *arguments: object, **keywords: object) -> Any:
+        return self._structured(arguments, keywords)
+
+    @cached_property
+    def _structured(self) -> Callable[[Sequence[object], Mapping[str, object]], Any]:
+        return structured_call(self.convention, self.flat, self._program.name)
+
+    @property
+    def inputs(self) -> tuple[ProgramInput, ...]:
+        """The flat inputs: names, types, ranges of symbols, ownership."""
+        return program_inputs(self._program, self.convention)
+
+    @property
+    def outputs(self) -> tuple[ProgramOutput, ...]:
+        """The flat outputs: names, types, ranges of symbols, the input whose memory they share."""
+        return program_outputs(self._program, self.convention)
+
+    def __repr__(self) -> str:
+        text = signature_text(self._program, self.convention)
+        return f"<LoadedProgram '{self._program.name}' from '{self.path}', emitter '{self.emitter}'\n{text}>"
 
     @cached_property
     def graph_module(self) -> GraphModule:
@@ -144,6 +174,7 @@ class LoadedProgram:
         save_program(
             self._program, path, emitter=self.emitter, emitters=(self.emitter,), options=self.metadata["options"],
             plan=self.plan, constants=constants, group_sizes=self._group_sizes, step=self.metadata.get("step"),
+            convention=self.convention,
         )  # fmt: skip
 
     # --- constants --------------------------------------------------------------------------------------------------
@@ -169,7 +200,7 @@ class LoadedProgram:
         with self._lock:
             self._program = self._program.replace(store=ConstantStore(bound))
             self._emitted = None
-            for name in ("boxed", "flat", "graph_module"):
+            for name in ("boxed", "flat", "graph_module", "_structured"):
                 self.__dict__.pop(name, None)
 
     def update_constants(self, constants: Mapping[str, torch.Tensor] | str | Path) -> None:

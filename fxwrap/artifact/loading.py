@@ -20,6 +20,7 @@ from fxwrap.lines import ExtensionLine
 from fxwrap.memory_planning import MemoryPlan, plan_from_json
 from fxwrap.options import EMITTERS
 from fxwrap.passes.window_checks import check_windows
+from fxwrap.signature import CallingConvention, convention_from_json
 from fxwrap.wrapper_ir import ConstantStore, Program
 
 DeviceLike = torch.device | str
@@ -38,7 +39,9 @@ def load(
     mmap: bool = True,
     trust: str = "full",
 ) -> LoadedProgram:
-    """Loads a program that `save` wrote; call the result with the flat inputs.
+    """Loads a program that `save` wrote; call the result with the arguments of the model.
+
+    Types of its arguments and result that are not registered in this process become dicts and tuples.
 
     The hash of every entry is checked before its use. The kernels in the file are code: with trust="full", load only
     files whose authors you trust as those of packages that you install.
@@ -83,9 +86,9 @@ def load(
         if inside:
             tensors = read_constants(archive, layout, _devices(program), mmap)
             program = program.replace(store=ConstantStore(tensors))
-        plan = _plan(archive)
+        plan, convention = _plan(archive), _convention(archive, program, trust)
         archive.check_unread_entries()
-        loaded = LoadedProgram(str(path), program, emitter, layout, manifest, plan, recompile_reason, trust)
+        loaded = LoadedProgram(str(path), program, emitter, layout, manifest, plan, recompile_reason, trust, convention)
     if inside or not program.constants:
         # Compile now: errors show at load time, and the first call is as fast as others. A graph may be rewritten.
         _ = loaded.emitted if emitter == "fx" else loaded.boxed
@@ -123,6 +126,13 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
         if (window.dtype, window.sizes) != (type_.dtype, type_.sizes) or any(a != b for a, b in strides):
             raise archive.error(ENTRY, f"constant '{window.name}' does not have the type that the program declares")
     return layout, bool(inside)
+
+
+def _convention(archive: Archive, program: Program, trust: str) -> CallingConvention:
+    try:
+        return convention_from_json(archive.manifest.get("signature"), program, trusted=trust == "full")
+    except Exception as error:  # noqa: BLE001  a registered type may raise anything
+        raise archive.error(MANIFEST, f"it does not describe the inputs and outputs: {error!r}") from None
 
 
 def _devices(program: Program) -> dict[str, torch.device]:

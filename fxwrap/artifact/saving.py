@@ -22,9 +22,10 @@ from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
 from fxwrap.runtime.cache_folder import write_file
+from fxwrap.signature import CallingConvention, signature_to_json
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code, process_group
-from fxwrap.wrapper_ir import Program, Value, print_type, program_key, symbol_infos
+from fxwrap.wrapper_ir import Program, program_key, symbol_infos
 
 PLAN = "memory_plan.json"
 GRAPH = "graph.py"
@@ -41,11 +42,12 @@ def save_program(
     constants: bool = True,
     group_sizes: Mapping[str, int] | None = None,
     step: Mapping[str, object] | None = None,
+    convention: CallingConvention | None = None,
 ) -> None:
     """Saves a program with its default emitter and compiled code for `emitters`.
 
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
-    training step that the program is.
+    training step that the program is; `convention` has its arguments and result, by default the flat ones.
 
     Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
@@ -75,6 +77,7 @@ def save_program(
             write_constants(writer, layout, tensors)
         writer.close({
             **_metadata(program, emitter, options),
+            "signature": signature_to_json(program, convention or CallingConvention.of_flat(program)),
             **({"groups": dict(sizes)} if sizes else {}),
             **({"step": step} if step is not None else {}),
             "kernels": kernels,
@@ -118,15 +121,8 @@ def _metadata(program: Program, emitter: str, options: str) -> dict[str, object]
         "options": options,
         "written_by": {**package_versions(), "python": platform.python_version()},
         "devices": [str(device) for device in program_devices(program)],
-        "inputs": [_input(item.value, item.ownership.value) for item in program.inputs],
         "symbols": {name: _symbol(info) for name, info in symbol_infos(program).items()},
     }
-
-
-def _input(value: Value | SymbolInfo, ownership: str) -> Mapping[str, object]:
-    if isinstance(value, SymbolInfo):
-        return {"symbol": value.name}
-    return {"name": value.name, "type": print_type(value.type), "ownership": ownership}
 
 
 def _symbol(info: SymbolInfo) -> dict[str, object]:

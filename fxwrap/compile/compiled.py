@@ -21,6 +21,16 @@ from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
 from fxwrap.passes.provenance import Provenance, provenance
+from fxwrap.signature import (
+    CallingConvention,
+    ProgramInput,
+    ProgramOutput,
+    program_inputs,
+    program_outputs,
+    signature_text,
+    structured_call,
+)
+from fxwrap.signature.exported import exported_convention
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import FirstCallAutotuner
 from fxwrap.wrapper_ir import Program, program_key
@@ -70,10 +80,12 @@ class _CompileResult:
 
 
 class Compiled(EmittedProgram):
-    """A compiled graph. Call it with the flat inputs; it returns the tuple of flat outputs.
+    """A compiled graph.
 
-    `boxed` takes the inputs in a list and clears the list. With `autotune="first_call"`, the program and all that
-    depends on it change once, at the end of the first call. `cached` is whether the result came from the compile cache;
+    A call takes the arguments of the exported program or module, by position or name, and returns its result. That of a
+    GraphModule takes its inputs, and returns the tuple of outputs. `flat` takes the flat inputs and returns the tuple
+    of flat outputs, `boxed` takes the inputs in a list and clears the list. With `autotune="first_call"`, the program
+    and all that depends on it change once, at the end of the first call. `cached` is whether the result came from the compile cache;
     its only stage is then "cache".
     """
 
@@ -112,13 +124,43 @@ class Compiled(EmittedProgram):
         first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
         super().__init__("", lambda: first.boxed, lambda: first.flat)
 
-    def __call__(self, *inputs: object) -> Any:
-        try:
-            return super().__call__(*inputs)
-        except InputError:
-            if not any(isinstance(item, FakeTensor) for item in inputs):
-                raise
-        return call_on_fakes(self.program, self.graph_module, inputs)
+    def __call__(self, /, *arguments: object, **keywords: object) -> Any:
+        return self._structured(arguments, keywords)
+
+    @cached_property
+    def _structured(self) -> Callable[[Sequence[object], Mapping[str, object]], Any]:
+        flat = self.flat
+
+        def call_flat(*inputs: object) -> Any:
+            try:
+                return flat(*inputs)
+            except InputError:
+                if not any(isinstance(item, FakeTensor) for item in inputs):
+                    raise
+            return call_on_fakes(self.program, self.graph_module, inputs)
+
+        return structured_call(self.convention, call_flat, self.program.name)
+
+    @cached_property
+    def convention(self) -> CallingConvention:
+        """How arguments become the flat inputs, and the flat outputs the result."""
+        if self.signature is None:
+            return CallingConvention.of_flat(self.program)
+        return exported_convention(self.signature.module_call_graph, self.signature.inputs)
+
+    @property
+    def inputs(self) -> tuple[ProgramInput, ...]:
+        """The flat inputs: names, types, ranges of symbols, ownership."""
+        return program_inputs(self.program, self.convention)
+
+    @property
+    def outputs(self) -> tuple[ProgramOutput, ...]:
+        """The flat outputs: names, types, ranges of symbols, the input whose memory they share."""
+        return program_outputs(self.program, self.convention)
+
+    def __repr__(self) -> str:
+        text = signature_text(self.program, self.convention)
+        return f"<Compiled '{self.program.name}', emitter '{self.options.emitter}'\n{text}>"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -174,7 +216,7 @@ class Compiled(EmittedProgram):
         """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
         save_program(
             self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
-            options=self.options.text(), plan=self.plan, constants=constants,
+            options=self.options.text(), plan=self.plan, constants=constants, convention=self.convention,
         )  # fmt: skip
 
     @property

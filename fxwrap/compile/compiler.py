@@ -40,6 +40,7 @@ from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
+from fxwrap.signature.exported import check_examples
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.user_passes import run_source_passes
@@ -52,6 +53,7 @@ def compile_graph(
     graph: GraphModule | ExportedProgram | torch.nn.Module,
     example_inputs: Sequence[object] | None = None,
     *,
+    example_kwargs: Mapping[str, object] | None = None,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
@@ -67,7 +69,9 @@ def compile_graph(
     Args:
         graph: a GraphModule of ATen overloads (hand-written, from make_fx or AOTAutograd), an exported program, or a
             module, which is exported with the example inputs. It is not changed.
-        example_inputs: one value for each placeholder; needed only if the nodes have no fake values.
+        example_inputs: of a GraphModule, one value for each placeholder, needed only if the nodes have no fake values;
+            of a module, its positional arguments; of an exported program, if any, those of the module.
+        example_kwargs: the keyword arguments of a module or exported program.
         options: see `Options`.
         ownership: the ownership of inputs, by position; see `Ownership`.
         name: the program's name, also of its files in the cache.
@@ -82,9 +86,13 @@ def compile_graph(
     and the error of a kernel that no operator can replace.
     """
     if not isinstance(graph, GraphModule | ExportedProgram):
-        graph, example_inputs = _export(graph, example_inputs), None
+        graph, example_inputs, example_kwargs = _export(graph, example_inputs, example_kwargs), None, None
     if isinstance(graph, ExportedProgram):
+        check_examples(graph, example_inputs, example_kwargs)
+        example_inputs, example_kwargs = None, None
         compiled_by_key = None  # equal programs may have different signatures
+    if example_kwargs:
+        raise GraphError("", *_NO_KEYWORDS)
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
         options = with_group_speeds((options or Options()).resolve_devices(), graph)
@@ -136,14 +144,19 @@ def _compile_request(
     return compiled
 
 
-def _export(module: object, example_inputs: Sequence[object] | None) -> ExportedProgram:
+_NO_KEYWORDS = ("a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
+
+
+def _export(
+    module: object, example_inputs: Sequence[object] | None, example_kwargs: Mapping[str, object] | None
+) -> ExportedProgram:
     """Exports a module. Raises GraphError for any other object, and without example inputs."""
     reason = f"it is an object of type {type(module).__name__}, not a GraphModule or an exported program"
     if not isinstance(module, torch.nn.Module):
         raise GraphError("", reason, "Trace a function with make_fx, or call torch.compile(function, backend='fxwrap')")
-    if example_inputs is None:
+    if example_inputs is None and example_kwargs is None:
         raise GraphError("", reason, "Pass example_inputs, with which the module is exported")
-    return torch.export.export(module, tuple(example_inputs))
+    return torch.export.export(module, tuple(example_inputs or ()), dict(example_kwargs or {}))
 
 
 def _prepare(

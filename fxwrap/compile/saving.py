@@ -37,14 +37,16 @@ def save(
     Raises ArtifactError for a constant that is not a plain tensor, an in-process kernel and a folder that is not
     writable; NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
     """
-    step, group_sizes = None, None
+    step, group_sizes, convention = None, None, None
     match subject:
         case Compiled():
             emitter: str = subject.options.emitter
             program, options, plan, default = subject.program, subject.options.text(), subject.plan, [emitter]
+            convention = subject.convention
         case LoadedProgram():
             emitter = subject.emitter
             program, options, plan, default = subject.program, subject.metadata["options"], subject.plan, [emitter]
+            convention = subject.convention
             step, group_sizes = subject.metadata.get("step"), subject.metadata.get("groups", {})
         case GraphModule():
             program, options, plan, default = from_fx(subject), "", None, ["fx"]
@@ -54,5 +56,5 @@ def save(
             emitter = next(iter(emitters or ()), Options().emitter)
     save_program(
         program, path, emitter=emitter, emitters=default if emitters is None else emitters, options=options, plan=plan,
-        constants=constants, group_sizes=group_sizes, step=step,
+        constants=constants, group_sizes=group_sizes, step=step, convention=convention,
     )  # fmt: skip

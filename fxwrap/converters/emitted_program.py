@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 
-from fxwrap.errors import InputError
 from fxwrap.lines import CheckLayout
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.signature import check_no_gradients
 from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
 from fxwrap.wrapper_ir import Program, TensorType, Value
 
@@ -62,18 +62,8 @@ class EmittedProgram:
 
     def __call__(self, *inputs: object) -> Any:
         if torch.is_grad_enabled():
-            _check_no_gradients(inputs)
+            check_no_gradients(inputs)
         return self.flat(*inputs)
-
-
-def _check_no_gradients(inputs: Sequence[object]) -> None:
-    """Raises InputError for an input that requires gradients: the results would silently have none."""
-    for position, item in enumerate(inputs):
-        if isinstance(item, torch.Tensor) and item.requires_grad:
-            raise InputError(
-                f"input {position} requires gradients, which a compiled graph does not record; call it under "
-                "torch.no_grad(), pass input.detach(), or train with torch.compile(backend='fxwrap')"
-            )
 
 
 def disable_autograd_and_autocast(boxed: BoxedCallable) -> FlatCallable:

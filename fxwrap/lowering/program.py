@@ -41,6 +41,7 @@ from fxwrap.options import Options
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.printers import KernelPrinter, print_kernel
+from fxwrap.signature.exported import check_examples
 from fxwrap.symbolic import Size, SymbolInfo, make_symbol
 from fxwrap.torch_compat import is_opaque, real_object, storage_identity
 from fxwrap.wrapper_ir import (
@@ -65,6 +66,7 @@ def lower(
     graph: GraphModule | ExportedProgram,
     example_inputs: Sequence[object] | None = None,
     *,
+    example_kwargs: Mapping[str, object] | None = None,
     options: Options | None = None,
     ownership: Mapping[int, Ownership] | None = None,
     name: str = "program",
@@ -74,13 +76,19 @@ def lower(
     Args:
         graph: a hand-written graph, one from make_fx or AOTAutograd, or an exported program, whose parameters and
             buffers become constants of the program. It is not changed.
-        example_inputs: one value per placeholder; needed only where nodes have no fake `meta["val"]`.
+        example_inputs: one value per placeholder; needed only where nodes have no fake `meta["val"]`. For an exported
+            program, if any, the positional arguments of the export, and `example_kwargs` the keyword arguments.
         options: see `Options`.
         ownership: the ownership of inputs, by position; other inputs are borrowed, or mutable if the graph writes them.
         name: the program's name.
 
     Raises GraphError, with the node, its location in the model's source and a remedy, if it cannot be compiled.
     """
+    if isinstance(graph, ExportedProgram):
+        check_examples(graph, example_inputs, example_kwargs)
+        example_inputs = None
+    elif example_kwargs:
+        raise GraphError("", "a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
     return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
 
 

@@ -1,4 +1,4 @@
-"""Tensors: nested structures, storages, views and functionalised tensors."""
+"""Tensors: storages, views and functionalised tensors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-
-# Why: nested inputs and outputs are flattened as torch.compile flattens them; torch.utils.pytree is not public yet.
-from torch.utils._pytree import keystr as keystr
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_unflatten as tree_unflatten
-from torch.utils._pytree import treespec_dumps as treespec_dumps
-from torch.utils._pytree import treespec_loads as treespec_loads
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 

@@ -95,7 +95,7 @@ def test_safetensors_interoperability(tmp_path: Path) -> None:
     loaded = fxwrap.load(tmp_path / "small.fxw")
     save_file({"p_weight": torch.eye(16), "b_calls": torch.tensor(9), "p_bias": torch.ones(16)}, tmp_path / "other")
     loaded.load_constants(tmp_path / "other")
-    torch.testing.assert_close(loaded(batch())[0], torch.nn.functional.gelu(batch() + 1) + 10)
+    torch.testing.assert_close(loaded(batch()), torch.nn.functional.gelu(batch() + 1) + 10)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
@@ -108,10 +108,10 @@ def test_weights_can_be_loaded_separately(emitter: str, tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in Small().state_dict().items()}
     loaded.load_constants(state)
     wanted = Small()
-    torch.testing.assert_close(loaded(batch())[0], wanted(batch()))
+    torch.testing.assert_close(loaded(batch()), wanted(batch()))
     state["bias"].zero_()  # not copied: the caller's own tensor
     wanted.bias.data.zero_()
-    torch.testing.assert_close(loaded(batch())[0], wanted(batch()))
+    torch.testing.assert_close(loaded(batch()), wanted(batch()))
     flat = loaded.flat
     loaded.update_constants({"weight": torch.eye(16)})
     wanted.weight.data.copy_(torch.eye(16))
@@ -119,7 +119,7 @@ def test_weights_can_be_loaded_separately(emitter: str, tmp_path: Path) -> None:
     if emitter == "fx":
         assert loaded.graph_module.p_bias.equal(torch.zeros(16))
     loaded.save(path)
-    torch.testing.assert_close(fxwrap.load(path)(batch())[0], wanted(batch()))
+    torch.testing.assert_close(fxwrap.load(path)(batch()), wanted(batch()))
 
 
 def test_mismatched_weights_are_rejected_without_side_effects(tmp_path: Path) -> None:
@@ -245,5 +245,5 @@ def test_tied_weights_by_any_of_their_names(names: list[str], tmp_path: Path) ->
     program.load_constants({name: weight.t() if name == "transposed" else weight for name in names})
     expected = Tied()
     expected.embed.weight.data.copy_(weight)
-    torch.testing.assert_close(program(tokens)[0], expected(tokens))
+    torch.testing.assert_close(program(tokens), expected(tokens))
     assert len({constant.untyped_storage().data_ptr() for constant in program.program.store.tensors.values()}) == 1

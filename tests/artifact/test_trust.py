@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import fxwrap
 from fxwrap.artifact.trust import SAFE_OPERATORS
 from fxwrap.errors import ArtifactError, FxwrapError, InputError, OptionError
+from fxwrap.signature import CallingConvention, signature_to_json
 from tests.artifact.programs import batch, compiled
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest, with_manifest_entry
 
@@ -23,6 +25,10 @@ def hostile(text: str, tmp_path: Path) -> Path:
     path = tmp_path / "hostile.fxw"
     fxwrap.save(fxwrap.parse(f"{CHECKED}  control.return()\n}}\n"), path)
     entries = with_manifest_entry(entries_of(path.read_bytes()), "program.ir", text.encode())
+    with suppress(FxwrapError, KeyError):  # of a text that is no program
+        program = fxwrap.parse(text)
+        signature = signature_to_json(program, CallingConvention.of_flat(program))
+        entries = with_manifest(entries, lambda manifest: manifest.update(signature=signature))
     lines = text.count("\n") - 2
     origins = json.dumps({"fields": [], "sources": [], "lines": [None] * lines}).encode()
     path.write_bytes(archive_of(with_manifest_entry(entries, "origins.json", origins)))
