@@ -1,0 +1,80 @@
+"""torch's precompilation: caches of AOTAutograd, `aot_compile` and `torch._dynamo.config.caching_precompile`.
+
+Why: torch has no public interface by which a backend's results get into its caches and its precompiled files. All
+imports of Dynamo are inside functions (see `dynamo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph
+
+_KEY_ATTRIBUTE = "_fxwrap_key"
+
+
+def is_aot_compiling() -> bool:
+    """Whether `aot_compile` or `torch.compiler.precompile` compiles the graph, to save it into a file."""
+    from torch._functorch import config
+
+    return bool(config.force_autograd_cache)
+
+
+def is_precompiling() -> bool:
+    """Whether torch saves the graph that is compiled, with the code of its caller: see `caching_precompile` too."""
+    from torch._dynamo import config
+
+    return is_aot_compiling() or bool(config.caching_precompile)
+
+
+@contextmanager
+def autograd_cache(graph_module: torch.fx.GraphModule, key: str) -> Iterator[None]:
+    """Lets AOTAutograd's cache keep compiled graphs themselves, under a key that contains `key`.
+
+    Why: AOTAutograd's key ignores backends and their options. It covers the attributes of Dynamo's module.
+    """
+    from torch._functorch import config
+
+    setattr(graph_module, _KEY_ATTRIBUTE, key)
+    try:
+        with config.patch(bundled_autograd_cache=True):
+            yield
+    finally:
+        delattr(graph_module, _KEY_ATTRIBUTE)
+
+
+def cacheable_compiler(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
+    from torch._functorch.aot_autograd import SerializableAOTDispatchCompiler
+
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph
+
+    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_graph)
+    return compiler
+
+
+def precompiled_graph(
+    build: Callable[[], Callable[[list[object]], object]],
+    content: Callable[[], bytes],
+    load: Callable[[bytes], Any],
+) -> PrecompiledGraph:
+    """Returns a compiled graph that torch can pickle: as `load`, a function of a module, and its bytes.
+
+    `build` returns the boxed entry, at the first call or when torch has loaded the graph. `content` returns the bytes,
+    or raises an error for a graph that cannot be saved.
+    """
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph
+
+    return PrecompiledGraph(build, content, load)
+
+
+def serializable_callable(function: Callable[..., Any], plain_inputs: Sequence[int]) -> Callable[..., Any]:
+    """Returns AOTAutograd's function in a form that `aot_compile` saves; it makes some inputs plain tensors."""
+    from fxwrap.torch_compat.precompiled import PrecompiledCallable
+
+    return PrecompiledCallable(function, plain_inputs)
