@@ -27,6 +27,7 @@ from fxwrap.torch_compat import (
     boxed_call,
     cacheable_compiler,
     is_aot_compiling,
+    is_precompiling,
     report_output_strides,
     serializable_callable,
 )
@@ -151,8 +152,8 @@ class _GraphCompiler:
         info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
         static_inputs = self._static_inputs(graph_module, info)
         options = self.options.replace(check_inputs=False)
-        if options.on_graph is not None and options.autotune == FIRST_CALL:
-            options = options.replace(autotune=True)  # `on_graph` gets the graph before any call
+        if options.autotune == FIRST_CALL and (options.on_graph is not None or is_precompiling()):
+            options = options.replace(autotune=True)  # `on_graph` or torch gets the graph before any call
         compiled = self.compile_with(
             graph_module, example_inputs, options=options, ownership=self._ownership(graph_module, info),
             name=self.kind, flexible_stride_outputs=info.saved_outputs, static_inputs=static_inputs,

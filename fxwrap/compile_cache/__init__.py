@@ -2,6 +2,7 @@
 
 from fxwrap.compile_cache.cache import CacheSlot as CacheSlot
 from fxwrap.compile_cache.cache import find_slot as find_slot
+from fxwrap.compile_cache.cache import is_enabled as is_enabled
 from fxwrap.compile_cache.counts import CompileCounts as CompileCounts
 from fxwrap.compile_cache.counts import compile_counts as compile_counts
 from fxwrap.compile_cache.counts import count_compile as count_compile

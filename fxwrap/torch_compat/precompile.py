@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,14 +49,40 @@ def autograd_cache(graph_module: torch.fx.GraphModule, key: str) -> Iterator[Non
         delattr(graph_module, _KEY_ATTRIBUTE)
 
 
-def cacheable_compiler(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callable[..., Any]:
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
+    from torch._functorch import config
     from torch._functorch.aot_autograd import SerializableAOTDispatchCompiler
 
     from fxwrap.torch_compat.precompiled import PrecompiledGraph
 
-    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_graph)
+    def compile_with_cache(*arguments: Any) -> PrecompiledGraph:
+        compiled = compile_graph(*arguments)
+        if not config.bundled_autograd_cache:
+            # Why: a backward is compiled at its first call, outside of `autograd_cache`. AOTAutograd then saves it and
+            # calls it.
+            patch = config.patch(bundled_autograd_cache=True)
+            patch.__enter__()
+            compiled.before_first_call = lambda: patch.__exit__(None, None, None)
+        return compiled
+
+    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_with_cache)
     return compiler
+
+
+def autograd_cache_folder() -> Path:
+    """Returns the folder from which AOTAutograd unpickles compiled graphs."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    return Path(AOTAutogradCache._get_tmp_dir())
+
+
+def cache_bypass(reason: str) -> Exception:
+    """Returns the error with which a graph is left out of AOTAutograd's cache, without a warning."""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+    error: Exception = BypassAOTAutogradCache(reason)
+    return error
 
 
 def precompiled_graph(

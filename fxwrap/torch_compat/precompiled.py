@@ -28,9 +28,13 @@ class PrecompiledGraph(OutputCode):  # type: ignore[misc]  # its bases are untyp
         self._content = content
         self._load = load
         self._entry: Entry | None = None
+        self.before_first_call: Callable[[], object] | None = None
 
     def __call__(self, inputs: Any) -> Any:
         if self._entry is None:
+            if self.before_first_call is not None:
+                self.before_first_call()
+                self.before_first_call = None
             self._entry = self._build()
         return self._entry(inputs)
 
