@@ -37,10 +37,13 @@ FOLDER = "binaries"
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[str]) -> dict[str, object]:
+def write_binaries(
+    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False
+) -> dict[str, object]:
     """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
-    Raises NativeBuildError where C++ does not compile.
+    `reuse` prefers a library that this process has, which may contain kernels of other programs, over one of the
+    program's kernels alone. Raises NativeBuildError where C++ does not compile.
     """
     emitters = frozenset(emitters)
     if not emitters:
@@ -53,7 +56,9 @@ def write_binaries(writer: ArchiveWriter, program: Program, emitters: Iterable[s
         manifest["programs"] = [{"source": key, "entry": _add(writer, path)} for key, path in libraries.items()]
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
-        manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, compile_kernel_library(in_cpp))}
+        known = set(native.compiled_kernels(tuple(symbols)).values()) if reuse else set()
+        library = known.pop() if len(known) == 1 else compile_kernel_library(in_cpp)
+        manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, library)}
     if manifest:
         bridge = bridge_folder()
         manifest["bridge"] = {name: _add(writer, bridge / name) for name in native.BRIDGE_LIBRARIES}

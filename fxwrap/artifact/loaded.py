@@ -230,9 +230,14 @@ class LoadedProgram:
         if self.trust == "none":
             raise self._error("it was loaded with trust='none', and its text becomes no code", "Use the file itself")
 
+    @property
+    def missing_constants(self) -> list[str]:
+        """The names of constants without a tensor."""
+        names = [item.value.name for item in self._program.constants]
+        return [name for name in names if name not in self._program.store.tensors]
+
     def _require_constants(self) -> None:
-        missing = [item.value.name for item in self._program.constants
-                   if item.value.name not in self._program.store.tensors]  # fmt: skip
+        missing = self.missing_constants
         if missing:
             names = ", ".join([repr(name) for name in missing[:8]]) + (", ..." if len(missing) > 8 else "")
             raise self._error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -67,32 +68,58 @@ def load(
             raise OptionError("trust='none' runs no code from a file: use emitter='interpreter', binaries='ignored'")
         emitter, binaries, mmap = "interpreter", "ignored", False
     with Archive(Path(path)) as archive:
-        manifest = archive.manifest
-        emitter = emitter or str(manifest.get("emitter"))
-        if emitter not in EMITTERS or not isinstance(manifest.get("options"), str):
-            raise archive.error(MANIFEST, f"it names no known emitter, or has no options: emitter {emitter!r}")
-        program = check_windows(read_program(archive, extensions, trust))
-        try:
-            devices = device_map(program_devices(program), device)
-        except (ValueError, RuntimeError) as error:
-            raise archive.error("", str(error), "Load it for its own device, or compile it for another") from None
-        program = move_program(program, devices)
-        recompile_reason = "binaries='ignored'" if binaries == "ignored" else load_binaries(archive, program, emitter)
-        if binaries == "required" and recompile_reason:
-            raise archive.error(
-                "", recompile_reason, "Save it again on this kind of machine, or compile when loading: binaries='auto'"
-            )
-        layout, inside = _layout(archive, program)
-        if inside:
-            tensors = read_constants(archive, layout, _devices(program), mmap)
-            program = program.replace(store=ConstantStore(tensors))
-        plan, convention = _plan(archive), _convention(archive, program, trust)
-        archive.check_unread_entries()
-        loaded = LoadedProgram(str(path), program, emitter, layout, manifest, plan, recompile_reason, trust, convention)
-    if inside or not program.constants:
+        loaded = _read_program(archive, emitter, device, binaries, extensions, mmap, trust)
+    if not loaded.missing_constants:
         # Compile now: errors show at load time, and the first call is as fast as others. A graph may be rewritten.
-        _ = loaded.emitted if emitter == "fx" else loaded.boxed
+        _ = loaded.emitted if loaded.emitter == "fx" else loaded.boxed
     return loaded
+
+
+def load_content(content: bytes, label: str) -> LoadedProgram:
+    """Loads a program from the content of a file; `label` names it in errors. Nothing is emitted yet.
+
+    Raises ArtifactError for damaged, truncated or foreign content and for a newer format.
+    """
+    file = tempfile.TemporaryFile()  # the archive reads at offsets, also from several threads; it closes the file
+    file.write(content)
+    file.seek(0)
+    with Archive(Path(label), file) as archive:
+        return _read_program(archive, None, None, "auto", (), False, "full")
+
+
+def _read_program(
+    archive: Archive,
+    emitter: str | None,
+    device: DeviceLike | Mapping[DeviceLike, DeviceLike] | None,
+    binaries: str,
+    extensions: Iterable[type[ExtensionLine]],
+    mmap: bool,
+    trust: str,
+) -> LoadedProgram:
+    manifest = archive.manifest
+    emitter = emitter or str(manifest.get("emitter"))
+    if emitter not in EMITTERS or not isinstance(manifest.get("options"), str):
+        raise archive.error(MANIFEST, f"it names no known emitter, or has no options: emitter {emitter!r}")
+    program = check_windows(read_program(archive, extensions, trust))
+    try:
+        devices = device_map(program_devices(program), device)
+    except (ValueError, RuntimeError) as error:
+        raise archive.error("", str(error), "Load it for its own device, or compile it for another") from None
+    program = move_program(program, devices)
+    recompile_reason = "binaries='ignored'" if binaries == "ignored" else load_binaries(archive, program, emitter)
+    if binaries == "required" and recompile_reason:
+        raise archive.error(
+            "", recompile_reason, "Save it again on this kind of machine, or compile when loading: binaries='auto'"
+        )
+    layout, inside = _layout(archive, program)
+    if inside:
+        tensors = read_constants(archive, layout, _devices(program), mmap)
+        program = program.replace(store=ConstantStore(tensors))
+    plan, convention = _plan(archive), _convention(archive, program, trust)
+    archive.check_unread_entries()
+    return LoadedProgram(
+        str(archive.path), program, emitter, layout, manifest, plan, recompile_reason, trust, convention
+    )
 
 
 def _check_choices(emitter: str | None, binaries: str, trust: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -52,19 +53,59 @@ def save_program(
     Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
     """
-    target, program = Path(path), check_windows(program)
-    check_kernels(program, str(target))
-    check_no_objects(program, str(target))
-    if constants or program.store.tensors:
-        check_savable(program, str(target))
+    target, program = Path(path), _checked(program, str(path), with_payloads=constants)
+    metadata = _metadata(program, emitter, options, group_sizes, convention)
+    metadata.update({} if step is None else {"step": step})
     graph = _graph_text(program)
-    sizes = current_group_sizes(program) if group_sizes is None else group_sizes
 
     def write(file: IO[bytes]) -> None:
-        with ArchiveWriter(file) as writer:
-            add_entries(writer)
+        _write_archive(file, program, plan, metadata, graph, constants, lambda writer: write_binaries(
+            writer, program, emitters
+        ))  # fmt: skip
 
-    def add_entries(writer: ArchiveWriter) -> None:
+    try:
+        write_file(target, write)
+    except OSError as error:
+        remedy = "Free disk space, or choose a folder that can be written"
+        raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+
+
+def program_content(
+    program: Program, label: str, *, emitter: str, options: str, plan: MemoryPlan | None, call: Mapping[str, object]
+) -> bytes:
+    """Returns the content of a saved program, with the libraries that this process runs it with.
+
+    `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does.
+    """
+    program, file = _checked(program, label, with_payloads=True), io.BytesIO()
+    metadata = {**_metadata(program, emitter, options), "call": call}
+    _write_archive(file, program, plan, metadata, "", True, lambda writer: write_binaries(
+        writer, program, (emitter,), reuse=True
+    ))  # fmt: skip
+    return file.getvalue()
+
+
+def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
+    """Returns a program with checked windows. Raises ArtifactError for one that cannot be saved."""
+    program = check_windows(program)
+    check_kernels(program, label)
+    check_no_objects(program, label)
+    if with_payloads or program.store.tensors:
+        check_savable(program, label)
+    return program
+
+
+def _write_archive(
+    file: IO[bytes],
+    program: Program,
+    plan: MemoryPlan | None,
+    metadata: Mapping[str, object],
+    graph: str,
+    constants: bool,
+    add_binaries: Callable[[ArchiveWriter], dict[str, object]],
+) -> None:
+    """Writes all entries and the manifest; `graph` is the code of the FX graph or ""."""
+    with ArchiveWriter(file) as writer:
         kernels = write_program(writer, program)
         if graph:
             writer.add_bytes(GRAPH, graph.encode())
@@ -75,21 +116,8 @@ def save_program(
         layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
         if constants and program.constants:
             write_constants(writer, layout, tensors)
-        writer.close({
-            **_metadata(program, emitter, options),
-            "signature": signature_to_json(program, convention or CallingConvention.of_flat(program)),
-            **({"groups": dict(sizes)} if sizes else {}),
-            **({"step": step} if step is not None else {}),
-            "kernels": kernels,
-            "constants": {"inside": constants, **layout.to_json()},
-            "binaries": write_binaries(writer, program, emitters),
-        })  # fmt: skip
-
-    try:
-        write_file(target, write)
-    except OSError as error:
-        remedy = "Free disk space, or choose a folder that can be written"
-        raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+        contents = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
+        writer.close({**metadata, **contents, "binaries": add_binaries(writer)})
 
 
 def current_group_sizes(program: Program) -> dict[str, int]:
@@ -113,8 +141,17 @@ def _graph_text(program: Program) -> str:
     ])  # fmt: skip
 
 
-def _metadata(program: Program, emitter: str, options: str) -> dict[str, object]:
+def _metadata(
+    program: Program,
+    emitter: str,
+    options: str,
+    group_sizes: Mapping[str, int] | None = None,
+    convention: CallingConvention | None = None,
+) -> dict[str, object]:
+    sizes = current_group_sizes(program) if group_sizes is None else group_sizes
     return {
+        "signature": signature_to_json(program, convention or CallingConvention.of_flat(program)),
+        **({"groups": dict(sizes)} if sizes else {}),
         "name": program.name,
         "key": program_key(program, options),
         "emitter": emitter,

@@ -12,14 +12,25 @@ from torch.fx import GraphModule
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import compile_graph
-from fxwrap.compile.fake_calls import accept_fake_tensors
+from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
 from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class, plain_tensor, with_plain_inputs
-from fxwrap.torch_compat import AotGraphInfo, aot_autograd, aot_graph_info, boxed_call, report_output_strides
+from fxwrap.torch_compat import (
+    AotGraphInfo,
+    aot_autograd,
+    aot_graph_info,
+    autograd_cache,
+    boxed_call,
+    cacheable_compiler,
+    is_aot_compiling,
+    is_precompiling,
+    report_output_strides,
+    serializable_callable,
+)
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
 GraphKind: TypeAlias = Literal["inference", "forward", "backward"]
@@ -86,9 +97,34 @@ def make_backend(
     `compile_with` compiles each graph of ATen operators that AOTAutograd returns. It takes the arguments of
     `compile_graph`; the `boxed` entry of its result runs.
     """
+
+    def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
+        for step in enabled_steps(DYNAMO_PASSES, options):
+            graph_module = step.run(graph_module, options)
+        subclassed = [position for position, item in enumerate(example_inputs) if _is_subclassed(item)]
+        key = torch_cache_key(options, example_inputs) if compile_with is compile_graph else None
+        if key is None:
+            check_not_precompiling(options)
+            compiled = _with_autograd(options, compile_with, savable=False)(graph_module, example_inputs)
+        else:
+            with autograd_cache(graph_module, key):
+                compiled = _with_autograd(options, compile_with, savable=True)(graph_module, example_inputs)
+            if is_aot_compiling():
+                return serializable_callable(compiled, subclassed)
+        if not subclassed:  # Dynamo guards the classes of inputs
+            return compiled
+        return lambda *inputs: compiled(*[plain_tensor(item) if _is_subclassed(item) else item for item in inputs])
+
+    return backend
+
+
+def _with_autograd(options: Options, compile_with: Callable[..., Compiled], *, savable: bool) -> CompiledGraphFunction:
+    """Returns the backend that traces with AOTAutograd; torch can save its graphs if they are `savable`."""
     kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
-    compilers = {kind: _GraphCompiler(kind, options, compile_with) for kind in kinds}
-    traced = aot_autograd(
+    compilers: dict[GraphKind, Any] = {kind: _GraphCompiler(kind, options, compile_with, savable) for kind in kinds}
+    if savable:
+        compilers = {kind: cacheable_compiler(compiler) for kind, compiler in compilers.items()}
+    return aot_autograd(
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],
@@ -96,16 +132,6 @@ def make_backend(
         decompositions=decomposition_table(options),
         keep_inference_input_mutations=True,
     )
-
-    def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
-        for step in enabled_steps(DYNAMO_PASSES, options):
-            graph_module = step.run(graph_module, options)
-        compiled: CompiledGraphFunction = traced(graph_module, example_inputs)
-        if not any(map(_is_subclassed, example_inputs)):  # Dynamo guards the classes of inputs
-            return compiled
-        return lambda *inputs: compiled(*[plain_tensor(item) if _is_subclassed(item) else item for item in inputs])
-
-    return backend
 
 
 def _is_subclassed(item: object) -> bool:
@@ -119,21 +145,22 @@ class _GraphCompiler:
     kind: GraphKind
     options: Options
     compile_with: Callable[..., Compiled]
+    savable: bool
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         outputs = graph_module.graph.output_node().args[0]
         info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
         static_inputs = self._static_inputs(graph_module, info)
         options = self.options.replace(check_inputs=False)
-        if options.on_graph is not None and options.autotune == FIRST_CALL:
-            options = options.replace(autotune=True)  # `on_graph` gets the graph before any call
+        if options.autotune == FIRST_CALL and (options.on_graph is not None or is_precompiling()):
+            options = options.replace(autotune=True)  # `on_graph` or torch gets the graph before any call
         compiled = self.compile_with(
             graph_module, example_inputs, options=options, ownership=self._ownership(graph_module, info),
             name=self.kind, flexible_stride_outputs=info.saved_outputs, static_inputs=static_inputs,
         )  # fmt: skip
         if info.saved_outputs or options.output_strides == "any":
             report_output_strides(_static_strides(compiled.program))
-        entry = compiled.boxed
+        negative = _may_be_negative(graph_module)
         if options.on_graph is not None:
             graph_info = self._graph_info(compiled.program, static_inputs, info.donated_inputs)
             function = options.on_graph(compiled.graph_module, graph_info)
@@ -143,12 +170,9 @@ class _GraphCompiler:
                     "runs, such as the GraphModule that it received"
                 )
             entry = boxed_function(function)
-        else:
-            entry = accept_fake_tensors(entry, compiled.program, lambda: compiled.graph_module, static_inputs)
-        negative = _may_be_negative(graph_module)
-        if negative:
-            entry = with_plain_inputs(entry, negative)
-        return boxed_call(entry)
+            return boxed_call(with_plain_inputs(entry, negative) if negative else entry)
+        entry = graph_entry(compiled, static_inputs, negative)
+        return savable_graph(entry, compiled, static_inputs, negative) if self.savable else boxed_call(entry)
 
     def _graph_info(self, program: Program, static_inputs: frozenset[int], donated_inputs: frozenset[int]) -> GraphInfo:
         devices = [item.value.type.device for item in program.inputs

@@ -85,9 +85,12 @@ class Compiled(EmittedProgram):
     A call takes the arguments of the exported program or module, by position or name, and returns its result. That of a
     GraphModule takes its inputs, and returns the tuple of outputs. `flat` takes the flat inputs and returns the tuple
     of flat outputs, `boxed` takes the inputs in a list and clears the list. With `autotune="first_call"`, the program
-    and all that depends on it change once, at the end of the first call. `cached` is whether the result came from the compile cache;
-    its only stage is then "cache".
+    and all that depends on it change once, at the end of the first call. `cached` is whether the result came from the
+    compile cache; its only stage is then "cache". `is_reproducible` is whether the cache may keep it: the compile gave
+    no warning, and the first call does not compile again.
     """
+
+    is_reproducible: bool = True
 
     def __init__(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
+from fxwrap.runtime.compiler_runs import compiler_runs
+
 
 @dataclass(frozen=True)
 class CompileCounts:
@@ -12,10 +14,12 @@ class CompileCounts:
 
     Fields:
         compiled: graphs that were lowered here.
-        loaded: graphs whose program came from the cache folder, entries of other ranks included.
+        loaded: graphs whose program came from the cache folder, entries of other ranks included, or from torch's caches
+            and precompiled files.
         received: entries that another rank of the job compiled, and sent through the job's store.
         shared: entries that this process compiled, and sent to the job's store for the other ranks.
         timeouts: waits for another process's compile that reached the time limit.
+        compiler_runs: runs of the C++ compiler that produced code, and kernels that Triton was asked to compile.
     """
 
     compiled: int = 0
@@ -23,6 +27,7 @@ class CompileCounts:
     received: int = 0
     shared: int = 0
     timeouts: int = 0
+    compiler_runs: int = 0
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
         """Returns the counts since earlier ones."""
@@ -30,7 +35,7 @@ class CompileCounts:
 
 
 def _values(counts: CompileCounts) -> tuple[int, ...]:
-    return (counts.compiled, counts.loaded, counts.received, counts.shared, counts.timeouts)
+    return (counts.compiled, counts.loaded, counts.received, counts.shared, counts.timeouts, counts.compiler_runs)
 
 
 class _Counts:
@@ -46,7 +51,7 @@ _process = _Counts()
 
 def compile_counts() -> CompileCounts:
     """Returns the counts of this process; their difference to earlier ones covers the time in between."""
-    return _process.now
+    return replace(_process.now, compiler_runs=compiler_runs())
 
 
 def count_compile(event: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,24 @@ def make_key(request: CompileRequest) -> Key:
         *[_device_text(device, graph.device_name(device)) for device in graph.devices],
         *_torch_settings(), *process_environment(), compiler_identity(),
     )  # fmt: skip
-    return Key(hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest(), graph, symbols)
+    return Key(_digest(parts), graph, symbols)
+
+
+def backend_key(options: Options, devices: Iterable[torch.device]) -> str:
+    """Returns a hash of all that a compile depends on except the graph, for caches with a key of the graph.
+
+    `devices` are those of the inputs. Raises NotCacheable with the reason.
+    """
+    _check_options(options)
+    for device_type in options.device_specs():
+        _check_device(device_type)
+    texts = [_device_text(device, str(device)) for device in dict.fromkeys(devices)]
+    parts = (f"options {options.text()}", *texts, *_torch_settings(), *process_environment(), compiler_identity())
+    return _digest(parts)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _check_options(options: Options) -> None:

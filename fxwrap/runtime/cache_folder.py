@@ -133,13 +133,17 @@ def _make_temporary_folder() -> Path:
 
 def _check_folder(folder: Path) -> None:
     """Raises CacheError for a folder that another user owns or can write. A missing folder is valid."""
-    try:
-        status = os.stat(folder)
-    except OSError:
-        return
-    if reason := _distrust(status):
+    if reason := distrust_reason(folder):
         remedy = f"make it yours alone (chown, chmod go-w), delete it, or set {FOLDER_ENV} to another folder"
         raise CacheError(str(folder), f"compiled code is loaded from it, and {reason}", remedy.capitalize())
+
+
+def distrust_reason(folder: Path) -> str:
+    """Returns why a folder may hold another user's content, or ""; a missing folder is trusted."""
+    try:
+        return _distrust(os.stat(folder))
+    except OSError:
+        return ""
 
 
 def _distrust(status: os.stat_result) -> str:

@@ -13,6 +13,7 @@ from fxwrap.torch_compat.fake_tensors import *
 from fxwrap.torch_compat.graphs import *
 from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
+from fxwrap.torch_compat.precompile import *
 from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symbols import *

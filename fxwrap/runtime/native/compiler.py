@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fxwrap.errors import NativeBuildError
+from fxwrap.runtime.compiler_runs import count_compiler_runs
 
 log = logging.getLogger("fxwrap.native")
 
@@ -111,6 +112,8 @@ def run_compiler(command: Sequence[str], folder: Path | None = None, seconds: fl
     Raises NativeBuildError for a missing, failing or hanging compiler, OSError where the disk is full.
     """
     log.debug("%s", shlex.join(command))
+    if folder is not None:  # others ask for versions
+        count_compiler_runs()
     limit = COMPILER_TIMEOUT_SECONDS if seconds is None else seconds
     status, output, errors = _run_supervised(command, folder, limit)
     if status == 0:

@@ -23,6 +23,7 @@ from fxwrap.caching import shared_cache
 from fxwrap.devices import CUDA
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.errors import FxwrapError, KernelBuildError
+from fxwrap.runtime.compiler_runs import count_compiler_runs
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
@@ -115,6 +116,7 @@ def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None
         target = import_triton().runtime.driver.active.get_current_target()  # not in a thread
     except FxwrapError as missing:
         return [missing if position in pending else None for position in range(len(uses))]
+    count_compiler_runs(len(pending))
     devices = {position: _index(uses[position].device) for position in pending}
     jobs = {position: job for position in pending if (job := _job_if_any(uses[position], target)) is not None}
     positions, by_workers = list(jobs), []

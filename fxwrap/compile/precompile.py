@@ -1,0 +1,141 @@
+"""Compiled graphs inside of torch's caches and files: programs in fxwrap's own format, which torch carries as bytes.
+
+torch pickles its own part. A compiled graph is reduced to the content of a saved program and to `load_graph`, which
+verifies it as `fxwrap.load` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxwrap.artifact import load_content, program_content
+from fxwrap.artifact.loaded import LoadedProgram
+from fxwrap.compile.compiled import Compiled
+from fxwrap.compile.fake_calls import accept_fake_tensors
+from fxwrap.compile_cache import NotCacheable, backend_key, count_compile, is_enabled
+from fxwrap.converters.emitted_program import BoxedCallable
+from fxwrap.errors import ArtifactError, FxwrapError, UnsupportedError
+from fxwrap.options import FIRST_CALL, Options
+from fxwrap.runtime.cache_folder import distrust_reason
+from fxwrap.runtime.plain_inputs import with_plain_inputs
+from fxwrap.torch_compat import (
+    autograd_cache_folder,
+    cache_bypass,
+    is_aot_compiling,
+    is_precompiling,
+    precompiled_graph,
+    without_fake_mode,
+)
+
+if TYPE_CHECKING:
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph
+
+
+log = logging.getLogger("fxwrap.cache")
+
+
+def torch_cache_key(options: Options, example_inputs: Sequence[object]) -> str | None:
+    """Returns the part of a graph's key in torch's caches that is fxwrap's; None where torch cannot keep its graphs.
+
+    A graph that is precompiled and cannot be cached gets a key that no other graph has.
+    """
+    if options.on_graph is not None or options.check_memory:
+        return None
+    try:
+        _check_usable(options)
+        return backend_key(options, [item.device for item in example_inputs if isinstance(item, torch.Tensor)])
+    except NotCacheable as reason:
+        log.info("AOTAutograd's cache is bypassed: %s", reason)
+    return uuid.uuid4().hex if is_precompiling() else None
+
+
+def _check_usable(options: Options) -> None:
+    """Raises NotCacheable with the reason why AOTAutograd's cache is not used."""
+    if not options.compile_cache or not is_enabled():
+        raise NotCacheable("the compile cache is disabled")
+    if options.autotune == FIRST_CALL:
+        raise NotCacheable("kernels are timed at the first call")
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise NotCacheable("the ranks of a job compare their compiles, and exchange them")
+    folder = autograd_cache_folder()
+    for path in (folder, folder.parent):
+        if reason := distrust_reason(path):
+            raise NotCacheable(f"{path} contains code, and {reason}")
+
+
+def check_not_precompiling(options: Options) -> None:
+    """Raises UnsupportedError in `aot_compile`, for options with which graphs cannot be saved."""
+    if is_aot_compiling():
+        name = "on_graph" if options.on_graph is not None else "check_memory"
+        raise UnsupportedError(
+            f"torch.compile(...).aot_compile cannot save graphs with the option '{name}': the function that runs is not "
+            f"fxwrap's. Leave '{name}' out"
+        )
+
+
+def graph_entry(
+    compiled: Compiled | LoadedProgram, static_inputs: Collection[int], negative_inputs: Sequence[int]
+) -> BoxedCallable:
+    """Returns the boxed entry that AOTAutograd calls.
+
+    `static_inputs` are the positions of inputs whose address never changes, `negative_inputs` those of inputs that may
+    have a negative bit.
+    """
+    entry = accept_fake_tensors(compiled.boxed, compiled.program, lambda: compiled.graph_module, static_inputs)
+    return with_plain_inputs(entry, negative_inputs) if negative_inputs else entry
+
+
+def savable_graph(
+    entry: BoxedCallable, compiled: Compiled, static_inputs: Collection[int], negative_inputs: Sequence[int]
+) -> PrecompiledGraph:
+    """Returns a compiled graph with its entry in the form that torch can save."""
+
+    def content() -> bytes:
+        try:
+            return read_content()
+        except FxwrapError as error:
+            if is_precompiling():
+                raise
+            raise cache_bypass(str(error)) from error
+
+    def read_content() -> bytes:
+        if not compiled.is_reproducible and not is_precompiling():
+            raise cache_bypass("its compile had side effects")
+        call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}
+        with without_fake_mode():  # AOTAutograd's is active
+            return program_content(
+                compiled.program, f"the {compiled.program.name} graph", emitter=compiled.options.emitter,
+                options=compiled.options.text(), plan=compiled.plan, call=call,
+            )  # fmt: skip
+
+    return precompiled_graph(lambda: entry, content, load_graph)
+
+
+def load_graph(content: bytes) -> PrecompiledGraph:
+    """Loads a compiled graph from its content; torch calls it where it unpickles one.
+
+    Raises ArtifactError for damaged or foreign content.
+    """
+    with without_fake_mode():
+        loaded = load_content(content, "a precompiled graph")
+    static_inputs, negative_inputs = _call_description(loaded)
+    count_compile("loaded")
+    build: Callable[[], Any] = lambda: graph_entry(loaded, static_inputs, negative_inputs)
+    return precompiled_graph(build, lambda: content, load_graph)
+
+
+def _call_description(loaded: LoadedProgram) -> tuple[frozenset[int], list[int]]:
+    """Returns the positions of static inputs, and of those that may have a negative bit."""
+    inputs = range(len(loaded.program.inputs))
+    call = loaded.metadata.get("call")
+    positions = [call.get(name) for name in ("static_inputs", "negative_inputs")] if isinstance(call, dict) else []
+    for item in positions or [None]:
+        if not isinstance(item, list) or not all(type(position) is int and position in inputs for position in item):
+            raise ArtifactError(loaded.path, "manifest.json", "it does not describe how the graph is called",
+                                "Compile the model again")  # fmt: skip
+    return frozenset(positions[0]), positions[1]

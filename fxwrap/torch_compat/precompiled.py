@@ -1,0 +1,94 @@
+"""Classes of torch's precompilation that a backend derives from; imported only where Dynamo is.
+
+`OutputCode` is TorchInductor's, which AOTAutograd requires of each backend whose graphs it caches. It is reached
+through AOTAutograd, which has imported it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+from torch._functorch._aot_autograd.aot_autograd_result import OutputCode
+
+Entry = Callable[[list[object]], object]
+
+
+class PrecompiledGraph(OutputCode):  # type: ignore[misc]  # its bases are untyped
+    """A compiled graph for AOTAutograd's cache: a boxed entry, and bytes from which another process loads it."""
+
+    def __init__(
+        self, build: Callable[[], Entry], content: Callable[[], bytes], load: Callable[[bytes], PrecompiledGraph]
+    ) -> None:
+        self._boxed_call = True
+        self._build = build
+        self._content = content
+        self._load = load
+        self._entry: Entry | None = None
+        self.before_first_call: Callable[[], object] | None = None
+
+    def __call__(self, inputs: Any) -> Any:
+        if self._entry is None:
+            if self.before_first_call is not None:
+                self.before_first_call()
+                self.before_first_call = None
+            self._entry = self._build()
+        return self._entry(inputs)
+
+    def prepare_for_serialization(self) -> None:
+        """Makes the bytes, so that errors appear here: torch reports those of its pickling otherwise."""
+        content = self._content()
+        self._content = lambda: content
+
+    def post_compile(self, example_inputs: object, constants: object, graph_kwargs: Any) -> None:
+        """Builds the entry of a loaded graph; that of a backward at its first call, which may never come."""
+        if not graph_kwargs.get("is_backward"):
+            self._entry = self._build()
+
+    def set_triton_bundle(self, triton_bundle: object) -> None:
+        """Ignores Inductor's compiled kernels: the bytes contain a program's own."""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], PrecompiledGraph], tuple[bytes]]:
+        return self._load, (self._content(),)
+
+    def __copy__(self) -> PrecompiledGraph:
+        return PrecompiledGraph(self._build, self._content, self._load)
+
+    def __deepcopy__(self, _memo: object) -> PrecompiledGraph:
+        return self.__copy__()
+
+
+class PrecompiledCallable(SerializableCallable):  # type: ignore[misc]  # its bases are untyped
+    """AOTAutograd's function of a whole graph, for `aot_compile`, which passes plain tensors for some inputs.
+
+    Why: `aot_compile` saves what a backend returns only if it is of this class; torch 2.11 does not wrap it itself.
+    """
+
+    def __init__(self, function: Callable[..., Any], plain_inputs: Sequence[int] = ()) -> None:
+        self._function = function
+        self._plain_inputs = tuple(plain_inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self._plain_inputs:
+            return self._function(*inputs)
+        arguments = list(inputs)
+        for position in self._plain_inputs:
+            arguments[position] = arguments[position].as_subclass(torch.Tensor)
+        return self._function(*arguments)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: PrecompiledCallable) -> bytes:
+        """Returns the positions of plain inputs in a line of JSON, then torch's bytes."""
+        function = BundledAOTAutogradSerializableCallable(fn._function)
+        content: bytes = BundledAOTAutogradSerializableCallable.serialize_compile_artifacts(function)
+        return json.dumps(fn._plain_inputs).encode() + b"\n" + content
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> PrecompiledCallable:
+        """Returns the function of `serialize_compile_artifacts`."""
+        plain_inputs, _, content = data.partition(b"\n")
+        function = BundledAOTAutogradSerializableCallable.deserialize_compile_artifacts(content)
+        return cls(function.compiled_fn, json.loads(plain_inputs))
