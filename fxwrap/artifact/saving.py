@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
@@ -15,9 +15,10 @@ from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
 from fxwrap.artifact.environment import package_versions
+from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
-from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
@@ -41,20 +42,25 @@ def save_program(
     constants: bool = True,
     group_sizes: Mapping[str, int] | None = None,
     step: Mapping[str, object] | None = None,
+    target: str = "any",
 ) -> None:
     """Saves a program with its default emitter and compiled code for `emitters`.
 
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
-    training step that the program is.
+    training step that the program is. With the target "native", the file also runs without Python.
 
-    Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
+    Raises OptionError for an unknown target, ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
     The previous file then remains.
     """
-    target, program = Path(path), check_windows(program)
-    check_kernels(program, str(target))
-    check_no_objects(program, str(target))
+    if target not in TARGETS:
+        raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    file_path, program = Path(path), check_windows(program)
+    check_kernels(program, str(file_path))
+    check_no_objects(program, str(file_path))
     if constants or program.store.tensors:
-        check_savable(program, str(target))
+        check_savable(program, str(file_path))
+    if target == "native":
+        emitters = (*emitters, "cpp")
     graph = _graph_text(program)
     sizes = current_group_sizes(program) if group_sizes is None else group_sizes
 
@@ -73,20 +79,31 @@ def save_program(
         layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
         if constants and program.constants:
             write_constants(writer, layout, tensors)
+        binaries = write_binaries(writer, program, emitters)
+        if target == "native":
+            _check_runs_without_python(binaries, str(file_path))
         writer.close({
             **_metadata(program, emitter, options),
             **({"groups": dict(sizes)} if sizes else {}),
             **({"step": step} if step is not None else {}),
             "kernels": kernels,
             "constants": {"inside": constants, **layout.to_json()},
-            "binaries": write_binaries(writer, program, emitters),
+            "binaries": binaries,
         })  # fmt: skip
 
     try:
-        write_file(target, write)
+        write_file(file_path, write)
     except OSError as error:
         remedy = "Free disk space, or choose a folder that can be written"
-        raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+        raise ArtifactError(str(file_path), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+
+
+def _check_runs_without_python(binaries: Mapping[str, Any], path: str) -> None:
+    """Raises ArtifactError, with all reasons, for a program that needs Python."""
+    obstacles = binaries["native"]["obstacles"]
+    if obstacles:
+        reason = f"the program does not run without Python: {'; '.join(obstacles)}"
+        raise ArtifactError(path, "", reason, "Change the model, or save for Python: target='any'")
 
 
 def current_group_sizes(program: Program) -> dict[str, int]:

@@ -13,6 +13,7 @@ from fxwrap.torch_compat.fake_tensors import *
 from fxwrap.torch_compat.graphs import *
 from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
+from fxwrap.torch_compat.python_operators import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symbols import *
 from fxwrap.torch_compat.symmetric_memory import *
