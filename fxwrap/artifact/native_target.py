@@ -1,4 +1,4 @@
-"""Programs for processes without Python: the entry that the C runtime reads, and the reasons why one cannot run there."""
+"""Programs for processes without Python: their description for the C runtime, and reasons why one cannot run there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def native_entry(program: Program, emitted: EmittedCpp, library: str) -> dict[st
         "library": library,
         "operators": [{"name": name, "overload": overload} for name, overload in names],
         "constant_devices": [
-            str(item.value.tensor_type.device) for item in program.constants if not isinstance(item.value.type, OpaqueType)
+            str(item.value.tensor_type.device)
+            for item in program.constants
+            if not isinstance(item.value.type, OpaqueType)
         ],
         "obstacles": list(native_obstacles(program, emitted)),
     }
@@ -56,4 +58,3 @@ def _qualified(target: str) -> tuple[str, str]:
     namespace, _, rest = target.partition(".")
     name, _, overload = rest.rpartition(".")
     return f"{namespace}::{name}", "" if overload == "default" else overload
-

@@ -49,8 +49,9 @@ def save_program(
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
     training step that the program is. With the target "native", the file also runs without Python.
 
-    Raises OptionError for an unknown target, ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
-    The previous file then remains.
+    Raises OptionError for an unknown target; ArtifactError for unsupported programs, read-only folders and, with the
+    target "native", programs that need Python; NativeBuildError where C++ does not compile. The previous file then
+    remains.
     """
     if target not in TARGETS:
         raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")

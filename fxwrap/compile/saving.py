@@ -38,7 +38,8 @@ def save(
             of the emitter "cpp" too.
 
     Raises OptionError for an unknown target; ArtifactError for a constant that is not a plain tensor, an in-process
-    kernel, a folder that is not writable, and, by name, what needs Python with target="native"; NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
+    kernel, a folder that is not writable and, with target="native", for each item that needs Python, by name;
+    NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
     """
     step, group_sizes = None, None
     match subject:

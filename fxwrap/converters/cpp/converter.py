@@ -389,7 +389,12 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
     source = unit.text(title, program.name, run, (inputs, constants, outputs))
     kernels = list(converter.kernels.values())
     return EmittedCpp(
-        source, program, kernels, converter.replayed_calls, unit.operators, lambda part: to_cpp(part, converter.handlers)
+        source,
+        program,
+        kernels,
+        converter.replayed_calls,
+        unit.operators,
+        lambda part: to_cpp(part, converter.handlers),
     )
 
 

@@ -60,7 +60,8 @@ def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
     def compiled(unit: str) -> str:
         source, result = _SOURCE_FOLDER / unit, f"{Path(unit).stem}.o"
         run_compiler(
-            [*compiler.command, *_FLAGS, *definitions, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result], folder
+            [*compiler.command, *_FLAGS, *definitions, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result],
+            folder,
         )
         return result
 
@@ -77,7 +78,11 @@ def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
 def _write_package_files(prefix: Path, libraries: Path, target: Path) -> list[Path]:
     """Writes the files for CMake and pkg-config below `target`; they find the others by their own path."""
     files = []
-    names = {"fxwrap-config.cmake": "cmake/fxwrap", "fxwrap-config-version.cmake": "cmake/fxwrap", "fxwrap.pc": "pkgconfig"}
+    names = {
+        "fxwrap-config.cmake": "cmake/fxwrap",
+        "fxwrap-config-version.cmake": "cmake/fxwrap",
+        "fxwrap.pc": "pkgconfig",
+    }
     for name, place in names.items():
         folder = target / place
         folder.mkdir(parents=True, exist_ok=True)
