@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.artifact.native_target import native_entry
 from fxwrap.caching import bounded_cache
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.cpp.library import is_compiled_by_triton
@@ -52,8 +53,10 @@ def write_binaries(
     in_cpp = [kernel for kernel in texts if language_traits(kernel.language).links_into_cpp]
     manifest: dict[str, object] = {}
     if "cpp" in emitters:
-        libraries = to_cpp(program).libraries()
-        manifest["programs"] = [{"source": key, "entry": _add(writer, path)} for key, path in libraries.items()]
+        emitted = to_cpp(program)
+        entries = {key: _add(writer, path) for key, path in emitted.libraries().items()}
+        manifest["programs"] = [{"source": key, "entry": entry} for key, entry in entries.items()]
+        manifest["native"] = native_entry(program, emitted, entries[native.source_key(emitted.source)])
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
         known = set(native.compiled_kernels(tuple(symbols)).values()) if reuse else set()

@@ -6,7 +6,7 @@ import io
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
@@ -16,9 +16,10 @@ from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
 from fxwrap.artifact.environment import package_versions
+from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.converters.fx import to_fx
-from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
@@ -44,30 +45,40 @@ def save_program(
     group_sizes: Mapping[str, int] | None = None,
     step: Mapping[str, object] | None = None,
     convention: CallingConvention | None = None,
+    target: str = "any",
 ) -> None:
     """Saves a program with its default emitter and compiled code for `emitters`.
 
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
-    training step that the program is; `convention` has its arguments and result, by default the flat ones.
+    training step that the program is; `convention` has its arguments and result, by default the flat ones. With the
+    target "native", the file also runs without Python.
 
-    Raises ArtifactError for unsupported programs and read-only folders, NativeBuildError where C++ does not compile.
-    The previous file then remains.
+    Raises OptionError for an unknown target; ArtifactError for unsupported programs, read-only folders and, with the
+    target "native", programs that need Python; NativeBuildError where C++ does not compile. The previous file then
+    remains.
     """
-    target, program = Path(path), _checked(program, str(path), with_payloads=constants)
+    if target not in TARGETS:
+        raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    file_path, program = Path(path), _checked(program, str(path), with_payloads=constants)
     metadata = _metadata(program, emitter, options, group_sizes, convention)
     metadata.update({} if step is None else {"step": step})
     graph = _graph_text(program)
 
+    def add_binaries(writer: ArchiveWriter) -> dict[str, object]:
+        if target != "native":
+            return write_binaries(writer, program, emitters)
+        binaries = write_binaries(writer, program, (*emitters, "cpp"))
+        _check_runs_without_python(binaries, str(file_path))
+        return binaries
+
     def write(file: IO[bytes]) -> None:
-        _write_archive(file, program, plan, metadata, graph, constants, lambda writer: write_binaries(
-            writer, program, emitters
-        ))  # fmt: skip
+        _write_archive(file, program, plan, metadata, graph, constants, add_binaries)
 
     try:
-        write_file(target, write)
+        write_file(file_path, write)
     except OSError as error:
         remedy = "Free disk space, or choose a folder that can be written"
-        raise ArtifactError(str(target), "", f"it cannot be written: {error.strerror or error}", remedy) from error
+        raise ArtifactError(str(file_path), "", f"it cannot be written: {error.strerror or error}", remedy) from error
 
 
 def program_content(
@@ -118,6 +129,14 @@ def _write_archive(
             write_constants(writer, layout, tensors)
         contents = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
         writer.close({**metadata, **contents, "binaries": add_binaries(writer)})
+
+
+def _check_runs_without_python(binaries: Mapping[str, Any], path: str) -> None:
+    """Raises ArtifactError, with all reasons, for a program that needs Python."""
+    obstacles = binaries["native"]["obstacles"]
+    if obstacles:
+        reason = f"the program does not run without Python: {'; '.join(obstacles)}"
+        raise ArtifactError(path, "", reason, "Change the model, or save for Python: target='any'")
 
 
 def current_group_sizes(program: Program) -> dict[str, int]:

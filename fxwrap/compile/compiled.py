@@ -215,11 +215,11 @@ class Compiled(EmittedProgram):
             self._first_call.skip_tuning()
         return self._result.graph_module
 
-    def save(self, path: str | Path, *, constants: bool = True) -> None:
+    def save(self, path: str | Path, *, constants: bool = True, target: str = "any") -> None:
         """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
         save_program(
             self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
-            options=self.options.text(), plan=self.plan, constants=constants, convention=self.convention,
+            options=self.options.text(), plan=self.plan, constants=constants, convention=self.convention, target=target,
         )  # fmt: skip
 
     @property

@@ -20,6 +20,7 @@ def save(
     *,
     constants: bool = True,
     emitters: Collection[str] | None = None,
+    target: str = "any",
 ) -> None:
     """Saves a compiled program into one file, for `load` in a process without the model.
 
@@ -33,9 +34,12 @@ def save(
         constants: whether the file contains the constants; otherwise `load_constants` provides them after loading.
         emitters: the emitters whose compiled code the file contains; by default the emitter of `subject` ("fx" for a
             graph), and none for a program. A graph or program runs with the first one when it is loaded.
+        target: "native" for a file that the C runtime runs without Python (docs/deploy.md); it has the compiled code
+            of the emitter "cpp" too.
 
-    Raises ArtifactError for a constant that is not a plain tensor, an in-process kernel and a folder that is not
-    writable; NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
+    Raises OptionError for an unknown target; ArtifactError for a constant that is not a plain tensor, an in-process
+    kernel, a folder that is not writable and, with target="native", for each item that needs Python, by name;
+    NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
     """
     step, group_sizes, convention = None, None, None
     match subject:
@@ -56,5 +60,5 @@ def save(
             emitter = next(iter(emitters or ()), Options().emitter)
     save_program(
         program, path, emitter=emitter, emitters=default if emitters is None else emitters, options=options, plan=plan,
-        constants=constants, group_sizes=group_sizes, step=step, convention=convention,
+        constants=constants, group_sizes=group_sizes, step=step, convention=convention, target=target,
     )  # fmt: skip

@@ -388,7 +388,14 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
     title = "\n".join([f"Program {program.name}, emitted by fxwrap.", *[f"{k}: {text}" for k, text in program.header]])
     source = unit.text(title, program.name, run, (inputs, constants, outputs))
     kernels = list(converter.kernels.values())
-    return EmittedCpp(source, program, kernels, converter.replayed_calls, lambda part: to_cpp(part, converter.handlers))
+    return EmittedCpp(
+        source,
+        program,
+        kernels,
+        converter.replayed_calls,
+        unit.operators,
+        lambda part: to_cpp(part, converter.handlers),
+    )
 
 
 def _passed_through(program: ir.Program) -> set[str]:

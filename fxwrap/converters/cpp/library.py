@@ -28,15 +28,29 @@ class EmittedCpp(EmittedProgram):
         program: Program,
         kernels: Sequence[KernelDefinition],
         replayed_calls: Sequence[CallFunction],
+        operators: Sequence[str],
         emit: Callable[[Program], EmittedCpp],
     ) -> None:
-        """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions."""
+        """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions, `operators` the called
+        operators as "namespace.name.overload"."""
         load = cache(self._load)
         super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd
         self._program = program
         self._kernels = tuple(kernels)
         self._replayed_calls = tuple(replayed_calls)
+        self.operators = tuple(operators)
         self._emit = emit
+
+    @property
+    def replayed_functions(self) -> tuple[str, ...]:
+        """The names of the captured functions, in the order of their calls."""
+        return tuple([line.function for line in self._replayed_calls])
+
+    @property
+    def triton_kernels(self) -> tuple[KernelText, ...]:
+        """The launched kernels whose compiled Triton code is linked in, if there is any."""
+        texts = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
+        return tuple([text for text in texts if is_compiled_by_triton(language_traits(text.language))])
 
     @cached_property
     def functions(self) -> tuple[EmittedCpp, ...]:

@@ -29,11 +29,11 @@ reinterpret_cast requires return short signed sizeof static static_assert static
 thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
 _BRIDGE_NAMES = """
-Arg Args BoolSymbol DType Device FloatSymbol Frame FxwrapValue Grid Input Inputs IntSymbol Ints Kernel Layout
-ListSlot MemoryFormat Number Numbers Operator Program CallSite Slot Slots Variant Variants abi_version alias call
-check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
+Arg Args BoolSymbol DType Device FloatSymbol Frame Grid Input Inputs IntSymbol Ints Kernel Layout
+ListSlot MemoryFormat Number Numbers Observer Operator Program CallSite Slot Slots Variant Variants abi_version alias
+call check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
 element_int empty_strided enter_device enter_stream exchange_random_state exit_device
-fail_assert fxwrap fxwrap_program fxwrap_run item_bool item_float item_int launch list bump_version move named
+fail_assert fxwrap fxwrap_program item_bool item_float item_int launch list bump_version move named
 none opaque owned pool_slice restore_random_state reuse same_input save_random_state size size_t std storage_offset
 stride view
 """
@@ -113,6 +113,7 @@ class CppUnit:
     lists: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _used_names: set[str] = field(default_factory=set)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -203,6 +204,7 @@ class CppUnit:
         short = rest.removesuffix(".default").replace(".", "_")
         identifier, is_new = self._intern("operator", target, f"{namespace}_{short}")
         if is_new:
+            self.operators.append(target)
             shown = "" if overload == "default" else overload
             self.tables.append(f'static Operator {identifier}{{"{namespace}::{name}", "{shown}"}};')
         return identifier

@@ -32,6 +32,7 @@ _BRIDGE_UNITS = (
     ("bridge/typed_calls.cpp",),
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
+        "bridge/engine.cpp",
         *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp"),
@@ -41,6 +42,7 @@ _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/pl
 _HEADERS = (
     *("bridge/bridge.h", "bridge/frame.h", "bridge/values.h", "bridge/calls.h", "bridge/checks.h"),
     *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),
+    *("engine/engine.h", "engine/failure.h", "../../include/fxwrap/runtime.h"),
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
 )
 _PROGRAM_HEADERS = _SOURCE_FOLDER / "bridge"
@@ -284,6 +286,11 @@ def build_planner() -> Path:
 
     name = f"planner-{_digest(_toolchain_key(compiler), *flags, *texts.values())}"
     return cache_folder.find_or_build_entry(name, build) / _PLANNER
+
+
+def native_entry_key(compiler: Compiler, *parts: str) -> str:
+    """Returns the key in the cache of something compiled against the bridge."""
+    return _digest(_toolchain_key(compiler), *parts)
 
 
 def _toolchain_key(compiler: Compiler) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,51 +121,3 @@ def test_concurrent_builds_of_one_source() -> None:
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: compile_cpp(text, name="double"), range(8)))
     assert len(paths) == 1 and torch.equal(load_program(paths.pop())(torch.ones(1))[0], torch.full((1,), 2.0))
-
-
-C_CALLER = """
-#include "bridge.h"
-#include <cstdio>
-#include <dlfcn.h>
-extern "C" int aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
-extern "C" int aoti_torch_get_data_ptr(void*, void**);
-extern "C" int aoti_torch_delete_tensor_object(void*);
-int main(int, char** argv) {
-  auto* program = (const fxwrap::Program*)dlsym(dlopen(argv[1], RTLD_NOW), "fxwrap_program");
-  int64_t sizes[] = {3}, strides[] = {1};
-  FxwrapValue input{}, output{};
-  aoti_torch_empty_strided(1, sizes, strides, 6, 0, -1, &input.tensor);
-  float* data;
-  aoti_torch_get_data_ptr(input.tensor, (void**)&data);
-  data[0] = 1, data[1] = 2, data[2] = 3;
-  char error[256];
-  if (fxwrap_run(program, &input, nullptr, &output, error, sizeof error)) return std::puts(error), 1;
-  aoti_torch_get_data_ptr(output.tensor, (void**)&data);
-  std::printf("%g %g %g\\n", data[0], data[1], data[2]);
-  aoti_torch_delete_tensor_object(input.tensor);
-  aoti_torch_delete_tensor_object(output.tensor);
-}
-"""
-
-
-def test_a_program_without_python_can_call(tmp_path: Path) -> None:
-    (tmp_path / "main.cpp").write_text(C_CALLER)
-    headers = Path(sys.modules[compile_cpp.__module__].__file__ or "").parent
-    bridge, libraries = build_bridge().folder, Path(torch.__file__).parent / "lib"
-    links = [flag for folder in (bridge, libraries) for flag in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
-    names = ["-lfxwrap_bridge", "-ltorch_cpu", "-lc10", "-ldl"]
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-std=c++20",
-        f"-I{headers}",
-        f"-I{headers / 'bridge'}",
-        "main.cpp",
-        *links,
-        *names,
-        "-o",
-        "main",
-    ]
-    subprocess.run(command, cwd=tmp_path, check=True)
-    library = compile_cpp(DOUBLE, name="double")
-    done = subprocess.run([tmp_path / "main", library], capture_output=True, text=True, check=True)
-    assert done.stdout == "2 4 6\n"

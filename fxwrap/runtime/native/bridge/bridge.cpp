@@ -127,7 +127,10 @@ std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
 void call(Frame& f, CallSite& site) {
   void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
   const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
+  const Observer* observer = f.observer;
+  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 1);
   ready.run(f);
+  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 0);
 }
 
 void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots tensors, Slots outs, Numbers numbers) {

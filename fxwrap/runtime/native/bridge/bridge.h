@@ -44,7 +44,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 3;
+constexpr int64_t abi_version = 4;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -136,12 +136,19 @@ struct Operator {
   const char* overload;
 };
 
+// Called before and after each operator call of a run.
+struct Observer {
+  void (*on_operator)(void* context, const char* operator_name, int32_t begins) = nullptr;
+  void* context = nullptr;
+};
+
 // The values of one run. Tensors belong to the bridge and are reached by slot; scalars are plain memory.
 struct Frame {
   void* tensors;  // at::Tensor[slots]
   int64_t* ints;
   double* floats;
   void* lists;    // c10::IValue[lists]
+  const Observer* observer = nullptr;
 };
 
 // One call of an operator; `prepared` is the bridge's.
@@ -308,18 +315,6 @@ struct Program {
 };
 
 }  // namespace fxwrap
-
-// The entry for callers without Python. Tensors are at::Tensor* (an AtenTensorHandle of libtorch's C shim): inputs are
-// borrowed unless the program owns them (then the callee moves the tensor out of *tensor and leaves it undefined);
-// outputs are new handles for the caller to delete, null for None. Returns 0, or 1 with a message in `error` (always
-// terminated, at most error_size bytes).
-union FxwrapValue {
-  void* tensor;
-  int64_t integer;  // ints and bools
-  double real;
-};
-FXWRAP_EXPORT int fxwrap_run(const fxwrap::Program* program, const FxwrapValue* inputs, const FxwrapValue* constants,
-                             FxwrapValue* outputs, char* error, size_t error_size);
 
 // Throw torch's IndexError and its general error: called by kernels for a position out of bounds.
 FXWRAP_EXPORT [[noreturn]] void fxwrap_index_error(const char* message);

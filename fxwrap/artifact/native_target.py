@@ -1,0 +1,60 @@
+"""Programs for processes without Python: their description for the C runtime, and reasons why one cannot run there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fxwrap.converters.cpp.library import EmittedCpp
+from fxwrap.runtime.triton.binaries import compiled_variants
+from fxwrap.symbolic import SymbolInfo
+from fxwrap.torch_compat import is_python_operator
+from fxwrap.wrapper_ir import OpaqueType, Program, values_in
+
+TARGETS = ("any", "native")
+"""The values of `fxwrap.save(target=...)`."""
+
+
+def native_entry(program: Program, emitted: EmittedCpp, library: str) -> dict[str, object]:
+    """Returns the manifest's description of a program for the C runtime; `library` is the entry of its library."""
+    names = [_qualified(target) for target in emitted.operators]
+    return {
+        "library": library,
+        "operators": [{"name": name, "overload": overload} for name, overload in names],
+        "constant_devices": [
+            str(item.value.tensor_type.device)
+            for item in program.constants
+            if not isinstance(item.value.type, OpaqueType)
+        ],
+        "obstacles": list(native_obstacles(program, emitted)),
+    }
+
+
+def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
+    """Yields the reasons why a program needs Python, each with the name of the item."""
+    for name, overload in map(_qualified, emitted.operators):
+        full = f"{name}.{overload}" if overload else name
+        if is_python_operator(full):
+            yield f"the operator '{full}' is implemented in Python"
+    for item in program.inputs:
+        if not isinstance(item.value, SymbolInfo) and isinstance(item.value.type, OpaqueType):
+            yield f"the input '{item.name}' is an object of {item.value.type.name}"
+    for value in values_in(_returned(program)):
+        if isinstance(value.type, OpaqueType):
+            yield f"the output '{value.name}' is an object of {value.type.name}"
+    for function in emitted.replayed_functions:
+        yield f"the CUDA graph of @{function} is captured and replayed by Python: compile with cuda_graphs=False"
+    for kernel in emitted.triton_kernels:
+        if not compiled_variants(kernel):
+            yield f"the kernel {kernel.symbol} has no compiled code: call the program once before it is saved"
+
+
+def _returned(program: Program) -> tuple[object, ...]:
+    last = program.body.lines[-1]
+    return tuple(getattr(last, "values", ()))
+
+
+def _qualified(target: str) -> tuple[str, str]:
+    """Returns the schema's name and overload name of "namespace.name.overload"."""
+    namespace, _, rest = target.partition(".")
+    name, _, overload = rest.rpartition(".")
+    return f"{namespace}::{name}", "" if overload == "default" else overload

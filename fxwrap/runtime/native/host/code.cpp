@@ -1,0 +1,145 @@
+#include "host/code.h"
+
+#include <dlfcn.h>
+#include <gnu/libc-version.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+
+namespace fxwrap::host {
+namespace {
+
+// Set by the build: the versions that compiled programs must be for.
+constexpr const char* target_torch = FXWRAP_TARGET_TORCH;
+constexpr const char* target_bridge = FXWRAP_TARGET_BRIDGE;
+constexpr const char* target_machine = FXWRAP_TARGET_MACHINE;
+
+constexpr const char* engine_library = "libfxwrap_bridge.so";
+
+std::string folder_of_runtime() {
+  Dl_info info{};
+  if (dladdr(reinterpret_cast<void*>(&load_engine), &info) == 0 || info.dli_fname == nullptr) return "";
+  const std::string path = info.dli_fname;
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "" : path.substr(0, slash + 1);
+}
+
+Engine& open_engine() {
+  const std::string path = folder_of_runtime() + engine_library;
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) throw Failure("ImportError", std::string("the runtime cannot load libtorch: ") + dlerror());
+  auto* find = reinterpret_cast<Engine* (*)(int64_t)>(dlsym(library, "fxwrap_engine"));
+  Engine* engine = find == nullptr ? nullptr : find(abi_version);
+  if (engine == nullptr) {
+    throw Failure("ImportError", "'" + path + "' is of another version of fxwrap than this runtime. Install both again");
+  }
+  return *engine;
+}
+
+std::set<std::string> words(std::istream& stream) {
+  std::set<std::string> result;
+  for (std::string word; stream >> word;) result.insert(word);
+  return result;
+}
+
+std::set<std::string> processor_instructions() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    std::istringstream flags(line.substr(line.find(':') + 1));
+    return words(flags);
+  }
+  return {};
+}
+
+std::vector<int> version_numbers(const std::string& text) {
+  std::vector<int> numbers;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, '.');) numbers.push_back(std::atoi(part.c_str()));
+  return numbers;
+}
+
+std::string written(const std::string& text) { return "'" + text + "'"; }
+
+// Opens a library without a file on disk: files of packages that load at the same time never meet.
+void* open_library(const Content& content, const std::string& name, std::string& failure) {
+  const int file = memfd_create(name.c_str(), MFD_CLOEXEC);
+  if (file < 0) {
+    failure = "memfd_create failed";
+    return nullptr;
+  }
+  for (size_t done = 0; done < content.size;) {
+    const ssize_t count = write(file, content.data + done, content.size - done);
+    if (count <= 0) {
+      failure = "there is not enough memory";
+      close(file);
+      return nullptr;
+    }
+    done += size_t(count);
+  }
+  void* library = dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) failure = dlerror();
+  close(file);
+  return library;
+}
+
+struct LoadedCode {
+  std::mutex mutex;
+  std::map<std::string, const Program*> programs;  // by the hash of their library
+};
+
+LoadedCode& loaded_code() {
+  static auto* code = new LoadedCode;  // never destroyed: threads may run programs while the process ends
+  return *code;
+}
+
+}  // namespace
+
+Engine& load_engine() {
+  static Engine& engine = open_engine();
+  return engine;
+}
+
+std::string incompatibility_reason(const Json& target) {
+  const std::pair<const char*, const char*> here[] = {
+      {"torch", target_torch}, {"bridge", target_bridge}, {"machine", target_machine}};
+  for (const auto& [name, text] : here) {
+    const std::string& wanted = target.at(name).string();
+    if (wanted != text) return "it is for " + std::string(name) + " " + written(wanted) + ", not " + written(text);
+  }
+  const std::string& libc = target.at("libc").string();
+  if (version_numbers(libc) > version_numbers(gnu_get_libc_version())) {
+    return "it is for the C library " + libc + ", not " + gnu_get_libc_version();
+  }
+  const std::set<std::string> available = processor_instructions();
+  std::string missing;
+  for (const Json& item : target.at("instructions").items()) {
+    if (available.count(item.string()) == 0) missing += (missing.empty() ? "" : ", ") + item.string();
+  }
+  return missing.empty() ? "" : "it uses instructions that this processor lacks: " + missing;
+}
+
+const Program& load_code(const Archive& archive, const std::string& entry) {
+  LoadedCode& code = loaded_code();
+  const std::string hash = archive.content_hash_of(entry);
+  const Content content = archive.read(entry);
+  const std::lock_guard<std::mutex> lock(code.mutex);
+  const auto loaded = code.programs.find(hash);
+  if (loaded != code.programs.end()) return *loaded->second;
+  std::string failure;
+  void* library = open_library(content, "fxwrap program", failure);
+  if (library == nullptr) throw archive.error("", "compiled code cannot be loaded: " + failure);
+  auto* program = static_cast<const Program*>(dlsym(library, "fxwrap_program"));
+  if (program == nullptr || program->abi != abi_version) {
+    throw archive.error(entry, "it is not a program of this version of fxwrap");
+  }
+  code.programs[hash] = program;
+  return *program;
+}
+
+}  // namespace fxwrap::host

@@ -1,0 +1,156 @@
+#include "host/model.h"
+
+#include "host/code.h"
+#include "host/dtypes.h"
+
+namespace fxwrap::host {
+namespace {
+
+constexpr const char* manifest_entry = "manifest.json";
+
+std::string text_of(const Json& number) {
+  return number.is(Json::Kind::string) ? number.string() : std::to_string(number.integer());
+}
+
+std::string text_or_empty(const Json& entry, const char* name) {
+  const Json* value = entry.find(name);
+  return value == nullptr || value->is(Json::Kind::null) ? "" : value->string();
+}
+
+std::vector<std::string> texts_of(const Json& entry, const char* name) {
+  std::vector<std::string> texts;
+  const Json* items = entry.find(name);
+  if (items == nullptr) return texts;
+  for (const Json& item : items->items()) texts.push_back(text_of(item));
+  return texts;
+}
+
+std::vector<std::string> texts_of(const std::vector<int64_t>& numbers) {
+  std::vector<std::string> texts;
+  for (int64_t number : numbers) texts.push_back(std::to_string(number));
+  return texts;
+}
+
+}  // namespace
+
+// --- leaves ----------------------------------------------------------------------------------------------------------
+
+const char* const* Leaves::keep(const std::vector<std::string>& texts) {
+  std::vector<const char*>& array = arrays_.emplace_back();
+  for (const std::string& text : texts) array.push_back(keep(text));
+  return array.data();
+}
+
+void Leaves::add(const Json& entry) {
+  const std::string& kind = entry.at("kind").string();
+  FxwrapLeaf leaf{keep(entry.at("name").string()), keep(kind), keep(text_or_empty(entry, "dtype")),
+                  keep(text_or_empty(entry, "device")), keep(text_or_empty(entry, "ownership")), -1, nullptr, nullptr};
+  if (kind == "tensor") {
+    const std::vector<std::string> sizes = texts_of(entry, "shape");
+    leaf.rank = int32_t(sizes.size());
+    leaf.sizes = keep(sizes);
+    leaf.strides = keep(texts_of(entry, "strides"));
+  }
+  leaves_.push_back(leaf);
+}
+
+void Leaves::add(const SavedConstant& constant) {
+  const auto& [dtype, sizes, strides] = constant.layout;
+  leaves_.push_back({keep(constant.name), "tensor", find_dtype(dtype)->name, keep(constant.device), "borrowed",
+                     int32_t(sizes.size()), keep(texts_of(sizes)), keep(texts_of(strides))});
+}
+
+// --- saved programs --------------------------------------------------------------------------------------------------
+
+SavedProgram::SavedProgram(const std::string& path) : archive(path), engine(load_engine()) {
+  try {
+    read();
+  } catch (const JsonError& failure) {
+    throw archive.error(manifest_entry, std::string("it does not describe the program: ") + failure.what());
+  }
+  archive.check_all_entries();
+}
+
+void SavedProgram::read() {
+  const Json& manifest = archive.manifest();
+  const Json* native = manifest.at("binaries").find("native");
+  if (native == nullptr) {
+    throw archive.error("", "the file has no compiled code for the emitter 'cpp'",
+                        "Save it again with target='native'");
+  }
+  const auto& obstacles = native->at("obstacles").items();
+  if (!obstacles.empty()) {
+    throw archive.error("", "the program does not run without Python: " + obstacles[0].string(),
+                        "Save it with target='native', which lists all reasons");
+  }
+  const std::string reason = incompatibility_reason(manifest.at("binaries").at("target"));
+  if (!reason.empty()) throw archive.error("", reason, "Save it again on this kind of machine");
+  check_devices();
+  check_operators(native->at("operators"));
+  program = &load_code(archive, native->at("library").string());
+  std::vector<std::string> devices;
+  for (const Json& device : native->at("constant_devices").items()) devices.push_back(device.string());
+  layout = read_layout(archive, devices);
+  if (int64_t(layout.size()) != program->constants.size) {
+    throw archive.error(manifest_entry, "it describes other constants than the program has");
+  }
+  has_constants = manifest.at("constants").at("inside").boolean();
+  const Json* signature = manifest.find("signature");
+  if (signature != nullptr) {
+    for (const Json& entry : signature->at("inputs").items()) inputs.add(entry);
+    for (const Json& entry : signature->at("outputs").items()) outputs.add(entry);
+  }
+  if (signature != nullptr && (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size)) {
+    throw archive.error(manifest_entry, "it describes other inputs and outputs than the program has");
+  }
+  for (const SavedConstant& constant : layout) constants.add(constant);
+  name = manifest.at("name").string();
+  metadata = std::string(archive.manifest_text());
+}
+
+void SavedProgram::check_devices() const {
+  for (const Json& device : archive.manifest().at("devices").items()) {
+    const std::string reason = engine.missing_device(device.string());
+    if (reason.empty()) continue;
+    throw archive.error("", "it was compiled for " + device.string() + ", and " + reason,
+                        "Run it on a machine with that device, or compile it for another");
+  }
+}
+
+void SavedProgram::check_operators(const Json& operators) const {
+  for (const Json& item : operators.items()) {
+    const std::string& full = item.at("name").string();
+    if (engine.has_operator(full, item.at("overload").string())) continue;
+    throw archive.error("", "its operator '" + full + "' is not registered in this process",
+                        "Load the library that registers it first");
+  }
+}
+
+}  // namespace fxwrap::host
+
+// --- instances -------------------------------------------------------------------------------------------------------
+
+using fxwrap::host::ConstantSet;
+
+std::shared_ptr<const ConstantSet> FxwrapModel::current_constants() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return constants_;
+}
+
+void FxwrapModel::run(const FxwrapRunOptions* options, FxwrapValue* inputs, int64_t input_count, FxwrapValue* outputs,
+                      int64_t output_count) const {
+  const std::shared_ptr<const ConstantSet> constants = current_constants();
+  if (int64_t(constants->pointers.size()) != saved_->program->constants.size) {
+    throw fxwrap::host::missing_constants(saved_->archive.path(), saved_->layout);
+  }
+  saved_->engine.run(*saved_->program,
+                     {options, inputs, input_count, constants->pointers.data(), outputs, output_count});
+}
+
+void FxwrapModel::load_constants(const std::vector<fxwrap::host::NamedTensor>& tensors) {
+  const std::lock_guard<std::mutex> loading(loading_);
+  const auto previous = current_constants();
+  auto next = fxwrap::host::replaced(saved_->archive.path(), saved_->layout, *previous, tensors, saved_->engine);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  constants_ = std::move(next);
+}

@@ -1,0 +1,76 @@
+// An open saved program, and its instances.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "host/archive.h"
+#include "host/constants.h"
+
+namespace fxwrap::host {
+
+// Inputs, outputs or constants as the C interface describes them.
+class Leaves {
+ public:
+  // Entries of the manifest's signature. Throws JsonError.
+  void add(const Json& entry);
+  void add(const SavedConstant& constant);
+
+  int64_t count() const { return int64_t(leaves_.size()); }
+  const FxwrapLeaf* at(int64_t index) const { return 0 <= index && index < count() ? &leaves_[index] : nullptr; }
+
+ private:
+  const char* keep(const std::string& text) { return texts_.emplace_back(text).c_str(); }
+  const char* const* keep(const std::vector<std::string>& texts);
+
+  std::vector<FxwrapLeaf> leaves_;
+  std::deque<std::string> texts_;  // whose addresses stay
+  std::deque<std::vector<const char*>> arrays_;
+};
+
+// What instances share. Immutable.
+struct SavedProgram {
+  explicit SavedProgram(const std::string& path);  // throws Failure
+
+  Archive archive;
+  Engine& engine;
+  const Program* program = nullptr;
+  std::vector<SavedConstant> layout;
+  bool has_constants = false;  // in the file
+  Leaves inputs, outputs, constants;
+  std::string name, metadata;
+
+ private:
+  void read();
+  void check_operators(const Json& operators) const;
+  void check_devices() const;
+};
+
+}  // namespace fxwrap::host
+
+// An instance: a program with its own choice of constants.
+struct FxwrapModel {
+  explicit FxwrapModel(std::shared_ptr<const fxwrap::host::SavedProgram> saved,
+                       std::shared_ptr<const fxwrap::host::ConstantSet> constants)
+      : saved_(std::move(saved)), constants_(std::move(constants)) {}
+
+  const fxwrap::host::SavedProgram& saved() const { return *saved_; }
+  std::unique_ptr<FxwrapModel> share() const { return std::make_unique<FxwrapModel>(saved_, current_constants()); }
+
+  // Both throw Failure.
+  void run(const FxwrapRunOptions* options, FxwrapValue* inputs, int64_t input_count, FxwrapValue* outputs,
+           int64_t output_count) const;
+  void load_constants(const std::vector<fxwrap::host::NamedTensor>& tensors);
+
+ private:
+  std::shared_ptr<const fxwrap::host::ConstantSet> current_constants() const;
+
+  std::shared_ptr<const fxwrap::host::SavedProgram> saved_;
+  mutable std::mutex mutex_;  // of `constants_`
+  std::mutex loading_;        // one replacement at a time
+  std::shared_ptr<const fxwrap::host::ConstantSet> constants_;
+};
