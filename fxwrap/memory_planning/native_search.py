@@ -12,7 +12,7 @@ from fxwrap.memory_planning.blocks import Blocks
 from fxwrap.memory_planning.explore import Order, SearchLimits, SearchResult, SearchStatus, explore
 from fxwrap.memory_planning.greedy import Buffer
 from fxwrap.memory_planning.placement import Subproblem
-from fxwrap.memory_planning.sweep import sweep
+from fxwrap.memory_planning.sweep import SweepOptions, sweep
 from fxwrap.runtime.native.planning import load_planner
 
 _OUTCOMES = (SearchStatus.SOLVED, SearchStatus.INFEASIBLE, SearchStatus.LIMIT_REACHED)
@@ -52,17 +52,19 @@ class NativeSearch:
         weights[:] = counted
         return SearchResult(outcome, tuple(offsets) if outcome is SearchStatus.SOLVED else (), steps[0])
 
-    def sweep(self, buffers: Sequence[Buffer], capacity: int, width: int, limits: SearchLimits) -> SearchResult:
+    def sweep(
+        self, buffers: Sequence[Buffer], capacity: int, options: SweepOptions, limits: SearchLimits
+    ) -> SearchResult:
         """Runs one sweep; see `sweep`."""
         if capacity >= _MAX_CAPACITY:
-            return sweep(buffers, capacity, width, limits)
+            return sweep(buffers, capacity, options, limits)
         numbers = ctypes.c_int64 * len(buffers)
         first, last, size = [numbers(*[buffer[field] for buffer in buffers]) for field in range(3)]
         offsets, steps = numbers(), (ctypes.c_int64 * 1)()
         outcome = _OUTCOMES[
             self._library.fxwrap_sweep(
-                len(buffers), capacity, first, last, size, width, limits.steps, _seconds_until(limits.deadline),
-                offsets, steps,
+                len(buffers), capacity, first, last, size, options.width, options.tolerance, limits.steps,
+                _seconds_until(limits.deadline), offsets, steps,
             )
         ]  # fmt: skip
         return SearchResult(outcome, tuple(offsets) if outcome is SearchStatus.SOLVED else (), steps[0])

@@ -8,8 +8,8 @@ shops (Giffler and Thompson, 1960): a buffer is placed at its floor, or it waits
 placed yet. The section to fill next is the lowest, which packs sparse problems, or has the fewest candidates by
 weighted failures (Boussemart et al., 2004), which packs dense ones; restarts take turns.
 
-Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. If all bytes are in use
-at all times, beam searches in the order of time (`sweep.py`) take turns with these searches. The inner loops have
+Before that, buffers are merged into blocks (`blocks.py`), which often leaves little to search. If few bytes are free,
+beam searches in the order of time (`sweep.py`) take turns with these searches. The inner loops have
 native counterparts (`native_search.py`).
 """
 
@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fxwrap.memory_planning.blocks import APPROXIMATE, EXACT, Blocks
+from fxwrap.memory_planning.exchanges import TOLERANCE_UNIT
 from fxwrap.memory_planning.explore import BY_LENGTH, Order, SearchLimits, SearchResult, SearchStatus, explore, ranks_in
 from fxwrap.memory_planning.greedy import Buffer, max_live_bytes
 from fxwrap.memory_planning.native_search import NativeBlocks, native_search
 from fxwrap.memory_planning.placement import Subproblem, in_sections
-from fxwrap.memory_planning.sweep import sweep
+from fxwrap.memory_planning.sweep import SweepOptions, sweep
 
 _FIRST_STEPS = 200
 """Steps of a search in the first round, beside two for each buffer or block to place."""
@@ -44,7 +45,16 @@ _MERGING_SHARE = 7 / 8
 """The part of the steps of a later search that splits and merges blocks before it places them."""
 
 _FIRST_WIDTH = 8
-"""Width of the first two sweeps; it doubles after each two."""
+"""Width of the first sweep in each direction and with each tolerance; it doubles for the next ones."""
+
+_TOLERANCES = (TOLERANCE_UNIT // 32, TOLERANCE_UNIT // 8)
+"""Tolerances of sweeps where bytes are free."""
+
+_FIRST_SWEEP = 4
+"""The first round with a sweep where bytes are free."""
+
+_MAX_FREE_SHARE = 0.15
+"""The part of all bytes that are free above which no sweep runs."""
 
 _NATIVE_BUFFERS = 32
 """Number of buffers from which the native search is worth its build."""
@@ -66,7 +76,9 @@ class SearchFunctions(Protocol):
     ) -> SearchResult:
         """Runs one depth-first search; see `explore`."""
 
-    def sweep(self, buffers: Sequence[Buffer], capacity: int, width: int, limits: SearchLimits) -> SearchResult:
+    def sweep(
+        self, buffers: Sequence[Buffer], capacity: int, options: SweepOptions, limits: SearchLimits
+    ) -> SearchResult:
         """Runs one beam search in the order of time; see `sweep`."""
 
     def merge(self, buffers: Sequence[Buffer], capacity: int, tolerances: Sequence[float]) -> Blocks | NativeBlocks:
@@ -140,6 +152,8 @@ def _search_dependent(
     for turn in itertools.count():
         searches = [*promising, *others] if turn % _OTHER_TURNS == _OTHER_TURNS - 1 else promising
         for item in (*searches, None):
+            if item is None and turn < sweeps.first_turn:
+                continue
             if item is None:  # sweeps have half as many steps, of their own, so that they displace no other search
                 result = sweeps.run(SearchLimits(limits.steps // 2 - swept, limits.deadline))
                 swept += result.steps
@@ -159,7 +173,7 @@ def _search_dependent(
 
 
 class _Sweeps:
-    """Sweeps of one problem in both directions of time, wider after each two."""
+    """Sweeps of one problem in both directions of time and with all tolerances, then wider ones."""
 
     def __init__(self, buffers: list[Buffer], capacity: int, functions: SearchFunctions) -> None:
         self._turn = 0
@@ -168,18 +182,25 @@ class _Sweeps:
         self._buffers = in_sections(buffers)
         self._end = max([last for _, last, _ in self._buffers])
         used = sum([(last - first) * size for first, last, size in self._buffers])
-        self._is_full = used == capacity * self._end
+        self._free_share = 1 - used / (capacity * self._end)
+        self._tolerances = _TOLERANCES if self._free_share else (0,)
+
+    @property
+    def first_turn(self) -> int:
+        """The round from which sweeps run: where bytes are free, other searches may soon be done."""
+        return _FIRST_SWEEP if self._free_share else 0
 
     def run(self, limits: SearchLimits) -> SearchResult:
-        """Runs the next sweep, unless some bytes are free."""
-        if not self._is_full:
+        """Runs the next sweep, unless many bytes are free."""
+        if self._free_share > _MAX_FREE_SHARE:
             return SearchResult(SearchStatus.LIMIT_REACHED, (), 0)
         buffers = self._buffers
         if self._turn % 2:
             buffers = [(self._end - last, self._end - first, size) for first, last, size in buffers]
-        width = _FIRST_WIDTH << self._turn // 2
+        tolerance = self._tolerances[self._turn // 2 % len(self._tolerances)]
+        width = _FIRST_WIDTH << self._turn // (2 * len(self._tolerances))
         self._turn += 1
-        return self._functions.sweep(buffers, self._capacity, width, limits)
+        return self._functions.sweep(buffers, self._capacity, SweepOptions(width, tolerance), limits)
 
 
 class _RestartedSearch:

@@ -22,6 +22,7 @@ from fxwrap.memory_planning.greedy import greedy_by_duration, greedy_by_size, ma
 from fxwrap.memory_planning.native_search import native_search
 from fxwrap.memory_planning.placement import in_sections
 from fxwrap.memory_planning.search import search
+from fxwrap.memory_planning.sweep import SweepOptions
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "minimalloc"
 CAPACITY = 1048576
@@ -353,14 +354,18 @@ def test_insufficient_capacity_error_distinguishes_unproven_cases() -> None:
     assert caught.value.needed > CAPACITY == caught.value.lower_bound
 
 
-@pytest.mark.parametrize(("kind", "count"), [("unaligned", 2_000), ("pinwheels", 500)])
-def test_sweep_packs_problems_without_free_bytes(kind: str, count: int) -> None:
-    problem = packed_problem(KINDS[kind], count, seed=100)
+@pytest.mark.parametrize(
+    ("kind", "count", "tolerance"), [("unaligned", 2_000, 0), ("pinwheels", 500, 0), ("shrunk", 500, 32)]
+)
+def test_sweep_packs_problems_with_few_free_bytes(kind: str, count: int, tolerance: int) -> None:
+    problem = packed_problem(KINDS[kind], count, seed=101)
     unit = problem.alignment
     buffers = in_sections([(first, last, -(-size // unit) * unit) for first, last, size in problem.buffers])
     functions = native_search()
     assert functions is not None, "this test needs a C++ compiler"
-    result = functions.sweep(buffers, problem.capacity, 8, SearchLimits(1_000_000, time.monotonic() + 120))
+    result = functions.sweep(
+        buffers, problem.capacity, SweepOptions(8, tolerance), SearchLimits(1_000_000, time.monotonic() + 120)
+    )
     assert result.outcome is SearchStatus.SOLVED
     assert peak_of(buffers, result.offsets) == problem.capacity
     assert overlaps(buffers, result.offsets) == []

@@ -53,7 +53,7 @@ BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
 # The search of memory planning, without torch.
-_PLANNER_PARTS = ("placement", "explore", "blocks", "orders", "sweep")
+_PLANNER_PARTS = ("placement", "explore", "blocks", "orders", "exchanges", "byte_flow", "sweep")
 _PLANNER_UNITS = (*[f"planning/{part}.cpp" for part in _PLANNER_PARTS], "planning/planner.cpp")
 _PLANNER_HEADERS = (*[f"planning/{part}.h" for part in _PLANNER_PARTS], "planning/values.h")
 _PLANNER = "libfxwrap_planner.so"

@@ -19,7 +19,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
         ctypes.c_int,
         [*[_NUMBER] * 3, *[_NUMBERS] * 5, *[ctypes.c_int] * 2, _NUMBER, _SECONDS, *[_NUMBERS] * 3],
     ),
-    "fxwrap_sweep": (ctypes.c_int, [*[_NUMBER] * 2, *[_NUMBERS] * 3, *[_NUMBER] * 2, _SECONDS, *[_NUMBERS] * 2]),
+    "fxwrap_sweep": (ctypes.c_int, [*[_NUMBER] * 2, *[_NUMBERS] * 3, *[_NUMBER] * 3, _SECONDS, *[_NUMBERS] * 2]),
     "fxwrap_blocks_create": (_HANDLE, [_NUMBER, *[_NUMBERS] * 3, _NUMBER, _NUMBER, ctypes.POINTER(ctypes.c_double)]),
     "fxwrap_blocks_destroy": (None, [_HANDLE]),
     "fxwrap_blocks_improve": (None, [_HANDLE, _NUMBER, _SECONDS]),

@@ -27,12 +27,14 @@ EXPORTED int fxwrap_explore(Number count, Number sections, Number capacity, cons
 
 // Runs one sweep over buffers by section; see `sweep`. Results are those of `fxwrap_explore`.
 EXPORTED int fxwrap_sweep(Number count, Number capacity, const Number* first, const Number* last, const Number* size,
-                          Number width, Number step_limit, double seconds, Number* offsets, Number* steps) {
+                          Number width, Number tolerance, Number step_limit, double seconds, Number* offsets,
+                          Number* steps) {
     using namespace fxwrap::planning;
     std::vector<Buffer> buffers;
     for (Number index = 0; index < count; ++index) buffers.push_back({first[index], last[index], size[index]});
     std::vector<Number> solution;
-    const Outcome outcome = Sweep(buffers, capacity, width, {step_limit, deadline_in(seconds)}).run(steps, solution);
+    Sweep sweep(buffers, capacity, {width, tolerance}, {step_limit, deadline_in(seconds)});
+    const Outcome outcome = sweep.run(steps, solution);
     std::copy(solution.begin(), solution.end(), offsets);
     return static_cast<int>(outcome);
 }

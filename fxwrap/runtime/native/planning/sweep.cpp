@@ -1,8 +1,8 @@
 #include "planning/sweep.h"
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
-#include <unordered_map>
 #include <unordered_set>
 
 #include "planning/values.h"
@@ -13,29 +13,7 @@ namespace {
 
 using Indices = std::vector<Number>;
 
-constexpr Number ITEM_COST = FREEDOM_UNIT / 10;
-constexpr Number MAX_ENDED_SETS = 2400, MAX_STARTED_SETS = 300;
-constexpr std::size_t MAX_EXCHANGES = 200, MAX_WHOLE = 12, MAX_SURPLUS = 4;
-
-// Calls a function with the sets with up to a number of items, except the empty one.
-template <typename Function>
-void for_each_set(const Indices& indices, std::size_t largest, const Function& function) {
-    for (std::size_t count = 1; count <= largest; ++count) for_combinations(indices, count, function);
-}
-
-// Returns the largest number of items of which there are no more sets than a limit; 1 at least.
-std::size_t largest_set(std::size_t count, Number limit) {
-    const Number items = static_cast<Number>(count);
-    Number largest = 1, sets = items, more = items;
-    while (largest < items) {
-        if (more > limit) break;
-        more = more * (items - largest) / (largest + 1);
-        if (sets + more > limit) break;
-        sets += more;
-        ++largest;
-    }
-    return static_cast<std::size_t>(std::min(largest, items));
-}
+constexpr std::size_t MAX_WHOLE = 12, MAX_SURPLUS = 8, SURPLUS_LEFT = 2;
 
 // Returns the offsets of buffers that lie on those which they are above of.
 std::vector<Number> stacked(const std::vector<Buffer>& buffers, const std::vector<Indices>& above, Number sections) {
@@ -58,20 +36,28 @@ std::vector<Number> stacked(const std::vector<Buffer>& buffers, const std::vecto
 
 }  // namespace
 
-Sweep::Sweep(const std::vector<Buffer>& buffers, Number capacity, Number width, Limits limits)
-    : buffers_(buffers), capacity_(capacity), width_(width), limits_(limits), is_chosen_(buffers.size(), 0) {
-    for (const Buffer& buffer : buffers) sections_ = std::max(sections_, buffer.last);
+Sweep::Sweep(const std::vector<Buffer>& buffers, Number capacity, SweepOptions options, Limits limits)
+    : buffers_(buffers), count_(static_cast<Number>(buffers.size())), capacity_(capacity), options_(options),
+      limits_(limits), levels_(buffers.size() + 1), is_chosen_(2 * buffers.size() + 1, 0) {
+    for (const Buffer& buffer : buffers) {
+        sizes_.push_back(buffer.size);
+        sections_ = std::max(sections_, buffer.last);
+    }
     started_.resize(sections_ + 1);
     ended_.resize(sections_ + 1);
     whole_.resize(sections_);
+    live_.assign(sections_, 0);
     Indices by_size(buffers.size());
     std::iota(by_size.begin(), by_size.end(), 0);
     std::stable_sort(by_size.begin(), by_size.end(),
                      [&](Number one, Number other) { return buffers[one].size > buffers[other].size; });
     for (Number index : by_size) {
-        started_[buffers[index].first].push_back(index);
-        ended_[buffers[index].last].push_back(index);
+        const auto [first, last, size] = buffers[index];
+        started_[first].push_back(index);
+        ended_[last].push_back(index);
+        for (Number section = first; section < last; ++section) live_[section] += size;
     }
+    is_full_ = std::all_of(live_.begin(), live_.end(), [&](Number live) { return live == capacity; });
     for (Number section = 1; section < sections_; ++section) {
         if (!is_one_exchange(section)) continue;
         Number latest = 0;
@@ -80,33 +66,21 @@ Sweep::Sweep(const std::vector<Buffer>& buffers, Number capacity, Number width, 
     }
     for (const Buffer& buffer : buffers)
         digests_.push_back(mix(mix(static_cast<std::uint64_t>(buffer.last)) ^ static_cast<std::uint64_t>(buffer.size)));
-    states_.resize(buffers.size() + 1);
+    for (Number gap = 0; gap <= count_; ++gap) digests_.push_back(mix(~static_cast<std::uint64_t>(gap)));
 }
 
 Outcome Sweep::run(Number* steps, std::vector<Number>& solution) {
-    Tree initial = node_of(started_[0]);
-    if (foresee(initial, 0)) states_[started_[0].size()].push_back({0, initial, {}, {}, 0, 0, 0, nullptr});
+    start();
     for (std::size_t count = 0; count < buffers_.size(); ++count) {
-        std::map<std::pair<Indices, Indices>, std::vector<Exchange>> choices;
-        std::vector<State> states = std::move(states_[count]);
-        choose_best(states);
-        for (State& state : states) {
+        Choices choices;
+        for (State& state : best(std::move(levels_[count].states), static_cast<std::size_t>(options_.width), true)) {
             *steps = steps_;
             if (steps_ >= limits_.steps || Clock::now() > limits_.deadline) return Outcome::LIMIT_REACHED;
-            if (state.pending.empty()) advance(state);
-            auto entry = choices.find({state.ended, state.pending});
-            if (entry == choices.end())
-                entry = choices.emplace(std::make_pair(state.ended, state.pending), exchanges(state)).first;
-            Gathering orders(state.tree);
-            for (const Exchange& exchange : entry->second) {
-                ++steps_;
-                try_exchange(state, orders, exchange, static_cast<Number>(count + exchange.started.size()));
-            }
+            expand(std::move(state), count, choices);
         }
     }
     *steps = steps_;
-    choose_best(states_.back());
-    for (const State& state : states_.back()) {
+    for (const State& state : best(std::move(levels_.back().states), static_cast<std::size_t>(options_.width), true)) {
         solution = offsets(state);
         Number peak = 0;
         for (std::size_t index = 0; index < buffers_.size(); ++index)
@@ -116,47 +90,115 @@ Outcome Sweep::run(Number* steps, std::vector<Number>& solution) {
     return Outcome::LIMIT_REACHED;
 }
 
-// Leaves the states with the lowest scores, of those with equal orders only one.
-void Sweep::choose_best(std::vector<State>& states) const {
+void Sweep::start() {
+    State state{0, {}, {}, {}, {}, 0, 0, 0, nullptr, nullptr};
+    Indices leaves = started_[0];
+    const Number gap = capacity_ - live_[0];
+    if (gap > 0) {
+        leaves.push_back(count_);
+        state.free = {count_};
+        state.gaps = {gap};
+    }
+    state.tree = node_of(leaves);
+    state.flow = std::make_shared<ByteFlow>(sizes_, leaves, gap);
+    if (foresee(state.tree, 0)) levels_[started_[0].size()].states.push_back(std::move(state));
+}
+
+// Adds the states after each exchange in a state.
+void Sweep::expand(State state, std::size_t count, Choices& choices) {
+    if (state.pending.empty() && !advance(state)) return;
+    ExchangeQuery query{{}, {}, options_.tolerance, is_full_ ? -1 : capacity_ - live_[state.section]};
+    for (Number leaf : state.free) {
+        const bool is_old = leaf >= count_ || buffers_[leaf].last < state.section;
+        const Number size = leaf >= count_ ? state.gaps[leaf - count_] : sizes_[leaf];
+        query.free.push_back(is_old ? -size : size);
+    }
+    for (Number index : state.pending) query.pending.push_back(sizes_[index]);
+    auto entry = choices.find({query.free, query.pending});
+    if (entry == choices.end())
+        entry = choices.emplace(std::pair(query.free, query.pending), find_exchanges(query)).first;
+    Gathering orders(state.tree);
+    for (const Exchange& exchange : entry->second) {
+        ++steps_;
+        try_exchange(state, orders, exchange, levels_[count + exchange.started.size()]);
+    }
+}
+
+// Returns the states with the lowest scores, of those with equal orders only one; finally those that fit.
+std::vector<Sweep::State> Sweep::best(std::vector<State>&& states, std::size_t limit, bool is_final) const {
     std::vector<std::size_t> sorted(states.size());
     std::iota(sorted.begin(), sorted.end(), 0);
     std::stable_sort(sorted.begin(), sorted.end(),
                      [&](std::size_t one, std::size_t other) { return states[one].score < states[other].score; });
     std::unordered_set<std::uint64_t> keys;
-    std::vector<State> best;
+    std::vector<State> result;
     for (std::size_t index : sorted) {
-        if (static_cast<Number>(best.size()) == width_) break;
-        if (keys.insert(states[index].key).second) best.push_back(std::move(states[index]));
+        if (result.size() == limit) break;
+        if (!keys.insert(states[index].key).second) continue;
+        if (!is_final || is_full_ || update_flow(states[index])) result.push_back(std::move(states[index]));
     }
-    states = std::move(best);
+    return result;
 }
 
-void Sweep::advance(State& state) const {
-    ++state.section;
-    state.ended = ended_[state.section];
-    state.pending = started_[state.section];
+bool Sweep::update_flow(State& state) const {
+    if (!state.history) return true;
+    const auto flow = std::make_shared<ByteFlow>(*state.flow);
+    if (!flow->add(state.history->takeover)) return false;
+    state.flow = flow;
+    return true;
+}
+
+// Goes to the next section in which buffers start; returns false if free leaves do not fit before it.
+bool Sweep::advance(State& state) const {
+    while (state.pending.empty()) {
+        if (++state.section >= sections_) return false;
+        state.free.insert(state.free.end(), ended_[state.section].begin(), ended_[state.section].end());
+        state.pending = started_[state.section];
+        if (state.pending.empty() && !fits(state.section, state.free)) return false;
+    }
+    return true;
+}
+
+// Whether the buffers whose memory is not in use again fit beside the live ones.
+bool Sweep::fits(Number section, const Indices& free) const {
+    Number sum = 0;
+    for (Number leaf : free) sum += leaf < count_ ? sizes_[leaf] : 0;
+    return sum <= capacity_ - live_[section];
 }
 
 // Adds the state after an exchange, if there is one.
-void Sweep::try_exchange(const State& state, Gathering& orders, const Exchange& exchange, Number count) {
-    const Tree started = node_of(exchange.started);
+void Sweep::try_exchange(const State& state, Gathering& orders, const Exchange& exchange, Level& level) {
+    Indices ended, started, gaps = state.gaps;
+    for (Number position : exchange.ended) ended.push_back(state.free[position]);
+    for (Number position : exchange.started) started.push_back(state.pending[position]);
+    const bool is_last = started.size() == state.pending.size();
+    Indices pending = without(state.pending, started), free = without(state.free, ended);
+    if (exchange.left >= 0) {
+        if (static_cast<Number>(gaps.size()) > count_) return;
+        started.push_back(count_ + static_cast<Number>(gaps.size()));
+        free.push_back(started.back());
+        gaps.push_back(exchange.left);
+    }
+    if (is_last && !fits(state.section, free)) return;
+    const Tree replacement = node_of(started);
     Gathered before;
-    for (Number index : exchange.ended) is_chosen_[index] = 1;
-    const bool is_possible = orders.gather(is_chosen_, &started, before);
-    for (Number index : exchange.ended) is_chosen_[index] = 0;
-    if (!is_possible) return;
-    Tree tree = before.tree;
-    Indices ended = without(state.ended, exchange.ended), pending = without(state.pending, exchange.started);
-    if (pending.empty() && !foresee(tree, state.section)) return;
-    const Number cost = state.cost + exchange.cost, score = cost - freedom(tree);
-    std::uint64_t key = digest(tree, digests_);
+    for (Number leaf : ended) is_chosen_[leaf] = 1;
+    const bool is_possible = orders.gather(is_chosen_, &replacement, before);
+    for (Number leaf : ended) is_chosen_[leaf] = 0;
+    if (!is_possible || (is_last && !foresee(before.tree, state.section))) return;
+    const Number cost = state.cost + exchange.cost, score = cost - freedom(before.tree) / 2;
+    if (score >= level.worst) return;
+    std::uint64_t key = digest(before.tree, digests_);
     for (Number index : pending) key += mix(digests_[index]);
-    before.tree.clear();
-    auto history = std::make_shared<History>(History{state.history, std::move(before), exchange.started});
-    std::vector<State>& states = states_[count];
-    states.push_back({state.section, std::move(tree), std::move(ended), std::move(pending), cost, score, key,
-                      std::move(history)});
-    if (states.size() > MAX_SURPLUS * static_cast<std::size_t>(width_)) choose_best(states);
+    const auto takeover = std::make_shared<Takeover>(Takeover{std::move(before.order), std::move(started)});
+    const auto history = std::make_shared<History>(
+        History{state.history, takeover, before.anchor, before.is_anchor_left});
+    level.states.push_back({state.section, std::move(before.tree), std::move(free), std::move(pending), std::move(gaps),
+                            cost, score, key, history, state.flow});
+    const auto width = static_cast<std::size_t>(options_.width);
+    if (level.states.size() <= MAX_SURPLUS * width) return;
+    level.states = best(std::move(level.states), SURPLUS_LEFT * width, false);
+    if (level.states.size() == SURPLUS_LEFT * width) level.worst = level.states.back().score;
 }
 
 // Makes buffers consecutive that one exchange will end, now that the last of them has started: what is between them
@@ -176,52 +218,30 @@ bool Sweep::foresee(Tree& tree, Number section) {
 // Whether no buffers that end at a section have the size of some that start there, except all of them.
 bool Sweep::is_one_exchange(Number section) const {
     const Indices &ended = ended_[section], &started = started_[section];
-    if (ended.size() < 2 || ended.size() > MAX_WHOLE || started.size() > MAX_WHOLE) return false;
-    std::unordered_set<Number> sizes;
-    for_each_set(ended, ended.size() - 1, [&](const Indices& chosen) { sizes.insert(size(chosen)); });
-    bool is_one = true;
-    for_each_set(started, started.size() - 1,
-                 [&](const Indices& chosen) { is_one = is_one && !sizes.contains(size(chosen)); });
-    return is_one;
+    if (ended.size() < 2 || ended.size() > MAX_WHOLE || started.empty() || started.size() > MAX_WHOLE) return false;
+    const Number size = total(started);
+    if (std::abs(total(ended) - size) > margin(size, options_.tolerance)) return false;
+    const auto sums = [&](const Indices& indices) {  // of the sets that are neither empty nor whole
+        Indices result(std::size_t{1} << indices.size(), 0);
+        for (std::size_t set = 1; set < result.size(); ++set)
+            result[set] = result[set & (set - 1)] + sizes_[indices[std::countr_zero(set)]];
+        result.pop_back();
+        result.erase(result.begin());
+        std::sort(result.begin(), result.end());
+        return result;
+    };
+    const Indices ended_sums = sums(ended);
+    for (Number sum : sums(started)) {
+        const Number difference = margin(sum, options_.tolerance);
+        const auto nearest = std::lower_bound(ended_sums.begin(), ended_sums.end(), sum - difference);
+        if (nearest != ended_sums.end() && *nearest <= sum + difference) return false;
+    }
+    return true;
 }
 
-// Returns the exchanges with the first pending buffer, of few ended or pending ones or of all but few; the cheapest
-// first.
-std::vector<Sweep::Exchange> Sweep::exchanges(const State& state) const {
-    const Indices &all = state.ended, &pending = state.pending;
-    const Indices others(pending.begin() + 1, pending.end());
-    const std::size_t most_ended = largest_set(all.size(), MAX_ENDED_SETS);
-    const std::size_t most_started = largest_set(others.size(), MAX_STARTED_SETS);
-    std::unordered_map<Number, std::vector<Indices>> sets{{0, {{}}}};
-    for_each_set(all, most_ended, [&](const Indices& chosen) { sets[size(chosen)].push_back(chosen); });
-    const Number total = size(all);
-    std::vector<Exchange> result;
-    const auto add = [&](const Indices& started, std::size_t named) {
-        const auto cost = [&](const Indices& chosen) { return static_cast<Number>(named + chosen.size()) * ITEM_COST; };
-        if (const auto entry = sets.find(size(started)); entry != sets.end())
-            for (const Indices& ended : entry->second) result.push_back({cost(ended), ended, started});
-        if (const auto entry = sets.find(total - size(started)); entry != sets.end())
-            for (const Indices& left : entry->second)
-                if (all.size() - left.size() > most_ended)
-                    result.push_back({cost(left), without(all, left), started});
-    };
-    const auto add_both = [&](const Indices& chosen) {
-        Indices few{pending[0]};
-        few.insert(few.end(), chosen.begin(), chosen.end());
-        add(few, chosen.size());
-        if (pending.size() - chosen.size() > most_started + 1) add(without(pending, chosen), chosen.size());
-    };
-    add_both({});
-    for_each_set(others, most_started, add_both);
-    std::stable_sort(result.begin(), result.end(),
-                     [](const Exchange& one, const Exchange& other) { return one.cost < other.cost; });
-    if (result.size() > MAX_EXCHANGES) result.resize(MAX_EXCHANGES);
-    return result;
-}
-
-Number Sweep::size(const Indices& indices) const {
+Number Sweep::total(const Indices& indices) const {
     Number sum = 0;
-    for (Number index : indices) sum += buffers_[index].size;
+    for (Number index : indices) sum += sizes_[index];
     return sum;
 }
 
@@ -230,18 +250,22 @@ std::vector<Number> Sweep::offsets(const State& state) const {
     Indices order;
     append_leaves(state.tree, order);
     std::vector<Indices> above(buffers_.size());
-    const auto position_of = [&](Number index) { return std::find(order.begin(), order.end(), index) - order.begin(); };
+    const auto position_of = [&](Number leaf) { return std::find(order.begin(), order.end(), leaf) - order.begin(); };
     for (const History* history = state.history.get();; history = history->earlier.get()) {
-        for (std::size_t position = 0; position + 1 < order.size(); ++position)
-            above[order[position]].push_back(order[position + 1]);
+        Number lower = -1;
+        for (Number leaf : order) {
+            if (leaf >= count_) continue;
+            if (lower >= 0) above[lower].push_back(leaf);
+            lower = leaf;
+        }
         if (!history) break;
-        auto begin = position_of(history->started.front());
-        for (Number index : history->started) begin = std::min(begin, position_of(index));
-        Indices ended = history->before.order;
-        const Number anchor = history->before.anchor;
-        if (anchor >= 0 && (position_of(anchor) < begin) != history->before.is_anchor_left)
+        const Indices& started = history->takeover->started;
+        Indices ended = history->takeover->ended;
+        auto begin = position_of(started.front());
+        for (Number leaf : started) begin = std::min(begin, position_of(leaf));
+        if (history->anchor >= 0 && (position_of(history->anchor) < begin) != history->is_anchor_left)
             std::reverse(ended.begin(), ended.end());
-        order.erase(order.begin() + begin, order.begin() + begin + static_cast<Number>(history->started.size()));
+        order.erase(order.begin() + begin, order.begin() + begin + static_cast<Number>(started.size()));
         order.insert(order.begin() + begin, ended.begin(), ended.end());
     }
     for (Indices& indices : above) {
