@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests are of what compiles now, not of what another run left in the cache; tests/cache turns it on.
 os.environ.setdefault("FXWRAP_COMPILE_CACHE", "0")
+# Buckets do not depend on the speed of this machine.
+os.environ.setdefault("FXWRAP_MEASURE_GROUPS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # there are processes enough
     os.environ.setdefault("FXWRAP_COMPILE_WORKERS", "0")
 

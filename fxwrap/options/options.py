@@ -83,8 +83,8 @@ class Options:
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
             `DeviceSpec.collective_bytes_per_s`.
         collective_speeds: the latency of collectives in seconds, and their bytes per second, by the name of a process
-            group; buckets have at most ten times their product. By default those of the device, or, with
-            FXWRAP_MEASURE_GROUPS=1, those that a group's ranks measure once.
+            group; buckets have at most ten times their product. By default those that the group's ranks measure when
+            they first run a program, and until then those of the device.
         overlap_collectives: whether collectives start earlier, and their results are awaited later, so that other lines
             run meanwhile.
         overlap_memory_slack: the fraction by which overlap may raise the peak memory (0.02 for 2%).

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fxwrap.errors import RankError
+from fxwrap.runtime.group_speeds import measure_group, wants_measurement
 from fxwrap.torch_compat import ProcessGroup, group_store, store_timeout
 
 
@@ -48,8 +49,9 @@ def check_ranks_agree(
         sized_lines: the same with the sizes of this call.
 
     Takes a few requests to the group's store, no collective. A text that the group compared before needs none, so that
-    a rank may compile again alone as long as it calls the same collectives. Raises RankError on all ranks with the
-    first line that differs, and where a rank calls no program until the store's timeout.
+    a rank may compile again alone as long as it calls the same collectives. After the first text that a group agrees
+    on, its ranks measure it together if the lowest one wants that: see `group_speeds`. Raises RankError on all ranks
+    with the first line that differs, and where a rank calls no program until the store's timeout.
     """
     if group.size() == 1:
         return
@@ -66,6 +68,8 @@ def check_ranks_agree(
         if verdict:
             raise RankError(verdict)
         state.texts.append(text)
+        if state.count == 1 and store.get("measures") == b"yes":
+            measure_group(group)
 
 
 def _verdict(store: Any, group: ProcessGroup, text: str, what: str) -> str:
@@ -73,6 +77,7 @@ def _verdict(store: Any, group: ProcessGroup, text: str, what: str) -> str:
     rank, size = group.rank(), group.size()
     try:
         if rank == 0:
+            store.set("measures", "yes" if wants_measurement(group) else "no")
             store.set("text", text)
         else:
             expected = store.get("text").decode()

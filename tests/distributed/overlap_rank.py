@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile.backend import make_backend
-from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.errors import RankError
 from fxwrap.fused_communication import CommunicationFusion
 from fxwrap.lines import ExternCall, StartCollective
@@ -218,22 +217,6 @@ def check_fused_communication(rank: int) -> None:
             torch.testing.assert_close(list(compiled(*inputs)), list(expected))
 
 
-def check_speeds(rank: int) -> None:
-    """The ranks of a group compile with the same speeds, which they measured once; options have priority."""
-    os.environ["FXWRAP_MEASURE_GROUPS"] = "1"
-    graph = reduced("sum", 8)
-    gathered: list[Any] = [None] * WORLD_SIZE
-    torch.distributed.all_gather_object(gathered, with_group_speeds(Options(), graph).collective_speeds)
-    assert gathered[0] == gathered[1]
-    ((name, (latency, speed)),) = gathered[0].items()
-    assert name == "0" and 1e-7 < latency < 10 and 1e3 < speed < 1e13
-    given = Options(collective_speeds={})
-    assert with_group_speeds(given, graph) is given
-    unbucketed = Options(bucket_collectives=False)
-    assert with_group_speeds(unbucketed, graph) is unbucketed
-    del os.environ["FXWRAP_MEASURE_GROUPS"]
-
-
 SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
@@ -260,7 +243,6 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "compiled_alone": check_compiled_alone,
     "point_to_point": check_point_to_point,
     "fused_communication": check_fused_communication,
-    "speeds": check_speeds,
     "random": check_random,
 }
 

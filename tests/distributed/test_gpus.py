@@ -10,7 +10,6 @@ import torch
 from tests.conftest import NO_SECOND_CUDA
 from tests.distributed.gpu_rank import CHECKS
 from tests.distributed.processes import run_ranks
-from tests.distributed.training_cases import skip_reason
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +19,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_gpus(name: str, tmp_path: Path) -> None:
-    if reason := skip_reason(name):
-        pytest.skip(reason)
     for number, results in enumerate(run_ranks("tests.distributed.gpu_rank", tmp_path, "2", name)):
         assert results == {name: ""}, f"rank {number}:\n" + "\n".join(results.values())

@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import NO_SECOND_CUDA
 from tests.distributed.processes import run_ranks
-from tests.distributed.training_cases import CASES, GPU_CASES, skip_reason
+from tests.distributed.training_cases import CASES, GPU_CASES
 
 IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_ddp", "whole_step_of_fsdp")
 """Cases that `test_two_ranks.py` has nothing like."""
@@ -40,8 +40,6 @@ def test_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_SECOND_CUDA)
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_two_gpus(name: str, tmp_path: Path) -> None:
-    if reason := skip_reason(name):
-        pytest.skip(reason)
     run_cases([name], tmp_path, 2, "cuda")
 
 
@@ -49,9 +47,6 @@ def main() -> None:
     """Runs each case by itself on 2 and 4 ranks."""
     for world_size in (2, 4):
         for name in CASES:
-            if reason := skip_reason(name):
-                sys.stdout.write(f"{world_size} ranks, {name}: skipped, {reason}\n")
-                continue
             with TemporaryDirectory() as folder:
                 run_cases([name], Path(folder), world_size)
             sys.stdout.write(f"{world_size} ranks, {name}: equal to eager\n")
