@@ -1,24 +1,26 @@
 """The build hook that puts native libraries into a wheel.
 
-`make wheels` compiles them for several releases of torch into the folder `build/native`, which this hook adds. Without
-that folder, a wheel gets those of the torch that is importable while it is built (`pip install --no-build-isolation .`).
-A build that sees neither makes a wheel of sources alone, which compiles the libraries when they are first needed.
+`FXWRAP_WHEEL_LIBRARIES` names a folder that `python -m fxwrap build --package` has written, for one or more releases of
+torch: `make wheels` does. Without it, a wheel gets the libraries of the torch that is importable while it is built, as
+with `pip install --no-build-isolation .`. A wheel of sources alone is the result where torch is not, or where they do
+not compile; its libraries are compiled when they are first needed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PREBUILT = Path("build", "native")
-"""The folder of `make wheels`, in the checkout: one folder for each entry of `fxwrap/runtime/native/packaged.py`."""
+FOLDER_ENV = "FXWRAP_WHEEL_LIBRARIES"
 
 INSTALLED = "fxwrap/runtime/native/compiled"
 
@@ -26,28 +28,35 @@ INSTALLED = "fxwrap/runtime/native/compiled"
 class NativeLibraries(BuildHookInterface):  # type: ignore[type-arg]
     """Adds compiled libraries to wheels. Editable installs and source distributions have none."""
 
+    _temporary: tempfile.TemporaryDirectory[str] | None = None
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Adds the libraries and the wheel's platform to the data of a build."""
         if self.target_name != "wheel" or version == "editable":
             return
-        folder = Path(self.root, PREBUILT)
-        if not folder.is_dir():
-            folder = Path(self.directory, "native")
-            self._compile(folder)
-        files = sorted(path for path in folder.glob("*/*") if path.is_file())
+        folder = os.environ.get(FOLDER_ENV) or self._compile()
+        files = {path.relative_to(folder): path.resolve() for path in sorted(Path(folder).glob("*/*"))}
         if not files:
             return
-        build_data["force_include"].update({str(path): f"{INSTALLED}/{path.relative_to(folder)}" for path in files})
+        build_data["force_include"].update({str(path): f"{INSTALLED}/{name}" for name, path in files.items()})
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform_tag([path for path in files if path.suffix == '.so'])}"
+        build_data["tag"] = f"py3-none-{_platform_tag([path for path in files.values() if path.suffix == '.so'])}"
 
-    def _compile(self, folder: Path) -> None:
+    def _compile(self) -> str:
+        """Returns the folder with the libraries for the importable torch, which is empty where they do not compile."""
+        self._temporary = tempfile.TemporaryDirectory()
         if importlib.util.find_spec("torch") is None:
             self.app.display_info("torch is not importable: the wheel has no compiled libraries")
-            return
-        command = [sys.executable, "-m", "fxwrap", "build", "--package", str(folder)]
+            return self._temporary.name
+        command = [sys.executable, "-m", "fxwrap", "build", "--package", self._temporary.name]
         if subprocess.run(command, cwd=self.root, check=False).returncode:
             self.app.display_warning("the native libraries do not compile here: the wheel has none")
+        return self._temporary.name
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Removes the compiled libraries, which the wheel now holds."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 def _platform_tag(libraries: list[Path]) -> str:

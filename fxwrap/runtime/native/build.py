@@ -325,10 +325,10 @@ def package_libraries(target: Path) -> list[Path]:
     `target` cannot be written.
     """
     compiler = find_compiler()
-    objects = _compile_bridge_units(compiler)
-    entries: dict[str, Callable[[Path], None]] = {
+    objects, planner = _compile_bridge_units(compiler), build_planner()
+    entries: dict[str, Callable[[Path], object]] = {
         _packaged_bridge(): lambda folder: _link_bridge(compiler, objects, folder, finds_torch=False),
-        _packaged_planner(): lambda folder: _build_planner(compiler, folder),
+        _packaged_planner(): lambda folder: shutil.copy(planner, folder),
     }
     for name, build in entries.items():
         cache_folder.remove_path(target / name)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -20,17 +22,31 @@ from fxwrap.runtime import cache_folder
 
 log = logging.getLogger("fxwrap.native")
 
-PACKAGED_FOLDER = Path(__file__).parent / "compiled"
-"""The folder with the entries of a wheel; a source checkout has none."""
-
 # The only header with the configuration of torch's build that the bridge's sources include.
 _BUILD_CONFIGURATION = "include/torch/headeronly/macros/cmake_macros.h"
 
 
-class _Unusable:
-    """The entries of this installation that failed a check in this process: each is reported once."""
+@dataclass
+class _Installation:
+    """The folder of this installation's entries, which a source checkout lacks, and the names of those that were
+    reported as missing, damaged or not loadable: each is reported once a process."""
 
-    names: set[str] = set()
+    folder: Path = Path(__file__).parent / "compiled"
+    unusable: set[str] = field(default_factory=set)
+
+
+_installation = _Installation()
+
+
+@contextmanager
+def installed_libraries(folder: Path) -> Iterator[None]:
+    """Runs as an installation with the libraries of this folder, and restores the state afterwards: for tests."""
+    before = dict(vars(_installation))
+    vars(_installation).update(vars(_Installation(folder)))
+    try:
+        yield
+    finally:
+        vars(_installation).update(before)
 
 
 @cache
@@ -52,16 +68,18 @@ def torch_identity() -> tuple[str, ...]:
 def find_packaged_entry(name: str, libraries: Iterable[str]) -> Path | None:
     """Returns the entry of the cache folder with libraries of this installation; None where it has none.
 
-    `libraries` are loaded once, in this order, when they are copied. Damaged ones, and those that the system cannot
-    load, are reported in one line of the log, and None is returned: the caller compiles them. Raises CacheError where
-    no cache folder can be written.
+    `libraries` are loaded once, in this order, when they are copied. If they are missing or damaged, or the system
+    cannot load them, one line of the log says so and None is returned: the caller compiles them. Raises CacheError
+    where no cache folder can be written.
     """
-    if name in _Unusable.names or not (PACKAGED_FOLDER / name).is_dir():
+    if name in _installation.unusable or not _installation.folder.is_dir():
         return None
+    if not (_installation.folder / name).is_dir():
+        return _report(name, f"none of them is for torch {torch.__version__} with this Python and machine")
     entry = cache_folder.find_entry(name)
     if entry is not None:
         return entry
-    files = cache_folder.read_entry_files(PACKAGED_FOLDER / name)
+    files = cache_folder.read_entry_files(_installation.folder / name)
     if not files:
         return _report(name, "they are damaged: their hashes are not those of the wheel; install it again")
 
@@ -81,5 +99,5 @@ def find_packaged_entry(name: str, libraries: Iterable[str]) -> Path | None:
 
 
 def _report(name: str, reason: str) -> None:
-    _Unusable.names.add(name)
+    _installation.unusable.add(name)
     log.warning("the native libraries of this installation are not used, and are compiled now: %s", reason)
