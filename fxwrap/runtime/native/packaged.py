@@ -75,13 +75,15 @@ def find_packaged_entry(name: str, libraries: Iterable[str]) -> Path | None:
     if name in _installation.unusable or not _installation.folder.is_dir():
         return None
     if not (_installation.folder / name).is_dir():
-        return _report(name, f"none of them is for torch {torch.__version__} with this Python and machine")
+        _report(name, f"none of them is for torch {torch.__version__} with this Python and machine")
+        return None
     entry = cache_folder.find_entry(name)
     if entry is not None:
         return entry
     files = cache_folder.read_entry_files(_installation.folder / name)
     if not files:
-        return _report(name, "they are damaged: their hashes are not those of the wheel; install it again")
+        _report(name, "they are damaged: their hashes are not those of the wheel; install it again")
+        return None
 
     def copy(folder: Path) -> None:
         for file, content in files.items():
@@ -95,7 +97,8 @@ def find_packaged_entry(name: str, libraries: Iterable[str]) -> Path | None:
     try:
         return cache_folder.find_or_build_entry(name, copy)
     except NativeBuildError as error:
-        return _report(name, str(error))
+        _report(name, str(error))
+        return None
 
 
 def _report(name: str, reason: str) -> None:
