@@ -4,6 +4,8 @@
 #   make round-trips   random programs through FX graphs and torch's transforms (ROUND_TRIPS_ARGS="--programs 2000")
 #   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
+#   make wheels   a wheel in dist/ with the native libraries of each release in TORCHES, each in an environment of its own
+#   make wheels WHEEL_ENVIRONMENTS="/a /b"   the same for the torch of these environments
 #
 # make test TORCH=2.15.0                        another release of torch with its Triton, in .venv-torch2.15.0 (no mypy)
 # make test PYTHON=python3.12 VENV=.venv312     another interpreter, in an environment of its own
@@ -13,6 +15,8 @@ PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv$(TORCH:%=-torch%)
 PYTEST_ARGS ?= -n 2 --dist worksteal
+TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+WHEEL_ENVIRONMENTS ?= $(TORCHES:%=$(CURDIR)/.venv-torch%)
 
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
@@ -23,7 +27,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder clean
+.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -52,6 +56,16 @@ distributed-fuzz: $(VENV)/.installed-test
 shared-folder: $(VENV)/.installed-test
 	$(BIN)/python -m tests.compile_cache.shared_folder $(SHARED_FOLDER_ARGS)
 
+# One environment after another: each compiles on all cores. hatch_build.py puts the libraries into the wheel.
+wheels: $(VENV)/.installed-test
+	rm -rf build/native
+	$(if $(filter $(CURDIR)/.venv-torch%,$(WHEEL_ENVIRONMENTS)),\
+	  for torch in $(TORCHES); do \
+	  $(MAKE) TORCH=$$torch VENV=.venv-torch$$torch .venv-torch$$torch/.installed-demo || exit 1; done)
+	for folder in $(WHEEL_ENVIRONMENTS); do \
+	  PYTHONPATH=$(CURDIR) $$folder/bin/python -m fxwrap build --package build/native || exit 1; done
+	FXWRAP_WHEEL_LIBRARIES=build/native $(BIN)/python -m hatchling build -t wheel -d dist
+
 # An installation is done when its stamp is newer than what it was made from, so that a second run costs nothing.
 $(VENV)/.installed-demo: $(REQUIREMENTS)
 	@command -v g++ >/dev/null || { echo "fxwrap builds C++: install g++ first (Debian: apt-get install g++)" >&2; exit 1; }
@@ -59,6 +73,7 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 	$(if $(TORCH),sed -E 's/^torch==.*/torch==$(TORCH)/; /^(triton|setuptools)==/d' constraints.txt >$(CONSTRAINTS))
 	$(INSTALL) torch
 	$(INSTALL) --editable .
+	$(BIN)/python -m fxwrap build
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo
@@ -66,4 +81,4 @@ $(VENV)/.installed-test: $(VENV)/.installed-demo
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,7 @@ NO_SECOND_CUDA = "needs two CUDA devices"
 HAS_CUDA = "replaces the CUDA driver, so it needs a machine without CUDA devices"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
+NO_HATCHLING = "needs the package hatchling, which builds wheels"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 
@@ -36,7 +37,7 @@ NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do n
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CLANG, NO_SCRIPT_CLASSES),
-        *(() if "CI" in os.environ else (NO_EXPECTTEST, NO_PYDOT)),
+        *(() if "CI" in os.environ else (NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
     }
 )
 

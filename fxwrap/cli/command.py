@@ -1,4 +1,4 @@
-"""The commands `show`, `emit`, `plan`, `compare` and `passes`."""
+"""The commands `show`, `emit`, `plan`, `compare`, `passes` and `build`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.runtime.cache_folder import write_file
+from fxwrap.runtime.native import build_bridge, build_planner, package_libraries
 from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import print_program, symbol_values
 
@@ -78,14 +79,24 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="show | emit | plan | compare | passes")
+    commands = parser.add_subparsers(required=True, metavar="show | emit | plan | compare | passes | build")
     _add_show(commands)
     _add_emit(commands)
     _add_plan(commands)
     _add_compare(commands)
     description = "list every step of a compile, with the option that turns it on"
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
+    _add_build(commands)
     return parser
+
+
+def _add_build(commands: _Commands) -> None:
+    summary = "compile fxwrap's native libraries before the first program needs them"
+    command = commands.add_parser("build", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_argument(
+        "--package", metavar="DIR", help="write them to DIR for a wheel (default: to the cache folder)"
+    )
+    command.set_defaults(run=_build)
 
 
 def _add_show(commands: _Commands) -> None:
@@ -254,6 +265,14 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 def _passes(_chosen: argparse.Namespace) -> int:
     print(passes_table())
+    return 0
+
+
+def _build(chosen: argparse.Namespace) -> int:
+    if chosen.package is None:
+        print(build_bridge().folder, build_planner().parent, sep="\n")
+    else:
+        print(*package_libraries(Path(chosen.package)), sep="\n")
     return 0
 
 

@@ -276,7 +276,7 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
         temporary = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{folder.name}-", dir=folder.parent))
         try:
             build(temporary)
-            _seal(temporary, folder.name)
+            seal_entry(temporary, folder.name)
             if os.path.lexists(folder):
                 log.info("the compiled code in %s was damaged, and was built again", folder)
                 remove_path(folder)
@@ -286,8 +286,8 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _seal(folder: Path, name: str) -> None:
-    """Syncs the compiled code of an entry and writes the table of its sizes and hashes."""
+def seal_entry(folder: Path, name: str) -> None:
+    """Syncs the compiled code of an entry and writes the table of its sizes and hashes. Raises OSError."""
     files = {}
     for path in sorted(folder.iterdir()):
         path.chmod(path.stat().st_mode & ~_OTHERS_CAN_WRITE & 0o7777)
@@ -324,8 +324,25 @@ def is_intact(folder: Path) -> bool:
     )
 
 
+def read_entry_files(folder: Path) -> dict[str, bytes]:
+    """Returns the compiled code of an entry outside of the cache folder by name; {} unless all of it is intact.
+
+    The owner of the files is not checked: the caller trusts the folder as fxwrap's own code.
+    """
+    try:
+        table = _parse_hash_table(folder, (folder / HASH_TABLE).read_bytes())
+        files = {name: (folder / name).read_bytes() for name in table}
+    except OSError:
+        return {}
+    intact = all((len(files[name]), hashlib.sha256(files[name]).hexdigest()) == row for name, row in table.items())
+    return files if intact else {}
+
+
 def _hash_table(folder: Path) -> Mapping[str, tuple[int, str]]:
-    content = read_cache_file(folder / HASH_TABLE)
+    return _parse_hash_table(folder, read_cache_file(folder / HASH_TABLE))
+
+
+def _parse_hash_table(folder: Path, content: bytes | None) -> Mapping[str, tuple[int, str]]:
     try:
         table = json.loads(content or b"")
         files = table["files"].items() if table["entry"] == folder.name else ()  # a link may lead to another entry

@@ -485,6 +485,3 @@ for _operator in _OPERATORS:
 
 cpp_kernel_operator: Any = torch.ops.fxwrap.cpp_kernel.default
 cpp_kernel_functional_operator: Any = torch.ops.fxwrap.cpp_kernel_functional.default
-
-# torch's operator for Triton kernels mutates operands, which its schema does not show.
-torch_compat.declare_side_effect(torch_compat.triton_launch)

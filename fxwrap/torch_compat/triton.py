@@ -22,7 +22,12 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 from torch._ops import HigherOrderOperator
 from torch.torch_version import TorchVersion
 
+from fxwrap.torch_compat.operators import declare_side_effect
+
 triton_launch: HigherOrderOperator = triton_kernel_wrapper_mutation
+"""The launch of a Triton kernel. It mutates operands, which its schema does not show."""
+
+declare_side_effect(triton_launch)
 
 triton_launch_functional: HigherOrderOperator = triton_kernel_wrapper_functional
 """The functionalised launch: it mutates copies of the mutated tensors and returns them."""

@@ -1,7 +1,7 @@
 """Compiles emitted C++ with the user's compiler, through a content-addressed cache on disk.
 
 There are two kinds of entries: the bridge with its Python binding, one per torch, Python and compiler, and programs.
-`cache_folder.py` builds and checks them.
+`cache_folder.py` builds and checks them; `packaged.py` has those of a wheel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -24,9 +24,12 @@ import torch
 
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.packaged import find_packaged_entry, torch_identity
 from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel, register_prebuilt_kernels
+from fxwrap.runtime.native.progress import report_build
 
 _SOURCE_FOLDER = Path(__file__).parent
+_TORCH_FOLDER = Path(torch.__file__).parent
 # Files that are compiled together: parsing torch's headers dominates the time of most of them.
 _BRIDGE_UNITS = (
     ("bridge/typed_calls.cpp",),
@@ -57,6 +60,7 @@ _PLANNER_PARTS = ("placement", "explore", "blocks", "orders", "exchanges", "byte
 _PLANNER_UNITS = (*[f"planning/{part}.cpp" for part in _PLANNER_PARTS], "planning/planner.cpp")
 _PLANNER_HEADERS = (*[f"planning/{part}.h" for part in _PLANNER_PARTS], "planning/values.h")
 _PLANNER = "libfxwrap_planner.so"
+_PLANNER_FLAGS = ("-O2", "-DNDEBUG", "-ffp-contract=off")
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
@@ -70,6 +74,7 @@ KERNEL_FLAGS = (
     *_WIDEST_VECTORS,
 )
 _KERNEL_HEADER = "kernel.h"
+_PLATFORM = (platform.system(), platform.machine())
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,62 +235,123 @@ def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
 
 
 def build_bridge() -> BridgeBuild:
-    """Returns the bridge and binding for this torch, Python and compiler, built now unless they are in the cache."""
+    """Returns the bridge and binding for this torch, Python and compiler: of the wheel, in the cache, or built now.
+
+    Raises NativeBuildError without a compiler, and where it fails; CacheError where no cache folder can be written.
+    """
+    packaged = find_packaged_entry(_packaged_bridge(), BRIDGE_LIBRARIES)
+    if packaged is not None:
+        return BridgeBuild(packaged, 0.0)
     compiler = find_compiler()
     name = f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
     start = time.perf_counter()
-    built = False
-
-    def build(target: Path) -> None:
-        nonlocal built
-        built = True
-        _build_bridge(compiler, target)
-
-    folder = cache_folder.find_or_build_entry(name, build)
-    return BridgeBuild(folder, time.perf_counter() - start if built else 0.0)
+    existing = cache_folder.find_entry(name)
+    if existing is not None:
+        return BridgeBuild(existing, 0.0)
+    objects = _compile_bridge_units(compiler)
+    folder = cache_folder.find_or_build_entry(name, lambda folder: _link_bridge(compiler, objects, folder))
+    return BridgeBuild(folder, time.perf_counter() - start)
 
 
-def _build_bridge(compiler: Compiler, folder: Path) -> None:
-    torch_root = Path(torch.__file__).parent
-    library_folder = str(torch_root / "lib")
-    include = ["-isystem", str(torch_root / "include"), "-isystem", sysconfig.get_paths()["include"]]
+def _compile_bridge_units(compiler: Compiler) -> list[Path]:
+    """Returns the object files of `_BRIDGE_UNITS` and `_BINDING_UNITS`. Each is cached, so that a build that ends early
+    is continued by the next one, and threads and processes that build the bridge at once share the work."""
+    units = (*_BRIDGE_UNITS, *_BINDING_UNITS)
+    with report_build(f"the C++ bridge for torch {torch.__version__}", len(units)) as finish_file:
+
+        def compiled(unit: Sequence[str]) -> str:
+            path = _compile_bridge_unit(compiler, unit)
+            finish_file()
+            return str(path)
+
+        return [Path(path) for path in parallel_map(compiled, units)]
+
+
+def _compile_bridge_unit(compiler: Compiler, unit: Sequence[str]) -> Path:
+    include = ["-isystem", str(_TORCH_FOLDER / "include"), "-isystem", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, "-I", str(_SOURCE_FOLDER), *include]
+    # Messages name source files by their path in the package.
+    names = [f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap", f"-ffile-prefix-map={_TORCH_FOLDER}=torch"]
+    flags = [*_COMMON_FLAGS, *_BRIDGE_FLAGS, abi, *names, "-I", str(_SOURCE_FOLDER), *include]
+    texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_HEADERS, *unit)]
 
-    def compiled(unit: Sequence[str]) -> str:
-        text = folder / Path(unit[0]).name
-        target = text.with_suffix(".o").name
-        text.write_text("".join([f'#include "{_SOURCE_FOLDER / source}"\n' for source in unit]), encoding="utf-8")
-        run_compiler([*compiler.command, *flags, "-c", text.name, "-o", target], folder)
-        text.unlink()
-        return target
+    def build(folder: Path) -> None:
+        source = folder / _UNIT
+        source.write_text("".join([f'#include "{name}"\n' for name in unit]), encoding="utf-8")
+        run_compiler([*compiler.command, *flags, "-c", source.name, "-o", _UNIT.with_suffix(".o").name], folder)
+        source.unlink()
 
-    objects = parallel_map(compiled, [*_BRIDGE_UNITS, *_BINDING_UNITS])
+    key = _digest(_toolchain_key(compiler), *_BRIDGE_FLAGS, *unit, *texts)
+    return cache_folder.find_or_build_entry(f"units/{key}", build) / _UNIT.with_suffix(".o")
+
+
+def _link_bridge(compiler: Compiler, objects: Sequence[Path], folder: Path, finds_torch: bool = True) -> None:
+    """Links the bridge and its binding; `finds_torch` stores the folder of this torch for processes without Python."""
+    libraries = str(_TORCH_FOLDER / "lib")
     bridge_objects, binding_objects = objects[: len(_BRIDGE_UNITS)], objects[len(_BRIDGE_UNITS) :]
-    torch_flags = [f"-L{library_folder}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library_folder}", *compiler.runtime]
-    link = [*compiler.command, "-shared", *bridge_objects, *torch_flags, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE]
-    run_compiler(link, folder)
-    binding = [*binding_objects, "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
+    search = [f"-Wl,-rpath,{libraries}"] if finds_torch else []
+    torch_flags = [f"-L{libraries}", "-ltorch_cpu", "-lc10", *search, *compiler.runtime]
+    link = [*compiler.command, "-shared", *map(str, bridge_objects), *torch_flags]
+    run_compiler([*link, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE], folder)
+    binding = [*map(str, binding_objects), "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
     run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
-    for item in objects:
-        (folder / item).unlink()
 
 
 def build_planner() -> Path:
-    """Returns the library of memory planning's search, built now unless it is in the cache. Raises NativeBuildError."""
+    """Returns the library of memory planning's search: of the wheel, in the cache, or built now.
+
+    Raises as `build_bridge`.
+    """
+    packaged = find_packaged_entry(_packaged_planner(), (_PLANNER,))
+    if packaged is not None:
+        return packaged / _PLANNER
     compiler = find_compiler()
-    flags = (*_COMMON_FLAGS, "-O2", "-DNDEBUG", "-ffp-contract=off")
-    texts = {name: (_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)}
+    name = f"planner-{_digest(_toolchain_key(compiler), _planner_digest())}"
+    return cache_folder.find_or_build_entry(name, lambda folder: _build_planner(compiler, folder)) / _PLANNER
 
-    def build(folder: Path) -> None:
-        unit = folder / "planner.cpp"
-        unit.write_text("".join([f'#include "{_SOURCE_FOLDER / name}"\n' for name in _PLANNER_UNITS]), encoding="utf-8")
-        command = [*compiler.command, *flags, "-I", str(_SOURCE_FOLDER), "-shared", unit.name]
+
+def _build_planner(compiler: Compiler, folder: Path) -> None:
+    unit = folder / "planner.cpp"
+    with report_build("the search of memory planning", 1) as finish_file:
+        unit.write_text("".join([f'#include "{name}"\n' for name in _PLANNER_UNITS]), encoding="utf-8")
+        command = [*compiler.command, *_COMMON_FLAGS, *_PLANNER_FLAGS, "-I", str(_SOURCE_FOLDER), "-shared", unit.name]
         run_compiler([*command, *compiler.runtime, "-o", _PLANNER], folder)
-        unit.unlink()
+        finish_file()
+    unit.unlink()
 
-    name = f"planner-{_digest(_toolchain_key(compiler), *flags, *texts.values())}"
-    return cache_folder.find_or_build_entry(name, build) / _PLANNER
+
+def package_libraries(target: Path) -> list[Path]:
+    """Compiles the libraries that a wheel carries for this torch and Python into folders of `target`; returns those.
+
+    They refer to no path of this machine. Raises NativeBuildError without a compiler, and where it fails; OSError where
+    `target` cannot be written.
+    """
+    compiler = find_compiler()
+    objects, planner = _compile_bridge_units(compiler), build_planner()
+    entries: dict[str, Callable[[Path], object]] = {
+        _packaged_bridge(): lambda folder: _link_bridge(compiler, objects, folder, finds_torch=False),
+        _packaged_planner(): lambda folder: shutil.copy(planner, folder),
+    }
+    for name, build in entries.items():
+        cache_folder.remove_path(target / name)
+        (target / name).mkdir(parents=True)
+        build(target / name)
+        cache_folder.seal_entry(target / name, name)
+    return [target / name for name in entries]
+
+
+def _packaged_bridge() -> str:
+    return f"bridge-{_digest(_bridge_digest(), *_COMMON_FLAGS, *torch_identity(), *_PLATFORM)}"
+
+
+def _packaged_planner() -> str:
+    return f"planner-{_digest(_planner_digest(), *_COMMON_FLAGS, *_PLATFORM)}"
+
+
+@cache
+def _planner_digest() -> str:
+    texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)]
+    return _digest(*_PLANNER_FLAGS, *texts)
 
 
 def native_entry_key(compiler: Compiler, *parts: str) -> str:
@@ -351,7 +417,7 @@ def binary_target() -> dict[str, str | list[str]]:
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": str(sysconfig.get_config_var("SOABI")),
         "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
-        "machine": f"{platform.system()} {platform.machine()}",
+        "machine": " ".join(_PLATFORM),
         "libc": platform.libc_ver()[1],
         "instructions": _cpu_instruction_sets(),
     }

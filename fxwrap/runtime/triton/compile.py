@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxwrap import torch_compat
 from fxwrap.caching import shared_cache
 from fxwrap.devices import CUDA
 from fxwrap.devices.kernel_names import find_function_name
@@ -28,7 +29,6 @@ from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
 from fxwrap.runtime.triton.workers import WORKER_POOL
-from fxwrap.torch_compat import separate_triton_launchers
 
 log = logging.getLogger("fxwrap.kernels")
 
@@ -66,7 +66,7 @@ def import_triton() -> ModuleType:
         raise FxwrapError(
             f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
         ) from missing
-    separate_triton_launchers(triton.__version__)
+    torch_compat.separate_triton_launchers(triton.__version__)
     return triton
 
 

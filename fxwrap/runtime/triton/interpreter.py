@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import interpreter_tensor_patch
+from fxwrap import torch_compat
 
 _MODULE = "triton.language.extra.libdevice"
 
@@ -35,7 +35,7 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
     return (
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
-        interpreter_tensor_patch(_add_index_method),
+        torch_compat.interpreter_tensor_patch(_add_index_method),
         (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
         (interpreter.ScanOps, "generic_scan", _scan),

@@ -104,7 +104,8 @@ def test_a_hanging_compiler_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     started = int((tmp_path / "endless.pid").read_text())
     status = Path(f"/proc/{started}/status")
     assert not status.exists() or "zombie" in status.read_text()
-    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {"locks", "endless.pid"}
+    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {"locks", "units", "endless.pid"}
+    assert list((cache_folder() / "units").iterdir()) == []
 
 
 def test_a_non_program_library_is_rejected(tmp_path: Path) -> None:
