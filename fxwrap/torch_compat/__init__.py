@@ -17,8 +17,8 @@ from fxwrap.torch_compat.graphs import *
 from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.precompile import *
-from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.python_operators import *
+from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.streams import *
 from fxwrap.torch_compat.symmetric_memory import *
 from fxwrap.torch_compat.tensors import *
