@@ -143,9 +143,14 @@ def _cpp_kernel(
     tensors.increment_versions(outs)
 
 
-def _cpp_kernel_fake(kernel: str, *_arguments: object, **_keywords: object) -> None:
+def _own_registered_kernel(kernel: str) -> None:
     if find_registered_kernel(kernel) is not None:
         _own_kernel(kernel)
+
+
+def _cpp_kernel_fake(kernel: str, _ins: object, *, outs: Sequence[torch.Tensor], **_keywords: object) -> None:
+    _own_registered_kernel(kernel)
+    tensors.increment_versions(outs)  # fake tensors remember the symbols of their items while they are not written
 
 
 def _cpp_kernel_functional(
@@ -183,7 +188,7 @@ def _cpp_kernel_functional_fake(
     device: torch.device,
     **_numbers: object,
 ) -> list[torch.Tensor]:
-    _cpp_kernel_fake(kernel)
+    _own_registered_kernel(kernel)
     return [
         torch.empty_strided(sizes, strides, dtype=dtype, device=device) if out is None
         else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
