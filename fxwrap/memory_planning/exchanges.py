@@ -21,7 +21,7 @@ TOLERANCE_UNIT = 1024
 _MAX_FREE_SETS, _MAX_PENDING_SETS = 300, 200
 """Numbers of sets of free leaves and of pending buffers."""
 
-_MAX_EXCHANGES = 60
+_MAX_EXCHANGES = 30
 """Number of exchanges tried in a state."""
 
 _MAX_PARTLY_FILLED, _MAX_PARTLY_FILLED_LEAVES = 12, 3

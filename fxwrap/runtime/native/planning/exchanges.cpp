@@ -15,7 +15,7 @@ namespace {
 using Indices = std::vector<Number>;
 
 constexpr Number MAX_FREE_SETS = 300, MAX_PENDING_SETS = 200;
-constexpr std::size_t MAX_EXCHANGES = 60, MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 3;
+constexpr std::size_t MAX_EXCHANGES = 30, MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 3;
 constexpr double OLD_COST = 1.0, GAP_COST = 2.3;
 
 struct Set {
