@@ -191,7 +191,7 @@ void Sweep::try_exchange(const State& state, Gathering& orders, const Exchange& 
     for (Number position : exchange.ended) is_chosen_[state.free[position]] = 0;
     is_possible = is_possible && (!is_last || unused <= capacity_ - live_[state.section]);
     if (!is_possible || (is_last && !foresee(after.tree, state.section))) return;
-    const Number cost = state.cost + exchange.cost, score = cost - freedom(after.tree) / 2;
+    const Number cost = state.cost + exchange.cost, score = cost - freedom(after.tree) / (is_full_ ? 1 : 2);
     if (score >= level.worst) return;
     Indices pending = without_positions(state.pending, exchange.started);
     Indices free = without_positions(state.free, exchange.ended), gaps = state.gaps;
