@@ -18,11 +18,18 @@ from fxwrap.memory_planning.orders import FREEDOM_UNIT
 TOLERANCE_UNIT = 1024
 """Unit of `tolerance`."""
 
-_MAX_FREE_SETS, _MAX_PENDING_SETS = 300, 200
-"""Numbers of sets of free leaves and of pending buffers."""
 
-_MAX_EXCHANGES = 60
-"""Number of exchanges tried in a state."""
+@dataclass(frozen=True)
+class _Limits:
+    """Numbers of sets of free leaves, of sets of pending buffers, and of exchanges tried in a state."""
+
+    free_sets: int
+    pending_sets: int
+    exchanges: int
+
+
+_FULL_LIMITS, _SPARE_LIMITS = _Limits(1000, 600, 100), _Limits(300, 200, 30)
+"""Limits where no bytes are free, and where many exchanges are of similar sizes, so that most are not tried anyway."""
 
 _MAX_PARTLY_FILLED, _MAX_PARTLY_FILLED_LEAVES = 12, 3
 """Number of sets of free leaves that are partly filled, and of leaves in each."""
@@ -83,8 +90,9 @@ class _Set:
 class _Finder:
     def __init__(self, query: ExchangeQuery) -> None:
         self._query = query
-        self._most_free = _largest_set(len(query.free), _MAX_FREE_SETS)
-        self._most_pending = _largest_set(len(query.pending) - 1, _MAX_PENDING_SETS)
+        self._limits = _FULL_LIMITS if query.spare < 0 else _SPARE_LIMITS
+        self._most_free = _largest_set(len(query.free), self._limits.free_sets)
+        self._most_pending = _largest_set(len(query.pending) - 1, self._limits.pending_sets)
         free = _sets_of(query.free, 0, self._most_free)
         self._free = sorted(free, key=lambda chosen: chosen.size)
         self._sizes = [chosen.size for chosen in self._free]
@@ -106,7 +114,7 @@ class _Finder:
             exchanges += self._partly_filled((0,), pending[0])
             if len(pending) > 1:
                 exchanges += self._partly_filled(tuple(range(len(pending))), total)
-        return sorted(exchanges, key=lambda exchange: exchange.cost)[:_MAX_EXCHANGES]
+        return sorted(exchanges, key=lambda exchange: exchange.cost)[: self._limits.exchanges]
 
     def _equal_sizes(self, named: _Set, started: tuple[int, ...], size: int) -> Iterator[Exchange]:
         """Yields the exchanges of free leaves that have the size of some pending buffers."""

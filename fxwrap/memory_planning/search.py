@@ -44,11 +44,11 @@ _GROWTH = 1.3
 _MERGING_SHARE = 7 / 8
 """The part of the steps of a later search that splits and merges blocks before it places them."""
 
-_FIRST_WIDTH = 8
-"""Width of the first sweep in each direction and with each tolerance; it doubles for the next ones."""
+_FIRST_WIDTH, _WIDTH_GROWTH = 8, 4
+"""Width of the first two sweeps, and its growth after each two."""
 
-_TOLERANCES = (TOLERANCE_UNIT // 32, TOLERANCE_UNIT // 8)
-"""Tolerances of sweeps where bytes are free."""
+_TOLERANCE = TOLERANCE_UNIT // 32
+"""Tolerance of sweeps where bytes are free."""
 
 _FIRST_SWEEP = 4
 """The first round with a sweep where bytes are free."""
@@ -173,7 +173,7 @@ def _search_dependent(
 
 
 class _Sweeps:
-    """Sweeps of one problem in both directions of time and with all tolerances, then wider ones."""
+    """Sweeps of one problem in both directions of time, wider after each two."""
 
     def __init__(self, buffers: list[Buffer], capacity: int, functions: SearchFunctions) -> None:
         self._turn = 0
@@ -183,7 +183,6 @@ class _Sweeps:
         self._end = max([last for _, last, _ in self._buffers])
         used = sum([(last - first) * size for first, last, size in self._buffers])
         self._free_share = 1 - used / (capacity * self._end)
-        self._tolerances = _TOLERANCES if self._free_share else (0,)
 
     @property
     def first_turn(self) -> int:
@@ -197,10 +196,10 @@ class _Sweeps:
         buffers = self._buffers
         if self._turn % 2:
             buffers = [(self._end - last, self._end - first, size) for first, last, size in buffers]
-        tolerance = self._tolerances[self._turn // 2 % len(self._tolerances)]
-        width = _FIRST_WIDTH << self._turn // (2 * len(self._tolerances))
+        width = _FIRST_WIDTH * _WIDTH_GROWTH ** (self._turn // 2)
         self._turn += 1
-        return self._functions.sweep(buffers, self._capacity, SweepOptions(width, tolerance), limits)
+        options = SweepOptions(width, _TOLERANCE if self._free_share else 0)
+        return self._functions.sweep(buffers, self._capacity, options, limits)
 
 
 class _RestartedSearch:

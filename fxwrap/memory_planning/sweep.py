@@ -233,7 +233,7 @@ class _Sweep:
         if tree is None:
             return
         cost = state.cost + exchange.cost
-        score = cost - freedom(tree) // 2
+        score = cost - freedom(tree) // (1 if self._is_full else 2)
         if level.worst is not None and score >= level.worst:
             return
         key = digest(tree, self._digest) + sum([mix(self._digest(index)) for index in pending]) & _MASK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -67,15 +68,20 @@ def test_blocks_are_equal(native: NativeSearch, kind: str, tolerances: tuple[flo
         reference.improve(400)
 
 
-@pytest.mark.parametrize("options", (SweepOptions(1), SweepOptions(3), SweepOptions(3, tolerance=40)))
-@pytest.mark.parametrize("kind", ("unaligned", "few times and sizes", "pinwheels", "shrunk", "gaps"))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *itertools.product(("unaligned", "few times and sizes", "pinwheels"), (SweepOptions(1), SweepOptions(3))),
+        *itertools.product(("pinwheels", "shrunk", "gaps"), (SweepOptions(2, 40), SweepOptions(3, 128))),
+    ],
+)
 def test_sweeps_are_equal(native: NativeSearch, kind: str, options: SweepOptions) -> None:
-    problem = packed_problem(KINDS[kind], 150, seed=13)
+    problem = packed_problem(KINDS[kind], 120, seed=13)
     unit = problem.alignment
     buffers = in_sections([(first, last, -(-size // unit) * unit) for first, last, size in problem.buffers])
     results = [run(buffers, problem.capacity, options, limits(10**6)) for run in (sweep, native.sweep)]
     assert results[0] == results[1]
-    assert results[0].steps > 20
+    assert results[0].steps > 50
 
 
 def test_sparse_problems_have_equal_results(native: NativeSearch) -> None:

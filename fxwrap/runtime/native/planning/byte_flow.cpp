@@ -13,24 +13,24 @@ ByteFlow::ByteFlow(const std::vector<Number>& sizes, std::vector<Number> initial
     }
 }
 
-bool ByteFlow::add(const std::shared_ptr<const Takeover>& takeover) {
+bool ByteFlow::add(const Takeover& takeover) {
     Number available = 0, needed = 0;
-    for (Number leaf : takeover->ended) available += bytes_[leaf];
-    for (Number leaf : takeover->started)
+    for (Number leaf : takeover.ended) available += bytes_[leaf];
+    for (Number leaf : takeover.started)
         if (leaf < static_cast<Number>(sizes_->size())) needed += (*sizes_)[leaf];
     if (available < needed) {
-        if (!supply(takeover->ended, needed - available)) return false;
+        if (!supply(takeover.ended, needed - available)) return false;
         available = needed;
     }
     const int number = static_cast<int>(takeovers_.size());
-    for (Number leaf : takeover->ended) target_[leaf] = number;
-    for (Number leaf : takeover->started) {
+    for (Number leaf : takeover.ended) target_[leaf] = number;
+    for (Number leaf : takeover.started) {
         grow(leaf);
         source_[leaf] = number;
         bytes_[leaf] = leaf < static_cast<Number>(sizes_->size()) ? (*sizes_)[leaf] : 0;
     }
-    bytes_[takeover->started.back()] += available - needed;
-    takeovers_.push_back(takeover);
+    bytes_[takeover.started.back()] += available - needed;
+    takeovers_.push_back(&takeover);
     return true;
 }
 

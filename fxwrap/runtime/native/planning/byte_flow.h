@@ -2,7 +2,6 @@
 // equal results.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "planning/placement.h"
@@ -21,8 +20,8 @@ class ByteFlow {
     // `sizes` are by buffer; leaves beyond are gaps, which may be empty. The initial gap, if it has bytes, is the first.
     ByteFlow(const std::vector<Number>& sizes, std::vector<Number> initial, Number gap);
 
-    // Adds a takeover; returns false if there are not enough bytes.
-    bool add(const std::shared_ptr<const Takeover>& takeover);
+    // Adds a takeover, which the caller keeps; returns false if there are not enough bytes.
+    bool add(const Takeover& takeover);
 
   private:
     Number spare(Number leaf) const;
@@ -34,7 +33,7 @@ class ByteFlow {
     std::vector<Number> bytes_;
     std::vector<int> source_;
     std::vector<int> target_;
-    std::vector<std::shared_ptr<const Takeover>> takeovers_;
+    std::vector<const Takeover*> takeovers_;
 };
 
 }  // namespace fxwrap::planning

@@ -14,8 +14,14 @@ namespace {
 
 using Indices = std::vector<Number>;
 
-constexpr Number MAX_FREE_SETS = 300, MAX_PENDING_SETS = 200;
-constexpr std::size_t MAX_EXCHANGES = 60, MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 3;
+struct SetLimits {
+    Number free_sets;
+    Number pending_sets;
+    std::size_t exchanges;
+};
+
+constexpr SetLimits FULL_LIMITS{1000, 600, 100}, SPARE_LIMITS{300, 200, 30};
+constexpr std::size_t MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 3;
 constexpr double OLD_COST = 1.0, GAP_COST = 2.3;
 
 struct Set {
@@ -81,8 +87,9 @@ std::vector<Set> sets_of(const Indices& sizes, Number first, std::size_t largest
 class Finder {
   public:
     explicit Finder(const ExchangeQuery& query)
-        : query_(query), most_free_(largest_set(query.free.size(), MAX_FREE_SETS)),
-          most_pending_(largest_set(query.pending.size() - 1, MAX_PENDING_SETS)),
+        : query_(query), limits_(query.spare < 0 ? FULL_LIMITS : SPARE_LIMITS),
+          most_free_(largest_set(query.free.size(), limits_.free_sets)),
+          most_pending_(largest_set(query.pending.size() - 1, limits_.pending_sets)),
           free_(sets_of(query.free, 0, most_free_)), pending_(sets_of(query.pending, 1, most_pending_)) {
         std::stable_sort(free_.begin(), free_.end(),
                          [](const Set& one, const Set& other) { return one.size < other.size; });
@@ -106,7 +113,7 @@ class Finder {
         }
         std::vector<std::size_t> order(choices_.size());
         std::iota(order.begin(), order.end(), 0);
-        const std::size_t limit = std::min(order.size(), MAX_EXCHANGES);
+        const std::size_t limit = std::min(order.size(), limits_.exchanges);
         std::partial_sort(order.begin(), order.begin() + static_cast<Number>(limit), order.end(),
                           [&](std::size_t one, std::size_t other) {
                               return std::pair(choices_[one].cost, one) < std::pair(choices_[other].cost, other);
@@ -178,6 +185,7 @@ class Finder {
     }
 
     const ExchangeQuery& query_;
+    SetLimits limits_;
     std::size_t most_free_;
     std::size_t most_pending_;
     std::vector<Set> free_;

@@ -15,6 +15,14 @@ using Indices = std::vector<Number>;
 
 constexpr std::size_t MAX_WHOLE = 12, MAX_SURPLUS = 8, SURPLUS_LEFT = 2;
 
+Indices without_positions(const Indices& values, const Indices& removed) {
+    Indices rest;
+    rest.reserve(values.size());
+    for (Number position = 0; position < static_cast<Number>(values.size()); ++position)
+        if (std::find(removed.begin(), removed.end(), position) == removed.end()) rest.push_back(values[position]);
+    return rest;
+}
+
 // Returns the offsets of buffers that lie on those which they are above of.
 std::vector<Number> stacked(const std::vector<Buffer>& buffers, const std::vector<Indices>& above, Number sections) {
     std::vector<Number> waiting(buffers.size(), 0), offsets(buffers.size(), 0), heights(sections, 0), ready;
@@ -168,33 +176,36 @@ bool Sweep::fits(Number section, const Indices& free) const {
 
 // Adds the state after an exchange, if there is one.
 void Sweep::try_exchange(const State& state, Gathering& orders, const Exchange& exchange, Level& level) {
-    Indices ended, started, gaps = state.gaps;
-    for (Number position : exchange.ended) ended.push_back(state.free[position]);
+    Indices& started = scratch_started_;
+    started.clear();
     for (Number position : exchange.started) started.push_back(state.pending[position]);
-    const bool is_last = started.size() == state.pending.size();
-    Indices pending = without(state.pending, started), free = without(state.free, ended);
-    if (exchange.left >= 0) {
-        if (static_cast<Number>(gaps.size()) > count_) return;
-        started.push_back(count_ + static_cast<Number>(gaps.size()));
+    const bool has_gap = exchange.left >= 0, is_last = started.size() == state.pending.size();
+    if (has_gap && static_cast<Number>(state.gaps.size()) > count_) return;
+    if (has_gap) started.push_back(count_ + static_cast<Number>(state.gaps.size()));
+    Gathered& after = scratch_;
+    const Tree replacement = node_of(started);
+    for (Number position : exchange.ended) is_chosen_[state.free[position]] = 1;
+    bool is_possible = orders.gather(is_chosen_, &replacement, after);
+    Number unused = 0;
+    for (Number leaf : state.free) unused += leaf < count_ && !is_chosen_[leaf] ? sizes_[leaf] : 0;
+    for (Number position : exchange.ended) is_chosen_[state.free[position]] = 0;
+    is_possible = is_possible && (!is_last || unused <= capacity_ - live_[state.section]);
+    if (!is_possible || (is_last && !foresee(after.tree, state.section))) return;
+    const Number cost = state.cost + exchange.cost, score = cost - freedom(after.tree) / (is_full_ ? 1 : 2);
+    if (score >= level.worst) return;
+    Indices pending = without_positions(state.pending, exchange.started);
+    Indices free = without_positions(state.free, exchange.ended), gaps = state.gaps;
+    if (has_gap) {
         free.push_back(started.back());
         gaps.push_back(exchange.left);
     }
-    if (is_last && !fits(state.section, free)) return;
-    const Tree replacement = node_of(started);
-    Gathered before;
-    for (Number leaf : ended) is_chosen_[leaf] = 1;
-    const bool is_possible = orders.gather(is_chosen_, &replacement, before);
-    for (Number leaf : ended) is_chosen_[leaf] = 0;
-    if (!is_possible || (is_last && !foresee(before.tree, state.section))) return;
-    const Number cost = state.cost + exchange.cost, score = cost - freedom(before.tree) / 2;
-    if (score >= level.worst) return;
-    std::uint64_t key = digest(before.tree, digests_);
+    std::uint64_t key = digest(after.tree, digests_);
     for (Number index : pending) key += mix(digests_[index]);
-    const auto takeover = std::make_shared<Takeover>(Takeover{std::move(before.order), std::move(started)});
     const auto history = std::make_shared<History>(
-        History{state.history, takeover, before.anchor, before.is_anchor_left});
-    level.states.push_back({state.section, std::move(before.tree), std::move(free), std::move(pending), std::move(gaps),
-                            cost, score, key, history, state.flow});
+        History{state.history, {after.order, started}, after.anchor, after.is_anchor_left});
+    level.states.push_back(
+        {state.section, after.tree, std::move(free), std::move(pending), std::move(gaps), cost, score, key, history,
+         state.flow});
     const auto width = static_cast<std::size_t>(options_.width);
     if (level.states.size() <= MAX_SURPLUS * width) return;
     level.states = best(std::move(level.states), SURPLUS_LEFT * width, false);
@@ -259,8 +270,8 @@ std::vector<Number> Sweep::offsets(const State& state) const {
             lower = leaf;
         }
         if (!history) break;
-        const Indices& started = history->takeover->started;
-        Indices ended = history->takeover->ended;
+        const Indices& started = history->takeover.started;
+        Indices ended = history->takeover.ended;
         auto begin = position_of(started.front());
         for (Number leaf : started) begin = std::min(begin, position_of(leaf));
         if (history->anchor >= 0 && (position_of(history->anchor) < begin) != history->is_anchor_left)

@@ -30,7 +30,7 @@ class Sweep {
 
     struct History {
         std::shared_ptr<const History> earlier;
-        std::shared_ptr<const Takeover> takeover;
+        Takeover takeover;
         Number anchor;
         bool is_anchor_left;
     };
@@ -83,6 +83,9 @@ class Sweep {
     std::vector<Level> levels_;
     std::vector<std::uint64_t> digests_;
     std::vector<char> is_chosen_;
+    // Of one try, so that it allocates little.
+    Indices scratch_started_;
+    Gathered scratch_;
     Number steps_ = 0;
 };
 
