@@ -298,7 +298,7 @@ def saved_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path, x = tmp_path_factory.mktemp("saved") / "scaled.fxw", torch.randn(3, 4)
     shapes = {"x": {0: torch.export.Dim("rows", max=9)}, "mask": {0: torch.export.Dim("rows", max=9)}, "flag": None}
-    exported = torch.export.export(Scaled(), (x,), {"mask": x, "flag": True}, dynamic_shapes=shapes)
+    exported = torch.export.export(Scaled(), (x,), {"mask": torch.ones(3, 4), "flag": True}, dynamic_shapes=shapes)
     options = fxwrap.Options(emitter="interpreter", fuse=False)
     fxwrap.compile_graph(exported, options=options, name="scaled").save(path)
     return path
