@@ -48,7 +48,7 @@ def save(folder: Path, emitters: list[str], chosen: argparse.Namespace) -> None:
         for emitter in emitters:
             options = fxwrap.Options(fallback="error", compile_cache=False).replace(emitter=emitter)
             compiled = fxwrap.compile_graph(exported, name="gpt2", options=options)
-            result = compiled(words)
+            result = compiled.flat(words)
             compiled.save(folder / f"{emitter}.fxw")
             fxwrap.save(compiled, folder / f"{emitter}-bare.fxw", constants=False)
     torch.save({"words": words, "results": result}, folder / "example.pt")
@@ -86,8 +86,8 @@ def measure(folder: Path, emitter: str, weights: str, device: str) -> dict[str, 
     loaded, load = timed(lambda: fxwrap.load(path))
     source = folder / "weights.safetensors" if tensors is None else tensors
     _, constants = timed(lambda: loaded.load_constants(source)) if weights != "inside" else (None, 0.0)
-    results, first = timed(lambda: loaded(words))
-    _, later = timed(lambda: loaded(words))
+    results, first = timed(lambda: loaded.flat(words))
+    _, later = timed(lambda: loaded.flat(words))
     torch.testing.assert_close(results, example["results"], rtol=1e-4, atol=1e-4)
     if loaded.recompile_reason or any(name in sys.modules for name in TRACING):
         raise SystemExit(f"something was compiled or traced: {loaded.recompile_reason!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,7 @@ from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.signature import (
-    CallingConvention,
-    ProgramInput,
-    ProgramOutput,
-    program_inputs,
-    program_outputs,
-    signature_text,
-    structured_call,
-)
+from fxwrap.signature import CallingConvention, StructuredProgram
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
 
 
@@ -50,7 +42,7 @@ def copy_metadata(graph_module: GraphModule, source: GraphModule) -> None:
             copy_metadata(child, getattr(source, name))
 
 
-class LoadedProgram:
+class LoadedProgram(StructuredProgram):
     """A program from a file. Call it with the arguments of the model; it returns the model's result.
 
     It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `inputs`,
@@ -72,7 +64,7 @@ class LoadedProgram:
         trust: str = "full",
         convention: CallingConvention | None = None,
     ) -> None:
-        self.convention = convention or CallingConvention.of_flat(program)
+        self._convention = convention or CallingConvention.of_flat(program)
         self.path = path
         self.trust = trust
         self.emitter = emitter
@@ -88,6 +80,11 @@ class LoadedProgram:
     def program(self) -> Program:
         """The program."""
         return self._program
+
+    @property
+    def convention(self) -> CallingConvention:
+        """How arguments become the flat inputs, and the flat outputs the result."""
+        return self._convention
 
     @property
     def emitted(self) -> EmittedProgram:
@@ -125,26 +122,8 @@ class LoadedProgram:
         """The ranks of the process groups where the program was saved."""
         return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
 
-    def __call__(self, /, *arguments: object, **keywords: object) -> Any:
-        return self._structured(arguments, keywords)
-
-    @cached_property
-    def _structured(self) -> Callable[[Sequence[object], Mapping[str, object]], Any]:
-        return structured_call(self.convention, self.flat, self._program.name)
-
-    @property
-    def inputs(self) -> tuple[ProgramInput, ...]:
-        """The flat inputs: names, types, ranges of symbols, ownership."""
-        return program_inputs(self._program, self.convention)
-
-    @property
-    def outputs(self) -> tuple[ProgramOutput, ...]:
-        """The flat outputs: names, types, ranges of symbols, the input whose memory they share."""
-        return program_outputs(self._program, self.convention)
-
-    def __repr__(self) -> str:
-        text = signature_text(self._program, self.convention)
-        return f"<LoadedProgram '{self._program.name}' from '{self.path}', emitter '{self.emitter}'\n{text}>"
+    def _repr_details(self) -> str:
+        return f"from '{self.path}', emitter '{self.emitter}'"
 
     @cached_property
     def graph_module(self) -> GraphModule:
@@ -200,7 +179,7 @@ class LoadedProgram:
         with self._lock:
             self._program = self._program.replace(store=ConstantStore(bound))
             self._emitted = None
-            for name in ("boxed", "flat", "graph_module", "_structured"):
+            for name in ("boxed", "flat", "graph_module", "_entry"):
                 self.__dict__.pop(name, None)
 
     def update_constants(self, constants: Mapping[str, torch.Tensor] | str | Path) -> None:

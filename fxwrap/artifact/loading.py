@@ -75,6 +75,15 @@ def load(
     return loaded
 
 
+def read_saved(path: str | Path) -> LoadedProgram:
+    """Reads a program to look at it: nothing is emitted, and no module is imported that its trees name.
+
+    Raises ArtifactError for damaged, truncated or foreign files and for a newer format.
+    """
+    with Archive(Path(path)) as archive:
+        return _read_program(archive, None, None, "ignored", (), True, "full", known_types=False)
+
+
 def load_content(content: bytes, label: str) -> LoadedProgram:
     """Loads a program from the content of a file; `label` names it in errors. Nothing is emitted yet.
 
@@ -95,6 +104,7 @@ def _read_program(
     extensions: Iterable[type[ExtensionLine]],
     mmap: bool,
     trust: str,
+    known_types: bool = True,
 ) -> LoadedProgram:
     manifest = archive.manifest
     emitter = emitter or str(manifest.get("emitter"))
@@ -115,7 +125,7 @@ def _read_program(
     if inside:
         tensors = read_constants(archive, layout, _devices(program), mmap)
         program = program.replace(store=ConstantStore(tensors))
-    plan, convention = _plan(archive), _convention(archive, program, trust)
+    plan, convention = _plan(archive), _convention(archive, program, known_types and trust == "full")
     archive.check_unread_entries()
     return LoadedProgram(
         str(archive.path), program, emitter, layout, manifest, plan, recompile_reason, trust, convention
@@ -155,9 +165,9 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
     return layout, bool(inside)
 
 
-def _convention(archive: Archive, program: Program, trust: str) -> CallingConvention:
+def _convention(archive: Archive, program: Program, trusted: bool) -> CallingConvention:
     try:
-        return convention_from_json(archive.manifest.get("signature"), program, trusted=trust == "full")
+        return convention_from_json(archive.manifest.get("signature"), program, trusted=trusted)
     except Exception as error:  # noqa: BLE001  a registered type may raise anything
         raise archive.error(MANIFEST, f"it does not describe the inputs and outputs: {error!r}") from None
 

@@ -1,4 +1,4 @@
-"""The commands `show`, `emit`, `plan`, `compare`, `passes` and `build`."""
+"""The commands `show`, `emit`, `plan`, `compare`, `passes` and `build`; `inspect` and `run` are in `saved`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap.artifact.trust import TRUST_LEVELS
+from fxwrap.cli.saved import SUFFIX, inspect_saved, read_program_file, run_saved
 from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
@@ -20,6 +22,7 @@ from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.passes.provenance import provenance
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.runtime.native import build_bridge, build_planner, package_libraries
 from fxwrap.torch_compat import quiet_fake_errors
@@ -35,6 +38,7 @@ A TARGET is one of
   MODULE:NAME      a function or nn.Module in an importable module (the working directory counts)
   FILE.py:NAME     the same in a file
   FILE.pt2         a program saved by torch.export.save
+  FILE.fxw         for show, inspect and run: a program saved by fxwrap.save
 
 NAME may also be a function without arguments that returns (function, inputs). Inputs come from --inputs, else from the
 target's attribute example_inputs, else from NAME_example_inputs in its module, else from the exported program.
@@ -50,6 +54,8 @@ examples:
   python -m fxwrap emit model.py:make_model --emitter cpp -o model.cpp
   python -m fxwrap plan model.py:make_model --training --svg memory.svg
   python -m fxwrap compare model.py:make_model --training
+  python -m fxwrap inspect model.fxw
+  python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
 
 exit codes: 0 success, 1 emitters disagree, 2 invalid command line, 3 compilation or run failed
 """
@@ -79,15 +85,40 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="show | emit | plan | compare | passes | build")
+    commands = parser.add_subparsers(
+        required=True, metavar="show | emit | plan | compare | passes | inspect | run | build"
+    )
     _add_show(commands)
     _add_emit(commands)
     _add_plan(commands)
     _add_compare(commands)
     description = "list every step of a compile, with the option that turns it on"
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
+    _add_inspect(commands)
+    _add_run(commands)
     _add_build(commands)
     return parser
+
+
+def _add_inspect(commands: _Commands) -> None:
+    summary = "print what a saved program contains: inputs, outputs, symbols, versions, constants, sizes"
+    command = commands.add_parser("inspect", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
+    command.set_defaults(run=inspect_saved)
+
+
+def _add_run(commands: _Commands) -> None:
+    summary = "run a saved program on inputs from a file, or on random ones"
+    command = commands.add_parser("run", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
+    command.add_argument(
+        "--inputs", metavar="FILE", help="a .pt, .safetensors or .npz file with the inputs by name (default: random)"
+    )
+    command.add_argument("-o", "--output", metavar="FILE", help="write the outputs by name to such a file")
+    command.add_argument("--emitter", choices=EMITTERS, help="the emitter (default: that of the file)")
+    command.add_argument("--trust", choices=TRUST_LEVELS, default="full", help='"none" for a file from a stranger')
+    command.add_argument("--seed", type=int, default=0, help="seed of random inputs and operators (default: 0)")
+    command.set_defaults(run=run_saved)
 
 
 def _add_build(commands: _Commands) -> None:
@@ -221,6 +252,12 @@ def _target(chosen: argparse.Namespace) -> Target:
 
 
 def _show(chosen: argparse.Namespace) -> int:
+    if chosen.target.endswith(SUFFIX):
+        if chosen.coverage or chosen.stages:
+            raise CommandError(f"'{chosen.target}' has no coverage and no stages: it was compiled before it was saved")
+        program = read_program_file(chosen.target).program
+        print(provenance(program).to_json() if chosen.provenance else print_program(program, origins=chosen.origins))
+        return 0
     for graph in _graphs(chosen):
         if chosen.coverage:
             print(coverage_table(graph.name, graph.compiled.coverage))

@@ -127,7 +127,7 @@ def random_inputs(text: str, seed: int) -> tuple[Any, ...]:
     CommandError for invalid types.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(_random(item, generator) for item in _parse_types(text))
+    return tuple(random_input(item, generator) for item in _parse_types(text))
 
 
 def _parse_types(text: str) -> tuple[Input, ...]:
@@ -142,7 +142,8 @@ def _parse_types(text: str) -> tuple[Input, ...]:
     return program.inputs
 
 
-def _random(item: Input, generator: torch.Generator) -> Any:
+def random_input(item: Input, generator: torch.Generator) -> Any:
+    """Returns a random value of an input's type, whose sizes are numbers."""
     type_ = getattr(item.value, "type", None)
     if isinstance(type_, ScalarType):
         return {"int": 2, "float": 0.5, "bool": True}[type_.kind]

@@ -21,15 +21,7 @@ from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
 from fxwrap.passes.provenance import Provenance, provenance
-from fxwrap.signature import (
-    CallingConvention,
-    ProgramInput,
-    ProgramOutput,
-    program_inputs,
-    program_outputs,
-    signature_text,
-    structured_call,
-)
+from fxwrap.signature import CallingConvention, StructuredProgram
 from fxwrap.signature.exported import exported_convention
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import FirstCallAutotuner
@@ -79,7 +71,7 @@ class _CompileResult:
         return emitted.graph_module
 
 
-class Compiled(EmittedProgram):
+class Compiled(EmittedProgram, StructuredProgram):
     """A compiled graph.
 
     A call takes the arguments of the exported program or module, by position or name, and returns its result. That of a
@@ -127,22 +119,12 @@ class Compiled(EmittedProgram):
         first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
         super().__init__("", lambda: first.boxed, lambda: first.flat)
 
-    def __call__(self, /, *arguments: object, **keywords: object) -> Any:
-        return self._structured(arguments, keywords)
+    __call__ = StructuredProgram.__call__
 
-    @cached_property
-    def _structured(self) -> Callable[[Sequence[object], Mapping[str, object]], Any]:
-        flat = self.flat
-
-        def call_flat(*inputs: object) -> Any:
-            try:
-                return flat(*inputs)
-            except InputError:
-                if not any(isinstance(item, FakeTensor) for item in inputs):
-                    raise
-            return call_on_fakes(self.program, self.graph_module, inputs)
-
-        return structured_call(self.convention, call_flat, self.program.name)
+    def _after_input_error(self, inputs: Sequence[object], error: InputError) -> Any:
+        if not any(isinstance(item, FakeTensor) for item in inputs):
+            raise error
+        return call_on_fakes(self.program, self.graph_module, tuple(inputs))
 
     @cached_property
     def convention(self) -> CallingConvention:
@@ -151,19 +133,8 @@ class Compiled(EmittedProgram):
             return CallingConvention.of_flat(self.program)
         return exported_convention(self.signature.module_call_graph, self.signature.inputs)
 
-    @property
-    def inputs(self) -> tuple[ProgramInput, ...]:
-        """The flat inputs: names, types, ranges of symbols, ownership."""
-        return program_inputs(self.program, self.convention)
-
-    @property
-    def outputs(self) -> tuple[ProgramOutput, ...]:
-        """The flat outputs: names, types, ranges of symbols, the input whose memory they share."""
-        return program_outputs(self.program, self.convention)
-
-    def __repr__(self) -> str:
-        text = signature_text(self.program, self.convention)
-        return f"<Compiled '{self.program.name}', emitter '{self.options.emitter}'\n{text}>"
+    def _repr_details(self) -> str:
+        return f"emitter '{self.options.emitter}'"
 
     @property
     def stages(self) -> tuple[Stage, ...]:

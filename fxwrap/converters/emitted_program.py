@@ -11,8 +11,14 @@ import torch
 
 from fxwrap.lines import CheckLayout
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.signature import check_no_gradients
-from fxwrap.torch_compat import DisableAutocast, is_any_autocast_enabled, set_grad_enabled, without_fake_mode
+from fxwrap.signature import gradient_error
+from fxwrap.torch_compat import (
+    DisableAutocast,
+    any_requires_grad,
+    is_any_autocast_enabled,
+    set_grad_enabled,
+    without_fake_mode,
+)
 from fxwrap.wrapper_ir import Program, TensorType, Value
 
 BoxedCallable = Callable[[list[Any]], Any]
@@ -61,8 +67,9 @@ class EmittedProgram:
             return self._flat()
 
     def __call__(self, *inputs: object) -> Any:
-        if torch.is_grad_enabled():
-            check_no_gradients(inputs)
+        if torch.is_grad_enabled() and any_requires_grad(*inputs):
+            position = next(position for position, item in enumerate(inputs) if any_requires_grad(item))
+            raise gradient_error(f"input {position}")
         return self.flat(*inputs)
 
 

@@ -64,14 +64,29 @@ class CallingConvention:
     @cached_property
     def takes_plain_arguments(self) -> bool:
         """Whether the positional arguments are the flat inputs."""
-        return self.positional == len(self.arguments) and all(tree.is_leaf() for tree in self.trees)
+        return self.positional == len(self.arguments) and self._has_only_leaves
+
+    @cached_property
+    def returns_plain_tuple(self) -> bool:
+        """Whether the result is the tuple of the flat outputs."""
+        return self.result.type is tuple and all(child.is_leaf() for child in self.result.children())
+
+    @cached_property
+    def _has_only_leaves(self) -> bool:
+        return all(tree.is_leaf() for tree in self.trees)
 
     def bind(self, arguments: Sequence[object], keywords: Mapping[str, object]) -> list[object]:
         """Returns the flat inputs of a call.
 
         Raises InputError for missing, unexpected and repeated arguments, and for arguments of another structure.
         """
-        count, inputs, used = len(arguments), list[object](), 0
+        count = len(arguments)
+        if self._has_only_leaves and count <= self.positional and count + len(keywords) == len(self.arguments):
+            try:
+                return [*arguments, *map(keywords.__getitem__, self.arguments[count:])]
+            except KeyError:
+                pass  # described below
+        inputs, used = list[object](), 0
         if count > self.positional:
             raise InputError(f"it takes {self.positional} positional arguments, got {count}; {self._expected()}")
         for position, (name, tree) in enumerate(zip(self.arguments, self.trees)):

@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fxwrap
 from fxwrap.cli import main
@@ -27,6 +30,7 @@ from fxwrap.lowering import NodeCoverage
 
 MODEL = """
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 def make_model():
@@ -281,3 +285,81 @@ def test_passes_lists_every_step_with_its_option(capsys: pytest.CaptureFixture[s
     assert [line.split()[0] for line in exported.splitlines()] == names
     (combo,) = [line for line in out.splitlines() if line.split()[0] == "combo_kernels"]
     assert combo.endswith("(horizontal fusion) [combo_kernels]")
+
+
+# --- saved programs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor, flag: bool) -> dict[str, torch.Tensor]:
+            return {"scaled": x * 2 + mask, "rows": mask.sum(0)}
+
+    path, x = tmp_path_factory.mktemp("saved") / "scaled.fxw", torch.randn(3, 4)
+    shapes = {"x": {0: torch.export.Dim("rows", max=9)}, "mask": {0: torch.export.Dim("rows", max=9)}, "flag": None}
+    exported = torch.export.export(Scaled(), (x,), {"mask": torch.ones(3, 4), "flag": True}, dynamic_shapes=shapes)
+    options = fxwrap.Options(emitter="interpreter", fuse=False)
+    fxwrap.compile_graph(exported, options=options, name="scaled").save(path)
+    return path
+
+
+def test_inspect_and_show_saved_programs(saved_program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(saved_program)]) == 0
+    text = capsys.readouterr().out
+    assert "LoadedProgram 'scaled', from" in text and "emitter 'interpreter'" in text
+    assert "  mask: borrowed f32[" in text and "  flag: true\n" in text and "  rows: f32[4]@cpu\n" in text
+    assert "written by: fxwrap" in text and "kernels: none" in text and "program.ir" in text
+    assert main(["show", str(saved_program)]) == 0
+    assert capsys.readouterr().out.startswith("program @scaled(%x: ")
+    assert main(["show", str(saved_program), "--coverage"]) == 2
+    assert "has no coverage and no stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
+def test_run_saved_programs(suffix: str, saved_program: Path, tmp_path: Path, capsys: Any) -> None:
+    tensors = {"x": torch.randn(5, 4), "mask": torch.ones(5, 4)}
+    inputs, outputs = tmp_path / f"inputs{suffix}", tmp_path / f"outputs{suffix}"
+    write(inputs, tensors)
+    assert main(["run", str(saved_program), "--inputs", str(inputs), "-o", str(outputs)]) == 0
+    assert "scaled: float32[5, 4] on cpu, mean" in capsys.readouterr().out
+    read = read_values(outputs)
+    torch.testing.assert_close(read["scaled"], tensors["x"] * 2 + 1)
+    torch.testing.assert_close(read["rows"], torch.full((4,), 5.0))
+    write(inputs, {"x": tensors["x"], "masks": tensors["mask"]})
+    assert main(["run", str(saved_program), "--inputs", str(inputs)]) == 2
+    assert "misses 'mask'; the inputs are x, mask" in capsys.readouterr().err
+
+
+def test_run_with_random_inputs_and_wrong_files(saved_program: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["run", str(saved_program), "--seed", "1"]) == 0
+    assert "rows: float32[4] on cpu" in capsys.readouterr().out
+    (tmp_path / "bad.pt").write_bytes(b"no tensors")
+    for path, text in (
+        ("bad.pt", "cannot be read"),
+        ("absent.pt", "does not exist"),
+        ("bad.csv", "is not one of *.pt"),
+    ):
+        if path == "bad.csv":
+            (tmp_path / path).touch()
+        assert main(["run", str(saved_program), "--inputs", str(tmp_path / path)]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "absent.fxw")]) == 2
+    assert main(["inspect", str(tmp_path / "bad.pt")]) == 3
+    assert "ArtifactError" in capsys.readouterr().err
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    if path.suffix == ".pt":
+        torch.save(tensors, path)
+    elif path.suffix == ".npz":
+        numpy.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    else:
+        save_file(tensors, path)
+
+
+def read_values(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".npz":
+        return {name: torch.from_numpy(array) for name, array in numpy.load(path).items()}
+    read: dict[str, torch.Tensor] = torch.load(path) if path.suffix == ".pt" else load_file(path)
+    return read

@@ -133,8 +133,8 @@ def test_an_exported_program_has_the_modules_signature() -> None:
     compiled = fxwrap.compile_graph(exported)
     wanted = reference(reference_x, 5)
     result = compiled(x, 5)
-    torch.testing.assert_close(result[0], wanted["a"])
-    assert result[1:3] == (5, None)
+    assert list(result) == list(wanted) and (result["n"], result["none"]) == (5, None) and result["x"] is x
+    torch.testing.assert_close(result["a"], wanted["a"])
     torch.testing.assert_close(x, reference_x)
     torch.testing.assert_close(compiled.program.store.tensors["b_norm_running_mean"], reference.norm.running_mean)
 

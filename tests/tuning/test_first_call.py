@@ -59,7 +59,7 @@ def test_tuning_uses_first_call_sizes_and_replaces_the_program(
     monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: pytest.fail("it is compiled a third time"))
     other = torch.randn(7, 32)
     torch.testing.assert_close(entry(other)[0], Scaled()(other))
-    torch.testing.assert_close(compiled(other)[0], Scaled()(other))
+    torch.testing.assert_close(compiled(other), Scaled()(other))
 
 
 def test_a_later_compile_reuses_the_record_of_equal_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_computed_sizes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     compiled = fxwrap.compile_graph(torch.export.export(Selected(), (torch.ones(50),)), options=AT_FIRST_CALL)
     x = torch.arange(50) % 2
     for _ in range(2):
-        torch.testing.assert_close(compiled(x.float())[0], Selected()(x.float()))
+        torch.testing.assert_close(compiled(x.float()), Selected()(x.float()))
     (work,) = timer.works
     assert [item.count for item in work.buffers] == [25]  # in place
     assert "hint=25" in str(compiled.program)
@@ -103,7 +103,7 @@ def test_block_sizes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     use(timer, tmp_path, monkeypatch)
     compiled = fxwrap.compile_graph(torch.export.export(Branches(), (torch.ones(40),)), options=AT_FIRST_CALL)
     x = (torch.arange(40) % 4 == 0).float()
-    torch.testing.assert_close(compiled(x)[0], Branches()(x))
+    torch.testing.assert_close(compiled(x), Branches()(x))
     counts = [item.count for work in timer.works for item in work.buffers]
     assert 10 in counts and 40 in counts
 
@@ -167,10 +167,10 @@ def test_a_failed_recompile_keeps_the_program(tmp_path: Path, monkeypatch: pytes
     compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL)
     before, x = compiled.program, torch.randn(30, 32)
     with pytest.warns(TuningWarning, match="no clock"):
-        torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+        torch.testing.assert_close(compiled(x), Scaled()(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+        torch.testing.assert_close(compiled(x), Scaled()(x))
     assert compiled.program is before
 
 
@@ -189,12 +189,12 @@ def test_other_threads_run_the_untuned_program_meanwhile(tmp_path: Path, monkeyp
     first = threading.Thread(target=compiled, args=(x,))
     first.start()
     assert started.wait(60)
-    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    torch.testing.assert_close(compiled(x), Scaled()(x))
     assert compiled.program is before
     finish.set()
     first.join()
     assert compiled.program is not before and len(fake.works) == 1
-    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    torch.testing.assert_close(compiled(x), Scaled()(x))
 
 
 def test_a_requested_graph_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_requested_graph_is_not_replaced(tmp_path: Path, monkeypatch: pytest.M
     use(fail_timing, tmp_path, monkeypatch)
     compiled = fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL.replace(emitter="fx"))
     graph, x = compiled.graph_module, torch.randn(30, 32)
-    torch.testing.assert_close(compiled(x)[0], Scaled()(x))
+    torch.testing.assert_close(compiled(x), Scaled()(x))
     assert compiled.graph_module is graph
 
 
