@@ -109,6 +109,15 @@ class Numbers(torch.nn.Module):
         return y + n, n + 1
 
 
+def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
+    assert drive("open", affine, "leaves").lines == (
+        "input x tensor f32 cpu borrowed s0/16 16/1",
+        "output output tensor f32 cpu  s0/16 16/1",
+        "constant p_weight tensor f32 cpu borrowed 16/16 16/1",
+        "constant p_bias tensor f32 cpu borrowed 16/1",
+    )
+
+
 def test_operators_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> None:
     done = drive("open", affine, *tensor_commands(tmp_path, [batch()]), "operators")
     assert done.code == 0 and "begin aten::mm" in done.lines
