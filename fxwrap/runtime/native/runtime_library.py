@@ -52,10 +52,20 @@ def install_runtime(prefix: Path) -> list[Path]:
     return [*copied, *_write_package_files(prefix, prefix / "lib", prefix / "lib")]
 
 
-def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
+def runtime_sources() -> list[Path]:
+    """Returns the source files of the runtime; they include headers by their path in the folder of the native sources."""
+    return [_SOURCE_FOLDER / name for name in _unit_files()]
+
+
+def runtime_definitions() -> list[str]:
+    """Returns the compiler flags that define the versions that compiled programs must be for."""
     target = binary_target()
-    names = ("torch", "bridge", "machine")
-    definitions = [f'-DFXWRAP_TARGET_{name.upper()}="{target[name]}"' for name in names]
+    definitions = [f'-DFXWRAP_TARGET_{name.upper()}="{target[name]}"' for name in ("torch", "bridge", "machine")]
+    return [*definitions, f'-DFXWRAP_TORCH_LIBRARIES="{_torch_folder()}/lib"']
+
+
+def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
+    definitions = runtime_definitions()
 
     def compiled(unit: str) -> str:
         source, result = _SOURCE_FOLDER / unit, f"{Path(unit).stem}.o"
