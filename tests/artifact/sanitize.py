@@ -1,7 +1,7 @@
-"""Runs the C runtime under ThreadSanitizer and AddressSanitizer: `make sanitize`.
+"""Runs the C runtime under sanitizers of threads and addresses: `make sanitize`.
 
-The runtime and the test driver are compiled with a sanitizer; libtorch is not. Races and errors of memory in the runtime
-are reported; those between torch's own threads, which the sanitizer cannot see, are suppressed by their library.
+The runtime and the test driver are compiled with a sanitizer; libtorch is not. Errors in the runtime
+are reported; reports from within libraries that are not compiled with it are suppressed by the name of the library.
 
     python -m tests.artifact.sanitize [--threads 16] [--calls 100000] [--openings 32] [--sanitizers thread,address]
 """

@@ -82,7 +82,7 @@ def test_pkg_config_describes_the_runtime(built: Path) -> None:
     prefix = Path(fxwrap.cmake_prefix_path)
     done = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "fxwrap"], check=True, capture_output=True, text=True,
-        env={"PKG_CONFIG_PATH": str(prefix / "pkgconfig"), "PATH": "/usr/bin:/bin"},
+        env={"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig"), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert "-lfxwrap_runtime" in done.stdout and "include" in done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,7 +111,8 @@ class Numbers(torch.nn.Module):
 
 
 def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
-    assert drive("open", affine, "leaves").lines == (
+    lines = tuple([re.sub(r"\bs\d+\b", "s0", line) for line in drive("open", affine, "leaves").lines])
+    assert lines == (
         "input x tensor f32 cpu borrowed s0/16 16/1",
         "output output tensor f32 cpu  s0/16 16/1",
         "constant p_weight tensor f32 cpu borrowed 16/16 16/1",

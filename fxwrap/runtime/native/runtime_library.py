@@ -53,7 +53,7 @@ def install_runtime(prefix: Path) -> list[Path]:
 
 
 def runtime_sources() -> list[Path]:
-    """Returns the source files of the runtime; they include headers by their path in the folder of the native sources."""
+    """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
     return [_SOURCE_FOLDER / name for name in _unit_files()]
 
 
@@ -82,7 +82,7 @@ def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
         (folder / item).unlink()
     shutil.copyfile(bridge / BRIDGE_LIBRARIES[0], folder / BRIDGE_LIBRARIES[0])
     shutil.copytree(_INCLUDE_FOLDER, folder / "include")
-    _write_package_files(folder, folder, folder)
+    _write_package_files(folder, folder, folder / "lib")
 
 
 def _write_package_files(prefix: Path, libraries: Path, target: Path) -> list[Path]:
