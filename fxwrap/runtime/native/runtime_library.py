@@ -116,6 +116,6 @@ def _unit_files() -> list[str]:
 
 
 def _shipped() -> list[str]:
-    """The files that are part of the entry besides compiled code."""
-    shipped = [*sorted(_INCLUDE_FOLDER.rglob("*.hpp")), *sorted(_TEMPLATES.iterdir())]
+    """The files that determine the entry besides compiled code."""
+    shipped = [*sorted(_INCLUDE_FOLDER.rglob("*.h*")), *sorted(_TEMPLATES.iterdir()), Path(__file__)]
     return [str(path) for path in shipped]
