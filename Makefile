@@ -27,7 +27,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder wheels clean
+.PHONY: sanitize demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -52,6 +52,9 @@ form-round-trips: $(VENV)/.installed-test
 
 distributed-fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)
+
+sanitize: $(VENV)/.installed-test
+	$(BIN)/python -m tests.artifact.sanitize $(SANITIZE_ARGS)
 
 shared-folder: $(VENV)/.installed-test
 	$(BIN)/python -m tests.compile_cache.shared_folder $(SHARED_FOLDER_ARGS)

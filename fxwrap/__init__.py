@@ -87,6 +87,8 @@ def __getattr__(name: str) -> object:
     """Imports a name's module on its first use. Raises AttributeError for an unknown name."""
     if name in _PACKAGES:
         return importlib.import_module(f"fxwrap.{name}")
+    if name == "cmake_prefix_path":  # builds the runtime on first use
+        return importlib.import_module("fxwrap.runtime.native").cmake_prefix_path()
     if name not in _MODULES:
         raise AttributeError(f"module 'fxwrap' has no attribute '{name}'")
     item: object = getattr(importlib.import_module(_MODULES[name]), name)

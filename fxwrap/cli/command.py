@@ -24,7 +24,7 @@ from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.passes.provenance import provenance
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.runtime.native import build_bridge, build_planner, package_libraries
+from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries
 from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import print_program, symbol_values
 
@@ -126,6 +126,9 @@ def _add_build(commands: _Commands) -> None:
     command = commands.add_parser("build", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     command.add_argument(
         "--package", metavar="DIR", help="write them to DIR for a wheel (default: to the cache folder)"
+    )
+    command.add_argument(
+        "--runtime", metavar="PREFIX", help="install the runtime for hosts without Python below PREFIX (docs/deploy.md)"
     )
     command.set_defaults(run=_build)
 
@@ -306,7 +309,9 @@ def _passes(_chosen: argparse.Namespace) -> int:
 
 
 def _build(chosen: argparse.Namespace) -> int:
-    if chosen.package is None:
+    if chosen.runtime is not None:
+        print(*install_runtime(Path(chosen.runtime)), sep="\n")
+    elif chosen.package is None:
         print(build_bridge().folder, build_planner().parent, sep="\n")
     else:
         print(*package_libraries(Path(chosen.package)), sep="\n")

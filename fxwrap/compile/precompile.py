@@ -60,7 +60,11 @@ def _check_usable(options: Options) -> None:
         raise NotCacheable("the compile cache is disabled")
     if options.autotune == FIRST_CALL:
         raise NotCacheable("kernels are timed at the first call")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise NotCacheable("the ranks of a job compare their compiles, and exchange them")
     folder = autograd_cache_folder()
     for path in (folder, folder.parent):

@@ -86,9 +86,7 @@ def cache_bypass(reason: str) -> Exception:
 
 
 def precompiled_graph(
-    build: Callable[[], Callable[[list[object]], object]],
-    content: Callable[[], bytes],
-    load: Callable[[bytes], Any],
+    build: Callable[[], Callable[[list[object]], object]], content: Callable[[], bytes], load: Callable[[bytes], Any]
 ) -> PrecompiledGraph:
     """Returns a compiled graph that torch can pickle: as `load`, a function of a module, and its bytes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,16 @@ class Numbers(torch.nn.Module):
     def forward(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, int]:
         y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
         return y + n, n + 1
+
+
+def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
+    lines = tuple([re.sub(r"\bs\d+\b", "s0", line) for line in drive("open", affine, "leaves").lines])
+    assert lines == (
+        "input x tensor f32 cpu borrowed s0/16 16/1",
+        "output output tensor f32 cpu  s0/16 16/1",
+        "constant p_weight tensor f32 cpu borrowed 16/16 16/1",
+        "constant p_bias tensor f32 cpu borrowed 16/1",
+    )
 
 
 def test_operators_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> None:

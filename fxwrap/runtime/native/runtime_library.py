@@ -52,10 +52,20 @@ def install_runtime(prefix: Path) -> list[Path]:
     return [*copied, *_write_package_files(prefix, prefix / "lib", prefix / "lib")]
 
 
-def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
+def runtime_sources() -> list[Path]:
+    """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
+    return [_SOURCE_FOLDER / name for name in _unit_files()]
+
+
+def runtime_definitions() -> list[str]:
+    """Returns the compiler flags that define the versions that compiled programs must be for."""
     target = binary_target()
-    names = ("torch", "bridge", "machine")
-    definitions = [f'-DFXWRAP_TARGET_{name.upper()}="{target[name]}"' for name in names]
+    definitions = [f'-DFXWRAP_TARGET_{name.upper()}="{target[name]}"' for name in ("torch", "bridge", "machine")]
+    return [*definitions, f'-DFXWRAP_TORCH_LIBRARIES="{_torch_folder()}/lib"']
+
+
+def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
+    definitions = runtime_definitions()
 
     def compiled(unit: str) -> str:
         source, result = _SOURCE_FOLDER / unit, f"{Path(unit).stem}.o"
@@ -72,7 +82,7 @@ def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
         (folder / item).unlink()
     shutil.copyfile(bridge / BRIDGE_LIBRARIES[0], folder / BRIDGE_LIBRARIES[0])
     shutil.copytree(_INCLUDE_FOLDER, folder / "include")
-    _write_package_files(folder, folder, folder)
+    _write_package_files(folder, folder, folder / "lib")
 
 
 def _write_package_files(prefix: Path, libraries: Path, target: Path) -> list[Path]:
@@ -106,6 +116,6 @@ def _unit_files() -> list[str]:
 
 
 def _shipped() -> list[str]:
-    """The files that are part of the entry besides compiled code."""
-    shipped = [*sorted(_INCLUDE_FOLDER.rglob("*.hpp")), *sorted(_TEMPLATES.iterdir())]
+    """The files that determine the entry besides compiled code."""
+    shipped = [*sorted(_INCLUDE_FOLDER.rglob("*.h*")), *sorted(_TEMPLATES.iterdir()), Path(__file__)]
     return [str(path) for path in shipped]

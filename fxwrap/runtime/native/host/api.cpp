@@ -80,8 +80,8 @@ void fxwrap_close(FxwrapModel* model) { delete model; }
 
 const char* fxwrap_name(const FxwrapModel* model) { return model->saved().name.c_str(); }
 const char* fxwrap_metadata(const FxwrapModel* model) { return model->saved().metadata.c_str(); }
-int64_t fxwrap_input_count(const FxwrapModel* model) { return model->saved().program->inputs.size; }
-int64_t fxwrap_output_count(const FxwrapModel* model) { return model->saved().program->outputs.size; }
+int64_t fxwrap_input_count(const FxwrapModel* model) { return model->saved().inputs.count(); }
+int64_t fxwrap_output_count(const FxwrapModel* model) { return model->saved().outputs.count(); }
 int64_t fxwrap_constant_count(const FxwrapModel* model) { return model->saved().constants.count(); }
 const FxwrapLeaf* fxwrap_input(const FxwrapModel* model, int64_t index) { return model->saved().inputs.at(index); }
 const FxwrapLeaf* fxwrap_output(const FxwrapModel* model, int64_t index) { return model->saved().outputs.at(index); }

@@ -19,6 +19,8 @@ constexpr const char* target_torch = FXWRAP_TARGET_TORCH;
 constexpr const char* target_bridge = FXWRAP_TARGET_BRIDGE;
 constexpr const char* target_machine = FXWRAP_TARGET_MACHINE;
 
+constexpr const char* torch_libraries = FXWRAP_TORCH_LIBRARIES;  // the folder of the build's libtorch
+
 constexpr const char* engine_library = "libfxwrap_bridge.so";
 
 std::string folder_of_runtime() {
@@ -32,6 +34,10 @@ std::string folder_of_runtime() {
 Engine& open_engine() {
   const std::string path = folder_of_runtime() + engine_library;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {  // a bridge of a wheel does not know the folder of libtorch
+    dlopen((std::string(torch_libraries) + "/libtorch_cpu.so").c_str(), RTLD_LAZY | RTLD_GLOBAL);
+    library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  }
   if (library == nullptr) throw Failure("ImportError", std::string("the runtime cannot load libtorch: ") + dlerror());
   auto* find = reinterpret_cast<Engine* (*)(int64_t)>(dlsym(library, "fxwrap_engine"));
   Engine* engine = find == nullptr ? nullptr : find(abi_version);

@@ -95,12 +95,10 @@ void SavedProgram::read() {
     throw archive.error(manifest_entry, "it describes other constants than the program has");
   }
   has_constants = manifest.at("constants").at("inside").boolean();
-  const Json* signature = manifest.find("signature");
-  if (signature != nullptr) {
-    for (const Json& entry : signature->at("inputs").items()) inputs.add(entry);
-    for (const Json& entry : signature->at("outputs").items()) outputs.add(entry);
-  }
-  if (signature != nullptr && (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size)) {
+  const Json& signature = manifest.at("signature");
+  for (const Json& entry : signature.at("inputs").items()) inputs.add(entry);
+  for (const Json& entry : signature.at("outputs").items()) outputs.add(entry);
+  if (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size) {
     throw archive.error(manifest_entry, "it describes other inputs and outputs than the program has");
   }
   for (const SavedConstant& constant : layout) constants.add(constant);
