@@ -3,6 +3,7 @@
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
 #   make round-trips   random programs through FX graphs and torch's transforms (ROUND_TRIPS_ARGS="--programs 2000")
 #   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
+#   make distributed   training on 2 and 4 ranks beside eager, then 500 random programs on 2 (DISTRIBUTED_FUZZ_ARGS="50 7")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
 #   make wheels   a wheel in dist/ with the native libraries of each release in TORCHES, each in an environment of its own
 #   make wheels WHEEL_ENVIRONMENTS="/a /b"   the same for the torch of these environments
@@ -27,7 +28,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sanitize demo test fuzz round-trips form-round-trips distributed distributed-fuzz shared-folder wheels clean
+.PHONY: demo test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -43,15 +44,13 @@ fuzz: $(VENV)/.installed-test
 
 distributed: $(VENV)/.installed-test
 	$(BIN)/python -m tests.distributed.test_training
+	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)
 
 round-trips: $(VENV)/.installed-test
 	$(BIN)/python -m tests.round_trips $(ROUND_TRIPS_ARGS)
 
 form-round-trips: $(VENV)/.installed-test
 	$(BIN)/python -m tests.form_round_trips $(FORM_ROUND_TRIPS_ARGS)
-
-distributed-fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m tests.distributed.random_runs $(DISTRIBUTED_FUZZ_ARGS)
 
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m tests.artifact.sanitize $(SANITIZE_ARGS)

@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py --ranks 2                       # Gloo: simple_fsdp beside FSDP2, and TP
     python benchmarks/distributed.py --ranks 4 --device cuda --bf16 --record # NCCL: beside TorchInductor
+    python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --model decoding-llama # one token, no gradients
 
 Each rank is a process. A side is timed in interleaved rounds with the base, TorchInductor or else eager, on the same
 ranks; a round is one step of each between barriers, and the ratio is the median of the rounds' ratios. A row is printed
@@ -39,10 +40,11 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
-from benchmarks.distributed_models import MODELS, PARALLELISMS, Parallelism, randomise
+from benchmarks.distributed_models import MODELS, PARALLELISMS, DecodingLlama, Parallelism, randomise
 from benchmarks.results import Report, add_record_option
 
 Step = Callable[[Tensor], Tensor]
+DECODING = "decoding-llama"
 SIDES = ("eager", "inductor", "fxwrap", "fxwrap step")
 START = time.perf_counter()
 
@@ -70,16 +72,26 @@ class Job:
         """The parallelism of the job."""
         return PARALLELISMS[self.name]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a whole step compiles."""
+        return self.parallelism.is_whole and self.chosen.model != DECODING
+
     def step(self, side: str, is_local: bool = False) -> Step:
         """Returns the step of a side; with `is_local`, its collectives copy on each rank."""
         model, optimizer = self._model(side == "eager", is_local)
-        forward = torch.compile(model, backend=side) if side in ("inductor", "fxwrap") else model
+        forward: Any = model
+        if side in ("inductor", "fxwrap"):
+            forward = torch.compile(model, backend=side, mode=self.chosen.mode)
+        if isinstance(model, DecodingLlama):
+            return torch.no_grad()(forward)
         step = train_step(forward, optimizer)
         return fxwrap.compile_step(step, (self.tokens,)) if side == "fxwrap step" else step
 
     def uncompiled_step(self, side: str) -> Step:
         """Returns the step of a side's model in eager."""
-        return train_step(*self._model(side == "eager", is_local=False))
+        model, optimizer = self._model(side == "eager", is_local=False)
+        return torch.no_grad()(model) if isinstance(model, DecodingLlama) else train_step(model, optimizer)
 
     def _model(self, is_eager: bool, is_local: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         key = (is_eager, is_local)
@@ -261,7 +273,7 @@ def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None
     base = build(job, "inductor" if "inductor" in names else names[0])
     measure(job, base, base, report)
     for name in names:
-        if name == base.name or (name == "fxwrap step" and not job.parallelism.is_whole):
+        if name == base.name or (name == "fxwrap step" and not job.is_whole):
             continue
         measure(job, build(job, name), base, report)
         gc.collect()
@@ -284,9 +296,11 @@ def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
     if "inductor" in chosen.sides:
         enable_inductor_overlap()
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(chosen.vocabulary, (chosen.batch, chosen.length), generator=generator)
+    length = 1 if chosen.model == DECODING else chosen.length
+    tokens = torch.randint(chosen.vocabulary, (chosen.batch, length), generator=generator)
     tokens = tokens.to(f"cuda:{rank}" if is_gpu else "cpu")
-    name = f"distributed-{chosen.device.type}-{chosen.ranks}"
+    kind = "decoding-" if chosen.model == DECODING else ""
+    name = f"distributed-{kind}{chosen.device.type}-{chosen.ranks}"
     report = Report(name, chosen, chosen.device) if rank == 0 else None
     for parallelism in chosen.parallelism:
         measure_sides(Job(chosen, tokens, parallelism), chosen.sides, report)
@@ -303,7 +317,8 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", choices=MODELS, default="gpt2")
-    parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", default=["FSDP", "TP"])
+    parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", help="FSDP and TP; TP for decoding")
+    parser.add_argument("--mode", help="torch.compile's, such as reduce-overhead")
     parser.add_argument("--sides", choices=SIDES, nargs="+", help="all, inductor on GPUs only")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
@@ -317,6 +332,8 @@ def main() -> None:
     add_record_option(parser)
     chosen = parser.parse_args()
     chosen.dtype = torch.bfloat16 if chosen.bf16 else torch.float32
+    if chosen.parallelism is None:
+        chosen.parallelism = ["TP"] if chosen.model == DECODING else ["FSDP", "TP"]
     if chosen.sides is None:
         chosen.sides = [side for side in SIDES if side != "inductor" or chosen.device.type == "cuda"]
     with tempfile.TemporaryDirectory() as folder:

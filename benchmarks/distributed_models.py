@@ -96,6 +96,14 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat([-second, first], -1) * sine
 
 
+def _angles(positions: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the cosines and sines of the rotations at some positions."""
+    frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=positions.device) / width)
+    angles = positions[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 class Llama(nn.Module):
     """Llama with random weights; returns the loss."""
 
@@ -109,17 +117,48 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
-        width = self.head_width
-        frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=tokens.device) / width)
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequencies
-        angles = torch.cat([angles, angles], -1)[:, None]
-        cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        cosine, sine = _angles(torch.arange(tokens.shape[1], device=tokens.device), self.head_width, x.dtype)
         for block in self.blocks:
             x = block(x, cosine, sine)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
 
 
-MODELS: dict[str, Callable[[argparse.Namespace], nn.Module]] = {"gpt2": Gpt2, "llama": Llama}
+class DecodingLlama(Llama):
+    """Llama that reads one token of each sequence and returns the next one. The caches have this rank's heads."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        super().__init__(chosen)
+        sizes = (2, chosen.batch, chosen.length, chosen.key_heads // chosen.ranks, self.head_width)
+        for number in range(chosen.layers):
+            self.register_buffer(f"cache_{number}", torch.zeros(sizes))
+        self.register_buffer("position", torch.full((1,), chosen.length // 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        position = self.get_buffer("position")
+        x = self.tokens(tokens)
+        cosine, sine = _angles(position, self.head_width, x.dtype)
+        for number, block in enumerate(self.blocks):
+            x = self._block(block, x, cosine, sine, self.get_buffer(f"cache_{number}"))
+        return self.head(self.norm(x)).argmax(-1)
+
+    def _block(self, block: Any, x: Tensor, cosine: Tensor, sine: Tensor, cache: Tensor) -> Tensor:
+        y, width, position = block.norm_1(x), self.head_width, self.get_buffer("position")
+        query, key, value = [layer(y).unflatten(-1, (-1, width)) for layer in (block.query, block.key, block.value)]
+        query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
+        cache.index_copy_(2, position, torch.stack([key, value]))
+        mask = torch.arange(cache.shape[2], device=x.device) <= position
+        keys, values = [item.transpose(1, 2) for item in cache]
+        groups = query.shape[2] // key.shape[2]
+        query = query.transpose(1, 2).unflatten(1, (-1, groups)).flatten(2, 3)  # the heads of one key are rows
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask.expand(groups, -1))
+        x = x + block.projection(attended.flatten(1, 2).unflatten(1, (-1, 1)).transpose(1, 2).flatten(2))
+        y = block.norm_2(x)
+        return x + block.down(F.silu(block.gate(y)) * block.up(y))
+
+
+MODELS: dict[str, Callable[[argparse.Namespace], nn.Module]] = {
+    "gpt2": Gpt2, "llama": Llama, "decoding-llama": DecodingLlama
+}  # fmt: skip
 
 # --- parallelism ------------------------------------------------------------------------------------------------------
 

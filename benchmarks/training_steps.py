@@ -119,6 +119,7 @@ def measure(model: str, report: Report, chosen: argparse.Namespace) -> None:
             "host, us": host[name].median * 1e6,
             "host / separate": host[name].median / host["separate"].median,
             "peak, MiB": allocated[name] / 2**20,
+            "peak / separate": allocated[name] / allocated["separate"] if allocated["separate"] else None,
             "planned, MiB": planned[name] / 2**20 if name in planned else None,
         }
         report.add(row, {"time": times[name].samples, "host": host[name].samples})

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ def measure_group(group: ProcessGroup) -> None:
         log.info("group '%s': %s", group.group_name, measured)
 
 
-def _published(store: dist.Store) -> GroupSpeed | None:
+def _published(store: Any) -> GroupSpeed | None:
     return GroupSpeed.parse(store.get("speed").decode()) if store.check(["speed"]) else None
 
 
