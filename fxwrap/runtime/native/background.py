@@ -41,7 +41,7 @@ def after_bridge(action: Callable[[], object]) -> None:
 
 def join_background() -> None:
     """Waits until no thread compiles the bridge: for tests."""
-    while (thread := _background.thread) is not None:
+    while (thread := _background.thread) is not None and thread.is_alive():
         thread.join()
 
 
