@@ -46,15 +46,16 @@ def join_background() -> None:
 
 
 def _run() -> None:
-    failure: Exception | None = None
+    is_built = False
     try:
         build_bridge(in_background=True)
+        is_built = True
     except (FxwrapError, OSError) as error:
-        failure = error
         log.info("the C++ bridge does not compile, and programs run without it: %s", error)
-    while action := _next_action():
-        if failure is None:
-            _try(action)
+    finally:
+        while action := _next_action():
+            if is_built:
+                _try(action)
 
 
 def _next_action() -> Callable[[], object] | None:

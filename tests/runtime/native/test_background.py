@@ -35,7 +35,7 @@ class Machine:
     def build(self, in_background: bool = False) -> BridgeBuild:
         assert in_background, "a program waits for the bridge"
         self.builds += 1
-        assert self.compiled.wait(60)
+        assert self.compiled.wait(600)
         if self.error:
             raise NativeBuildError(self.error)
         (self.cache / self.bridge.name).symlink_to(self.bridge)
