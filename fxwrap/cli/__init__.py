@@ -1,4 +1,4 @@
-"""The command line: `python -m fxwrap show|emit|plan|compare|passes MODULE:NAME | FILE.py:NAME | FILE.pt2`."""
+"""The command line: `python -m fxwrap show|emit|plan|compare|passes|build ...`."""
 
 from fxwrap.cli.command import main
 

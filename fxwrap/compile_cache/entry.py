@@ -103,7 +103,7 @@ def _libraries(program: Program, emitter: str, emitted: EmittedProgram) -> dict[
     if emitter == "cpp":
         libraries = emitted.libraries() if isinstance(emitted, EmittedCpp) else {}
         entries["programs"] = [{"source": key, **_library_entry(path)} for key, path in libraries.items()]
-    elif links_into_cpp:
+    elif links_into_cpp and native.find_bridge() is not None:  # else the kernels are in the cache folder alone
         symbols_of: dict[Path, list[str]] = {}
         for symbol, library in native.compiled_kernels(tuple([kernel.symbol for kernel in links_into_cpp])).items():
             symbols_of.setdefault(library, []).append(symbol)

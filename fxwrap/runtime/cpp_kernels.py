@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.errors import FxwrapError
@@ -27,6 +29,10 @@ _SCALAR_TYPES = {
     "i1": "bool", "bool": "bool", "i8": "int8_t", "i16": "int16_t", "i32": "int32_t", "i64": "int64_t", "u8": "uint8_t",
     "u16": "uint16_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float", "f64": "double",
 }  # fmt: skip
+
+_C_TYPES = {
+    name: getattr(ctypes, f"c_{kind.removesuffix('_t')}") for name, kind in _SCALAR_TYPES.items()
+}  # c_bool, c_int8, ..., c_double
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,11 @@ def emit_cpp_declaration(symbol: str, signature: Sequence[str]) -> str:
             raise FxwrapError(
                 f"C++ has no type for a kernel's parameter '{entry}', only for {', '.join(_SCALAR_TYPES)}"
             )
-    parameters = ["void*" if entry.startswith("*") else _SCALAR_TYPES[entry] for entry in signature]
-    return f'extern "C" void {symbol}({", ".join(parameters)});'
+    return f'extern "C" void {symbol}({", ".join(_parameter_types(signature))});'
+
+
+def _parameter_types(signature: Sequence[str]) -> list[str]:
+    return ["void*" if entry.startswith("*") else _SCALAR_TYPES[entry] for entry in signature]
 
 
 def make_translation_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
@@ -77,6 +86,34 @@ def make_translation_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
             rename = f"-D{find_function_name(kernel.source)}={kernel.symbol}"
             units.append(NativeSource(kernel.source, (*own_flags, rename)))
     return [*[NativeSource(_unit(group)) for group in _groups(shared)], *units]
+
+
+def emit_cpp_entry_points(kernels: Sequence[KernelText]) -> str:
+    """Returns a unit with an exported function per kernel that only calls it, `call_<symbol>`, and uses no bridge."""
+    parts = []
+    for kernel in kernels:
+        types = _parameter_types(kernel.signature)
+        parameters = ", ".join([f"{kind} a{index}" for index, kind in enumerate(types)])
+        arguments = ", ".join([f"a{index}" for index in range(len(types))])
+        parts.append(
+            f"{emit_cpp_declaration(kernel.symbol, kernel.signature)}\n"
+            f'extern "C" __attribute__((visibility("default"))) void call_{kernel.symbol}({parameters}) '
+            f"{{ {kernel.symbol}({arguments}); }}\n"
+        )
+    return "#include <cstdint>\n" + "".join(parts)
+
+
+def load_cpp_entry_point(library: Path, kernel: KernelText) -> Callable[..., None]:
+    """Returns `function(*tensors, *outs, *scalars)` of a kernel in a library with `emit_cpp_entry_points`."""
+    function = ctypes.CDLL(str(library))[f"call_{kernel.symbol}"]
+    is_pointer = [entry.startswith("*") for entry in kernel.signature]
+    function.argtypes = [ctypes.c_void_p if entry.startswith("*") else _C_TYPES[entry] for entry in kernel.signature]
+    function.restype = None
+
+    def launch(*arguments: Any) -> None:
+        function(*[item.data_ptr() if tensor else item for tensor, item in zip(is_pointer, arguments, strict=True)])
+
+    return launch
 
 
 def emit_cpp_launchers(kernels: Sequence[KernelText]) -> str:

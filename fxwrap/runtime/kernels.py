@@ -18,7 +18,14 @@ from fxwrap.caching import bounded_cache, shared_cache
 from fxwrap.devices import CPP, CUDA, KernelRuntime, Launcher, RegisteredLanguage, find_language, get_language
 from fxwrap.errors import FxwrapError, NativeBuildError
 from fxwrap.runtime import native
-from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText, emit_cpp_launchers, make_translation_units
+from fxwrap.runtime.cpp_kernels import (
+    KernelOptions,
+    KernelText,
+    emit_cpp_entry_points,
+    emit_cpp_launchers,
+    load_cpp_entry_point,
+    make_translation_units,
+)
 from fxwrap.runtime.triton.compile import KernelUse, compile_triton_kernels, start_workers
 from fxwrap.runtime.triton.compile import import_triton as triton_package
 from fxwrap.runtime.triton.kernels import load_triton_kernel
@@ -110,6 +117,18 @@ def _group_by_language(kernels: Sequence[KernelText]) -> list[tuple[RegisteredLa
 
 def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -> Launcher:
     kernel = KernelText(CPP.name, source, signature, options)
+    if native.find_bridge() is not None:
+        return _load_by_bridge(kernel)
+    prepare_kernels((kernel,))
+    library = native.find_interim_kernel(kernel.symbol) or _compile_interim_library([kernel])
+    try:
+        launch = load_cpp_entry_point(library, kernel)
+    except OSError:  # a kernel of the user's that calls the bridge
+        return _load_by_bridge(kernel)
+    return native.InterimLauncher(launch, partial(_load_by_bridge, kernel))
+
+
+def _load_by_bridge(kernel: KernelText) -> Launcher:
     prepare_kernels((kernel,))
     # The cache folder may have been deleted since: prepare_kernels remembers what it has prepared.
     library = native.compiled_kernels((kernel.symbol,)).get(kernel.symbol) or _compile_library([kernel])
@@ -118,16 +137,38 @@ def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -
 
 def _prepare_cpp(kernels: Sequence[KernelText]) -> None:
     by_symbol = {kernel.symbol: kernel for kernel in kernels}
-    compiled = native.compiled_kernels(tuple(by_symbol))
+    compiled = _compiled_symbols(tuple(by_symbol))
     missing = [kernel for symbol, kernel in by_symbol.items() if symbol not in compiled]
     if missing:
+        compile_missing = _index_library if native.find_bridge() is not None else _index_interim_library
         try:
-            path = _compile_library(missing)
+            compile_missing(missing)
         except NativeBuildError:
             if len(missing) == 1:
                 raise
-            return
-        native.index_kernel_library([kernel.symbol for kernel in missing], path)
+
+
+def _compiled_symbols(symbols: tuple[str, ...]) -> set[str]:
+    """Returns the symbols of the kernels that can be launched as the bridge is now: compiled, or not yet."""
+    compiled = set(native.compiled_kernels(symbols))
+    if native.find_bridge() is None:
+        compiled |= {symbol for symbol in symbols if native.find_interim_kernel(symbol) is not None}
+    return compiled
+
+
+def _index_library(kernels: Sequence[KernelText]) -> None:
+    native.index_kernel_library([kernel.symbol for kernel in kernels], _compile_library(kernels))
+
+
+def _index_interim_library(kernels: Sequence[KernelText]) -> None:
+    """Compiles kernels for launches without the bridge. When it is there, the same kernels are linked with it."""
+    native.register_interim_kernels([kernel.symbol for kernel in kernels], _compile_interim_library(kernels))
+    native.after_bridge(partial(_index_library, kernels))
+
+
+def _compile_interim_library(kernels: Sequence[KernelText]) -> Path:
+    units = make_translation_units(kernels)
+    return native.compile_cpp(emit_cpp_entry_points(kernels), name="interim", extra_sources=units, with_bridge=False)
 
 
 def _compile_library(kernels: Sequence[KernelText]) -> Path:
@@ -153,7 +194,7 @@ def _compile_cpp(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
     if error is not None and len(kernels) == 1:
         return [error]
     try:
-        compiled = native.compiled_kernels(tuple([kernel.symbol for kernel in kernels]))
+        compiled = _compiled_symbols(tuple([kernel.symbol for kernel in kernels]))
     except NativeBuildError as no_compiler:
         return [no_compiler] * len(kernels)
     return [

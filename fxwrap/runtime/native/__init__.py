@@ -1,5 +1,6 @@
 """The C++ runtime: the bridge that emitted C++ calls, its Python binding, and the compiler driver."""
 
+from fxwrap.runtime.native.background import *
 from fxwrap.runtime.native.binding import *
 from fxwrap.runtime.native.build import *
 from fxwrap.runtime.native.compiler import *

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
+from fxwrap.errors import NativeBuildError
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
 from fxwrap.runtime.native.packaged import find_packaged_entry, torch_identity
-from fxwrap.runtime.native.prebuilt import find_prebuilt_kernel, register_prebuilt_kernels
+from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge, find_prebuilt_kernel, register_prebuilt_kernels
 from fxwrap.runtime.native.progress import report_build
 
 _SOURCE_FOLDER = Path(__file__).parent
@@ -95,16 +96,19 @@ class BridgeBuild:
     seconds: float
 
 
-def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = ()) -> Path:
+def compile_cpp(
+    source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = (), with_bridge: bool = True
+) -> Path:
     """Returns the path of an emitted program's shared library, compiled now unless it is in the cache.
 
     `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` (CPU kernels) are linked
-    with it. The sources remain beside the library for debuggers. `CXX` selects the compiler (default: the first of
-    g++, c++ and clang++). Raises NativeBuildError with the command and the compiler's output.
+    with it. `with_bridge=False` links a unit that calls nothing of the bridge. The sources remain beside the library
+    for debuggers. `CXX` selects the compiler (default: the first of g++, c++ and clang++). Raises NativeBuildError with
+    the command and the compiler's output.
     """
     sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
     compiler = find_compiler()
-    bridge = build_bridge().folder
+    bridge = build_bridge().folder if with_bridge else None
     stem = re.sub(r"\W+", "_", name) or "program"
     key = _digest(
         _toolchain_key(compiler),
@@ -126,7 +130,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         precompiled = _claim_precompiled(compiler, source_text, paths[0].with_suffix(".o"))
         parallel_map(lambda unit: _compile_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
-        bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"]
+        bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"] if with_bridge else []
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
         linked = [*shared, *objects, *bridge_flags, *compiler.runtime]
         run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
@@ -234,37 +238,58 @@ def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     return [f"kernels/{_digest(common, symbol)}" for symbol in symbols]
 
 
-def build_bridge() -> BridgeBuild:
+def find_bridge() -> Path | None:
+    """Returns the folder of a bridge that need not be compiled: of a saved program, of the wheel, or in the cache."""
+    folder = find_prebuilt_bridge() or find_packaged_entry(_packaged_bridge(), BRIDGE_LIBRARIES)
+    if folder is not None:
+        return folder
+    try:
+        return cache_folder.find_entry(_bridge_name(find_compiler()))
+    except NativeBuildError:
+        return None
+
+
+def build_bridge(in_background: bool = False) -> BridgeBuild:
     """Returns the bridge and binding for this torch, Python and compiler: of the wheel, in the cache, or built now.
 
-    Raises NativeBuildError without a compiler, and where it fails; CacheError where no cache folder can be written.
+    `in_background` compiles one file after another. Raises NativeBuildError without a compiler, and where it fails;
+    CacheError where no cache folder can be written.
     """
     packaged = find_packaged_entry(_packaged_bridge(), BRIDGE_LIBRARIES)
     if packaged is not None:
         return BridgeBuild(packaged, 0.0)
     compiler = find_compiler()
-    name = f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
     start = time.perf_counter()
-    existing = cache_folder.find_entry(name)
+    existing = cache_folder.find_entry(_bridge_name(compiler))
     if existing is not None:
         return BridgeBuild(existing, 0.0)
-    objects = _compile_bridge_units(compiler)
-    folder = cache_folder.find_or_build_entry(name, lambda folder: _link_bridge(compiler, objects, folder))
+    objects = _compile_bridge_units(compiler, in_background)
+
+    def link(folder: Path) -> None:
+        _link_bridge(compiler, objects, folder)
+
+    folder = cache_folder.find_or_build_entry(_bridge_name(compiler), link)
     return BridgeBuild(folder, time.perf_counter() - start)
 
 
-def _compile_bridge_units(compiler: Compiler) -> list[Path]:
+def _bridge_name(compiler: Compiler) -> str:
+    return f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
+
+
+def _compile_bridge_units(compiler: Compiler, in_background: bool = False) -> list[Path]:
     """Returns the object files of `_BRIDGE_UNITS` and `_BINDING_UNITS`. Each is cached, so that a build that ends early
     is continued by the next one, and threads and processes that build the bridge at once share the work."""
     units = (*_BRIDGE_UNITS, *_BINDING_UNITS)
-    with report_build(f"the C++ bridge for torch {torch.__version__}", len(units)) as finish_file:
+    subject = f"the C++ bridge for torch {torch.__version__}"
+    with report_build(subject, len(units), on_terminal=not in_background) as finish_file:
 
         def compiled(unit: Sequence[str]) -> str:
             path = _compile_bridge_unit(compiler, unit)
             finish_file()
             return str(path)
 
-        return [Path(path) for path in parallel_map(compiled, units)]
+        # Python waits for the threads of `parallel_map` when it exits.
+        return [Path(path) for path in (map(compiled, units) if in_background else parallel_map(compiled, units))]
 
 
 def _compile_bridge_unit(compiler: Compiler, unit: Sequence[str]) -> Path:

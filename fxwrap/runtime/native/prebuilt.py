@@ -41,6 +41,7 @@ class LibraryTable:
 class _PrebuiltTables:
     programs: LibraryTable = field(default_factory=lambda: LibraryTable(16384))
     kernels: LibraryTable = field(default_factory=lambda: LibraryTable(65536))
+    interim_kernels: LibraryTable = field(default_factory=lambda: LibraryTable(65536))
     bridge: Path | None = None
 
 
@@ -82,6 +83,17 @@ def register_prebuilt_kernels(symbols: Iterable[str], library: Path) -> None:
 def find_prebuilt_kernel(symbol: str) -> Path | None:
     """Returns the registered library of a kernel, or None."""
     return _tables.kernels.find(symbol)
+
+
+def register_interim_kernels(symbols: Iterable[str], library: Path) -> None:
+    """Registers the library of kernels that are launched without the bridge under their symbols."""
+    for symbol in symbols:
+        _tables.interim_kernels.add(symbol, library)
+
+
+def find_interim_kernel(symbol: str) -> Path | None:
+    """Returns the registered library of a kernel that is launched without the bridge, or None."""
+    return _tables.interim_kernels.find(symbol)
 
 
 def register_prebuilt_bridge(folder: Path) -> None:

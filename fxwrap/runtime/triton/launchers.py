@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.native import launcher_class
+from fxwrap.runtime.native import InterimLauncher, find_bridge, launcher_class
 from fxwrap.runtime.triton.compile import import_triton
 from fxwrap.runtime.triton.prebuilt import find_prebuilt_triton
 from fxwrap.runtime.triton.variants import variant_of
@@ -63,10 +64,12 @@ class NativeLauncher(Protocol):
 def make_launcher(kernel: KernelText, constants: Collection[str], launch_with_triton: Fallback) -> Fallback:
     """Returns the kernel's launcher, or `launch_with_triton` without an NVIDIA GPU or bridge, and in the interpreter.
 
-    `constants` names the kernel's constant parameters.
+    Triton launches while the bridge is compiled in the background. `constants` names the kernel's constant parameters.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None or import_triton().knobs.runtime.interpret:
         return launch_with_triton
+    if find_bridge() is None:
+        return InterimLauncher(launch_with_triton, partial(make_native_launcher, kernel, constants, launch_with_triton))
     try:
         return make_native_launcher(kernel, constants, launch_with_triton)
     except NativeBuildError:

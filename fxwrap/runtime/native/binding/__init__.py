@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fxwrap.runtime.native.build import BRIDGE_LIBRARIES, build_bridge
+from fxwrap.runtime.native.build import BRIDGE_LIBRARIES, build_bridge, find_bridge
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge
 
 
@@ -60,7 +60,7 @@ def launcher_class() -> Any:
 
 def find_plain_inputs_check() -> Callable[[tuple[object, ...]], bool] | None:
     """Returns the binding's `are_plain_inputs`, see `runtime.direct`; None while this process has loaded no bridge."""
-    return _binding().are_plain_inputs if binding_is_loaded() else None
+    return _binding().are_plain_inputs if binding_is_loaded() and find_bridge() is not None else None
 
 
 def override_driver_library(path: Path) -> None:
