@@ -52,7 +52,7 @@ def autograd_cache(graph_module: torch.fx.GraphModule, key: str) -> Iterator[Non
 def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callable[..., Any]:
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
     from torch._functorch import config
-    from torch._functorch.aot_autograd import SerializableAOTDispatchCompiler
+    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 
     from fxwrap.torch_compat.precompiled import PrecompiledGraph
 
@@ -86,9 +86,7 @@ def cache_bypass(reason: str) -> Exception:
 
 
 def precompiled_graph(
-    build: Callable[[], Callable[[list[object]], object]],
-    content: Callable[[], bytes],
-    load: Callable[[bytes], Any],
+    build: Callable[[], Callable[[list[object]], object]], content: Callable[[], bytes], load: Callable[[bytes], Any]
 ) -> PrecompiledGraph:
     """Returns a compiled graph that torch can pickle: as `load`, a function of a module, and its bytes.
 

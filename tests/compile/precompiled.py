@@ -30,9 +30,12 @@ class Classifier(torch.nn.Module):
         return self.layers(x).softmax(-1)
 
 
-def batch(size: int, seed: int = 1) -> torch.Tensor:
-    """Returns an input of the model."""
-    return torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+def batch(size: int, *, dynamic: bool = False) -> torch.Tensor:
+    """Returns an input of the model, with a dynamic first dimension if asked for."""
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    return x
 
 
 def save_tensor_guards(guards: list[object]) -> list[bool]:
@@ -40,18 +43,22 @@ def save_tensor_guards(guards: list[object]) -> list[bool]:
     return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]  # type: ignore[attr-defined]
 
 
-def inference_error(compiled: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module, size: int = 5) -> float:
+def inference_error(
+    compiled: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module, size: int, *, dynamic: bool = False
+) -> float:
     """Returns the largest difference of the results to eager ones."""
     with torch.no_grad():
-        return (compiled(batch(size)) - model(batch(size))).abs().max().item()
+        return (compiled(batch(size, dynamic=dynamic)) - model(batch(size))).abs().max().item()
 
 
-def training_error(compiled: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module, size: int = 5) -> float:
+def training_error(
+    compiled: Callable[[torch.Tensor], torch.Tensor], model: torch.nn.Module, size: int, *, dynamic: bool = False
+) -> float:
     """Returns the largest difference of the gradients to eager ones."""
 
     def gradients(function: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         model.zero_grad()
-        function(batch(size)).square().sum().backward()
+        function(batch(size, dynamic=dynamic)).square().sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     pairs = list(zip(gradients(compiled), gradients(model), strict=True))
@@ -62,7 +69,7 @@ def training_error(compiled: Callable[[torch.Tensor], torch.Tensor], model: torc
 def compiled_model(emitter: str) -> tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]:
     """Returns the model, and its compiled form."""
     model = Classifier()
-    return model, torch.compile(model, backend="fxwrap", options={"emitter": emitter}, dynamic=True)
+    return model, torch.compile(model, backend="fxwrap", options={"emitter": emitter})
 
 
 def load_aot(folder: Path, name: str) -> dict[str, object]:
@@ -79,7 +86,8 @@ def load_cached(emitter: str) -> dict[str, object]:
     """Compiles the model, with torch's caches loaded."""
     before = fxwrap.compile_counts()
     model, compiled = compiled_model(emitter)
-    errors = [error(compiled, model, size) for error in (inference_error, training_error) for size in (5, 7)]
+    kinds = (inference_error, training_error)
+    errors = [error(compiled, model, size, dynamic=True) for error in kinds for size in (5, 7)]
     return {"error": max(errors), "counts": vars(fxwrap.compile_counts() - before)}
 
 
