@@ -89,11 +89,11 @@ def load_content(content: bytes, label: str) -> LoadedProgram:
 
     Raises ArtifactError for damaged, truncated or foreign content and for a newer format.
     """
-    file = tempfile.TemporaryFile()  # the archive reads at offsets, also from several threads; it closes the file
-    file.write(content)
-    file.seek(0)
-    with Archive(Path(label), file) as archive:
-        return _read_program(archive, None, None, "auto", (), False, "full")
+    with tempfile.TemporaryFile() as file:  # an archive reads at offsets, also from several threads
+        file.write(content)
+        file.seek(0)
+        with Archive(Path(label), file) as archive:
+            return _read_program(archive, None, None, "auto", (), False, "full")
 
 
 def _read_program(

@@ -103,6 +103,7 @@ def make_backend(
             graph_module = step.run(graph_module, options)
         subclassed = [position for position, item in enumerate(example_inputs) if _is_subclassed(item)]
         key = torch_cache_key(options, example_inputs) if compile_with is compile_graph else None
+        compiled: CompiledGraphFunction
         if key is None:
             check_not_precompiling(options)
             compiled = _with_autograd(options, compile_with, savable=False)(graph_module, example_inputs)

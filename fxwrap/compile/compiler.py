@@ -137,9 +137,10 @@ def _compile_request(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
         gpu_tuner() if options.autotune else None, signature=_signature(graph),
     )  # fmt: skip
-    compiled, compiled.is_reproducible = _compile(context)
+    compiled, is_reproducible = _compile(context)
+    compiled.is_reproducible = is_reproducible
     is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
-    if slot is not None and is_new and compiled.is_reproducible:
+    if slot is not None and is_new and is_reproducible:
         slot.store(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
     return compiled
 

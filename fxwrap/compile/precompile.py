@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.fake_calls import accept_fake_tensors
 from fxwrap.compile_cache import NotCacheable, backend_key, count_compile, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
-from fxwrap.errors import ArtifactError, FxwrapError, UnsupportedError
+from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.runtime.cache_folder import distrust_reason
 from fxwrap.runtime.plain_inputs import with_plain_inputs
@@ -60,11 +60,8 @@ def _check_usable(options: Options) -> None:
         raise NotCacheable("the compile cache is disabled")
     if options.autotune == FIRST_CALL:
         raise NotCacheable("kernels are timed at the first call")
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    job = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if job and torch.distributed.get_world_size() > 1:
         raise NotCacheable("the ranks of a job compare their compiles, and exchange them")
     folder = autograd_cache_folder()
     for path in (folder, folder.parent):
@@ -73,12 +70,12 @@ def _check_usable(options: Options) -> None:
 
 
 def check_not_precompiling(options: Options) -> None:
-    """Raises UnsupportedError in `aot_compile`, for options with which graphs cannot be saved."""
+    """Raises OptionError in `aot_compile`, for options with which graphs cannot be saved."""
     if is_aot_compiling():
         name = "on_graph" if options.on_graph is not None else "check_memory"
-        raise UnsupportedError(
-            f"torch.compile(...).aot_compile cannot save graphs with the option '{name}': the function that runs is not "
-            f"fxwrap's. Leave '{name}' out"
+        raise OptionError(
+            f"torch.compile(...).aot_compile cannot save graphs with the option '{name}', whose code exists in this "
+            f"process only: compile without '{name}'"
         )
 
 
@@ -129,17 +126,27 @@ def load_graph(content: bytes) -> PrecompiledGraph:
         loaded = load_content(content, "a precompiled graph")
     static_inputs, negative_inputs = _call_description(loaded)
     count_compile("loaded")
-    build: Callable[[], Any] = lambda: graph_entry(loaded, static_inputs, negative_inputs)
-    return precompiled_graph(build, lambda: content, load_graph)
+    return precompiled_graph(
+        lambda: graph_entry(loaded, static_inputs, negative_inputs), lambda: content, load_graph
+    )  # fmt: skip
 
 
 def _call_description(loaded: LoadedProgram) -> tuple[frozenset[int], list[int]]:
     """Returns the positions of static inputs, and of those that may have a negative bit."""
-    inputs = range(len(loaded.program.inputs))
     call = loaded.metadata.get("call")
-    positions = [call.get(name) for name in ("static_inputs", "negative_inputs")] if isinstance(call, dict) else []
-    for item in positions or [None]:
-        if not isinstance(item, list) or not all(type(position) is int and position in inputs for position in item):
-            raise ArtifactError(loaded.path, "manifest.json", "it does not describe how the graph is called",
-                                "Compile the model again")  # fmt: skip
-    return frozenset(positions[0]), positions[1]
+    static_inputs, negative_inputs = (
+        [_positions(loaded, call.get(name)) for name in ("static_inputs", "negative_inputs")]
+        if isinstance(call, dict) else (None, None)
+    )  # fmt: skip
+    if static_inputs is None or negative_inputs is None:
+        raise ArtifactError(
+            loaded.path, "manifest.json", "it does not describe how the graph is called", "Compile the model again"
+        )
+    return frozenset(static_inputs), negative_inputs
+
+
+def _positions(loaded: LoadedProgram, item: object) -> list[int] | None:
+    """Returns a list of positions of inputs; None for anything else."""
+    inputs = range(len(loaded.program.inputs))
+    valid = isinstance(item, list) and all(type(position) is int and position in inputs for position in item)
+    return cast("list[int]", item) if valid else None

@@ -68,14 +68,14 @@ def make_key(request: CompileRequest) -> Key:
 def backend_key(options: Options, devices: Iterable[torch.device]) -> str:
     """Returns a hash of all that a compile depends on except the graph, for caches with a key of the graph.
 
-    `devices` are those of the inputs. Raises NotCacheable with the reason.
+    The entries of such caches contain all compiled code, so the key is the same on machines of one kind, also without a
+    C++ compiler. `devices` are those of the inputs. Raises NotCacheable with the reason.
     """
     _check_options(options)
     for device_type in options.device_specs():
         _check_device(device_type)
     texts = [_device_text(device, str(device)) for device in dict.fromkeys(devices)]
-    parts = (f"options {options.text()}", *texts, *_torch_settings(), *process_environment(), compiler_identity())
-    return _digest(parts)
+    return _digest((f"options {options.text()}", *texts, *_torch_settings(), *_versions()))
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -130,7 +130,11 @@ def _torch_settings() -> tuple[str, ...]:
 @cache
 def process_environment() -> tuple[str, ...]:
     """Returns versions, machine, a hash of fxwrap's sources, and the path of torch, which are fixed for the process."""
-    return (environment_text(), repr(binary_target()), sources_hash_of_process(), str(torch.__file__))
+    return (*_versions(), str(torch.__file__))
+
+
+def _versions() -> tuple[str, ...]:
+    return (environment_text(), repr(binary_target()), sources_hash_of_process())
 
 
 @cache

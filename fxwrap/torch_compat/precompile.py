@@ -52,7 +52,7 @@ def autograd_cache(graph_module: torch.fx.GraphModule, key: str) -> Iterator[Non
 def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callable[..., Any]:
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
     from torch._functorch import config
-    from torch._functorch.aot_autograd import SerializableAOTDispatchCompiler
+    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 
     from fxwrap.torch_compat.precompiled import PrecompiledGraph
 

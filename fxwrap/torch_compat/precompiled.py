@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
-from torch._functorch._aot_autograd.aot_autograd_result import OutputCode
+from torch._functorch._aot_autograd.aot_autograd_result import OutputCode  # type: ignore[attr-defined]
 
 Entry = Callable[[list[object]], object]
 
 
-class PrecompiledGraph(OutputCode):  # type: ignore[misc]  # its bases are untyped
+class PrecompiledGraph(OutputCode):
     """A compiled graph for AOTAutograd's cache: a boxed entry, and bytes from which another process loads it."""
 
     def __init__(
@@ -61,7 +61,7 @@ class PrecompiledGraph(OutputCode):  # type: ignore[misc]  # its bases are untyp
         return self.__copy__()
 
 
-class PrecompiledCallable(SerializableCallable):  # type: ignore[misc]  # its bases are untyped
+class PrecompiledCallable(SerializableCallable):
     """AOTAutograd's function of a whole graph, for `aot_compile`, which passes plain tensors for some inputs.
 
     Why: `aot_compile` saves what a backend returns only if it is of this class; torch 2.11 does not wrap it itself.

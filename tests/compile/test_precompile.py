@@ -1,0 +1,157 @@
+"""torch's precompilation: what one process compiles, another one loads, without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo_config
+from torch.compiler._cache import CacheArtifactManager
+
+import fxwrap
+from fxwrap.compile.precompile import load_graph
+from fxwrap.errors import ArtifactError, OptionError
+from tests.compile import precompiled
+from tests.compile.precompiled import EMITTERS, Classifier, batch
+
+AOT_NAMES = ("aot-python-training", "aot-cpp-inference", "aot-fx-training", "aot-interpreter-inference")
+
+
+@pytest.fixture(scope="module")
+def torch_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders of its own for the caches of torch and fxwrap, which are on."""
+    folder = tmp_path_factory.mktemp("caches")
+    with pytest.MonkeyPatch.context() as patch, CacheArtifactManager.with_fresh_cache():
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
+        patch.setenv("FXWRAP_COMPILE_CACHE", "1")
+        if hasattr(dynamo_config, "enable_aot_compile"):
+            patch.setattr(dynamo_config, "enable_aot_compile", True)
+        torch.compiler.reset()
+        yield folder
+        torch.compiler.reset()
+
+
+def aot_compile(model: torch.nn.Module, options: dict[str, Any]) -> Any:
+    """Returns the compiled forward method of a model, in torch's form that can be saved."""
+    options = {"guard_filter_fn": precompiled.save_tensor_guards, **options}
+    compiled = torch.compile(model, backend="fxwrap", fullgraph=True, options=options)
+    return compiled.forward.aot_compile(((batch(5, dynamic=True),), {}))
+
+
+@pytest.fixture(scope="module")
+def loaded(torch_caches: Path) -> dict[str, Any]:
+    """The results of another process, with empty caches and without a compiler, which loads what this one saved."""
+    folder = torch_caches / "saved"
+    folder.mkdir()
+    for name in AOT_NAMES:
+        _, emitter, mode = name.split("-")
+        with torch.set_grad_enabled(mode == "training"):
+            aot_compile(Classifier(), {"emitter": emitter}).save_compiled_function(str(folder / f"{name}.pt"))
+    for emitter in EMITTERS:
+        precompiled.load_cached(emitter)
+    precompiled.load_precompiled()
+    artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    (folder / "caches.bin").write_bytes(artifacts[0])
+    (folder / "path").mkdir()
+    environment = {
+        **os.environ, "PYTHONPATH": str(Path(fxwrap.__file__).parents[1]), "PATH": str(folder / "path"),
+        "FXWRAP_CACHE_DIR": str(folder / "fxwrap"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),
+    }  # fmt: skip
+    environment.pop("CXX", None)
+    command = [sys.executable, "-m", "tests.compile.precompiled", str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def check_loaded(result: dict[str, Any], graphs: int) -> None:
+    """Checks that graphs were loaded and nothing was compiled, with right results."""
+    assert result["error"] < 1e-5
+    wanted = {"compiled": 0, "loaded": graphs, "received": 0, "shared": 0, "timeouts": 0, "compiler_runs": 0}
+    assert result["counts"] == wanted
+
+
+@pytest.mark.parametrize("name", AOT_NAMES)
+def test_aot_compiled_functions(loaded: dict[str, Any], name: str) -> None:
+    check_loaded(loaded[name], 2 if name.endswith("training") else 1)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_cache_artifacts(loaded: dict[str, Any], emitter: str) -> None:
+    check_loaded(loaded[f"cached-{emitter}"], 3)
+
+
+def test_caching_precompile(loaded: dict[str, Any]) -> None:
+    check_loaded(loaded["precompiled"], 3)
+
+
+def compiles_of(options: dict[str, Any]) -> int:
+    """Returns the number of graphs that a compile of the model lowered."""
+    torch.compiler.reset()
+    model = Classifier()
+    before = fxwrap.compile_counts()
+    compiled = torch.compile(model, backend="fxwrap", options=options)
+    assert precompiled.inference_error(compiled, model, 5) < 1e-5
+    return (fxwrap.compile_counts() - before).compiled
+
+
+def test_options_are_in_the_key(torch_caches: Path) -> None:
+    assert compiles_of({"fuse": False, "compile_cache": False}) == 1  # the cache is not even written
+    assert [compiles_of({"fuse": False}) for _ in range(2)] == [1, 0]
+    assert compiles_of({"fuse": False, "combo_kernels": False}) == 1
+
+
+def test_folders_of_other_users_are_not_read(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = torch_caches / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(torch_caches / "unshared"))
+    compiles_of({"layout": "preserve"})
+    assert not (shared / "aotautograd").exists()
+
+
+class GraphContent:
+    """Stands for a compiled graph in a pickle."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return load_graph, (self.content,)
+
+
+def graph_content() -> bytes:
+    """Returns the bytes of a compiled graph in torch's cache."""
+    model = Classifier()
+    function = aot_compile(model, {"emitter": "interpreter"})
+    entry = function._artifacts.compiled_fn._function.serialize()
+    content: bytes = entry.compiled_fw.result.__reduce__()[1][0]
+    return content
+
+
+def test_damaged_content(torch_caches: Path) -> None:
+    with torch.no_grad():
+        content = graph_content()
+    assert content.count(b"aten.") > 0
+    for damaged in (content.replace(b"aten.", b"aten,", 1), content[: len(content) // 2], b"PK", b"abcdefgh"):
+        with pytest.raises(ArtifactError, match="a precompiled graph"):
+            pickle.loads(pickle.dumps(GraphContent(damaged)))
+
+
+@pytest.mark.parametrize("option", ["on_graph", "check_memory"])
+def test_refused_options(torch_caches: Path, option: str) -> None:
+    value: Any = (lambda graph, _info: graph) if option == "on_graph" else True
+    emitter = {"emitter": "fx"} if option == "on_graph" else {}
+    with pytest.raises(OptionError, match=f"cannot save graphs with the option '{option}'"):
+        aot_compile(Classifier(), {option: value, **emitter})
