@@ -30,7 +30,6 @@ from fxwrap.lowering import NodeCoverage
 
 MODEL = """
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 def make_model():
