@@ -1,4 +1,7 @@
-"""Models that torch saves after a compile with fxwrap, and a process that loads them and compiles nothing."""
+"""A process that compiles a model and lets torch save it, and one that loads all of it and compiles nothing.
+
+Both are this script: torch's keys contain the name of the module that imported torch first.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._dynamo import config as dynamo_config
@@ -13,6 +17,7 @@ from torch._dynamo import config as dynamo_config
 import fxwrap
 
 EMITTERS = ("python", "cpp", "fx", "interpreter")
+AOT_NAMES = ("aot-python-training", "aot-cpp-inference", "aot-fx-training", "aot-interpreter-inference")
 
 
 class Classifier(torch.nn.Module):
@@ -82,32 +87,63 @@ def load_aot(folder: Path, name: str) -> dict[str, object]:
     return {"error": max(errors), "counts": vars(fxwrap.compile_counts() - before)}
 
 
-def load_cached(emitter: str) -> dict[str, object]:
+def load_cached(emitter: str, *, dynamic: bool = True) -> dict[str, object]:
     """Compiles the model, with torch's caches loaded."""
     before = fxwrap.compile_counts()
     model, compiled = compiled_model(emitter)
     kinds = (inference_error, training_error)
-    errors = [error(compiled, model, size, dynamic=True) for error in kinds for size in (5, 7)]
+    errors = [
+        error(compiled, model, size, dynamic=dynamic) for error in kinds for size in ((5, 7) if dynamic else (5,))
+    ]
     return {"error": max(errors), "counts": vars(fxwrap.compile_counts() - before)}
+
+
+def aot_compile(model: torch.nn.Module, options: dict[str, Any]) -> Any:
+    """Returns the compiled forward method of a model, in torch's form that can be saved."""
+    options = {"guard_filter_fn": save_tensor_guards, **options}
+    compiled = torch.compile(model, backend="fxwrap", fullgraph=True, options=options)
+    return compiled.forward.aot_compile(((batch(5, dynamic=True),), {}))
 
 
 def load_precompiled() -> dict[str, object]:
     """Compiles the model with `caching_precompile`: Dynamo's entries are loaded too."""
     torch.compiler.reset()
     with dynamo_config.patch(caching_precompile=True):
-        return load_cached("python")
+        return load_cached("python", dynamic=False)
 
 
-def main() -> None:
-    """Prints the errors and counts of all that was saved in the folder."""
-    folder = Path(sys.argv[1])
-    if hasattr(dynamo_config, "enable_aot_compile"):
-        dynamo_config.enable_aot_compile = True
-    results = {path.stem: load_aot(folder, path.stem) for path in sorted(folder.glob("*.pt"))}
+def save(folder: Path) -> None:
+    """Compiles the model in each way, and saves it with torch."""
+    for name in AOT_NAMES:
+        _, emitter, mode = name.split("-")
+        with torch.set_grad_enabled(mode == "training"):
+            aot_compile(Classifier(), {"emitter": emitter}).save_compiled_function(str(folder / f"{name}.pt"))
+    for emitter in EMITTERS:
+        load_cached(emitter)
+    load_precompiled()
+    with dynamo_config.patch(caching_precompile=True):
+        artifacts = torch.compiler.save_cache_artifacts()
+    assert artifacts is not None
+    (folder / "caches.bin").write_bytes(artifacts[0])
+
+
+def load(folder: Path) -> dict[str, dict[str, object]]:
+    """Returns the errors and counts of all that was saved in the folder."""
+    results = {name: load_aot(folder, name) for name in AOT_NAMES}
     torch.compiler.load_cache_artifacts((folder / "caches.bin").read_bytes())
     results |= {f"cached-{emitter}": load_cached(emitter) for emitter in EMITTERS}
     results["precompiled"] = load_precompiled()
-    print(json.dumps(results))
+    return results
+
+
+def main() -> None:
+    """Saves into a folder, or loads from it and prints the results as JSON."""
+    if hasattr(dynamo_config, "enable_aot_compile"):
+        dynamo_config.enable_aot_compile = True
+    if sys.argv[1] == "save":
+        save(Path(sys.argv[2]))
+    else:
+        print(json.dumps(load(Path(sys.argv[2]))))
 
 
 if __name__ == "__main__":
