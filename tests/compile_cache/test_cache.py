@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._library.fake_class_registry import maybe_to_fake_obj
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -163,7 +164,7 @@ def test_training_caches_forward_and_backward(
 ) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     x = torch.randn(4, 8)
-    with caplog.at_level("INFO", "fxwrap.cache"):
+    with caplog.at_level("INFO", "fxwrap.cache"), functorch_config.patch(enable_autograd_cache=False):
         compiled_, cached = _step(model, x), _step(model, x)
     messages = [record.getMessage() for record in caplog.records if "was loaded from the cache" in record.getMessage()]
     assert sorted(text.split("'")[1] for text in messages) == ["backward", "forward"]

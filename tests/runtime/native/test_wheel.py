@@ -97,7 +97,7 @@ try:
 except NativeBuildError:
     print("there is no compiler")
 x, expected = torch.load("expected.pt")
-(loaded,) = fxwrap.load("model.fxw", binaries="required")(x)
+loaded = fxwrap.load("model.fxw", binaries="required")(x)
 torch.testing.assert_close(loaded, expected)
 
 def function(x):
