@@ -36,10 +36,10 @@ def torch_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))
         patch.setenv("FXWRAP_CACHE_DIR", str(folder / "fxwrap"))
         patch.setenv("FXWRAP_COMPILE_CACHE", "1")
-        if hasattr(dynamo_config, "enable_aot_compile"):
-            patch.setattr(dynamo_config, "enable_aot_compile", True)
+        settings = {"enable_aot_compile": True} if hasattr(dynamo_config, "enable_aot_compile") else {}
         torch.compiler.reset()
-        yield folder
+        with dynamo_config.patch(settings):
+            yield folder
         torch.compiler.reset()
 
 
