@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,8 +55,8 @@ class Archive {
   const std::string& content_hash_of(const std::string& name) const;  // as the manifest lists it
   bool has(const std::string& name) const { return hashes_.count(name) != 0; }
 
-  // Checks the hashes of all entries: a damaged file is rejected as a whole.
-  void check_all_entries() const;
+  // Checks the hashes of the entries that were not read: a damaged file is rejected as a whole.
+  void check_unread_entries() const;
 
   // The error of an entry, or of the whole file ("").
   Failure error(const std::string& entry, const std::string& reason, const std::string& remedy = save_again) const;
@@ -79,6 +80,7 @@ class Archive {
   std::shared_ptr<MappedFile> file_;
   std::map<std::string, Content> contents_;
   std::map<std::string, std::string> hashes_;  // of the entries in the manifest
+  mutable std::set<std::string> checked_;      // the entries whose hash was checked
   Json manifest_;
 };
 

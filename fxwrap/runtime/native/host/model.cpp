@@ -68,7 +68,7 @@ SavedProgram::SavedProgram(const std::string& path) : archive(path), engine(load
   } catch (const JsonError& failure) {
     throw archive.error(manifest_entry, std::string("it does not describe the program: ") + failure.what());
   }
-  archive.check_all_entries();
+  archive.check_unread_entries();
 }
 
 void SavedProgram::read() {
