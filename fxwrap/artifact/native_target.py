@@ -8,7 +8,7 @@ from fxwrap.converters.cpp.library import EmittedCpp
 from fxwrap.runtime.triton.binaries import compiled_variants
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import is_python_operator
-from fxwrap.wrapper_ir import OpaqueType, Program, values_in
+from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""
@@ -38,7 +38,7 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     for item in program.inputs:
         if not isinstance(item.value, SymbolInfo) and isinstance(item.value.type, OpaqueType):
             yield f"the input '{item.name}' is an object of {item.value.type.name}"
-    for value in values_in(_returned(program)):
+    for value in reads(program.body.lines[-1]):
         if isinstance(value.type, OpaqueType):
             yield f"the output '{value.name}' is an object of {value.type.name}"
     for function in emitted.replayed_functions:
@@ -46,11 +46,6 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     for kernel in emitted.triton_kernels:
         if not compiled_variants(kernel):
             yield f"the kernel {kernel.symbol} has no compiled code: call the program once before it is saved"
-
-
-def _returned(program: Program) -> tuple[object, ...]:
-    last = program.body.lines[-1]
-    return tuple(getattr(last, "values", ()))
 
 
 def _qualified(target: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from fxwrap.artifact import LoadedProgram, load, read_saved
 from fxwrap.artifact.constants import read_tensor_file
 from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor_bytes
 from fxwrap.cli.target import random_input
+from fxwrap.comparison.report import bytes_text
 from fxwrap.errors import ArtifactError, CommandError
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.signature import ProgramInput
@@ -47,7 +48,7 @@ def inspection(saved: LoadedProgram) -> str:
     languages = [str(kernel["language"]) for kernel in manifest["kernels"]]
     counted = ", ".join([f"{languages.count(name)} {name}" for name in dict.fromkeys(languages)]) or "none"
     entries: Mapping[str, Any] = manifest["entries"]
-    sizes = [f"  {_bytes(int(item['size'])):>10}  {name}" for name, item in entries.items()]
+    sizes = [f"  {bytes_text(int(item['size'])):>10}  {name}" for name, item in entries.items()]
     types = saved.convention.unknown_types
     constants = manifest["constants"]
     where = "in the file" if constants["inside"] else "not in the file: pass them to load_constants"
@@ -60,7 +61,7 @@ def inspection(saved: LoadedProgram) -> str:
         f"kernels: {counted}",
         f"constants: {len(saved.program.constants)}, {where}" if saved.program.constants else "constants: none",
         *[f"  {item.value.name}: {_short_type(item.value.tensor_type)}" for item in saved.program.constants],
-        f"entries: {_bytes(sum(int(item['size']) for item in entries.values()))}",
+        f"entries: {bytes_text(sum(int(item['size']) for item in entries.values()))}",
         *sizes,
     ]
     return "\n".join(rows)
@@ -68,15 +69,6 @@ def inspection(saved: LoadedProgram) -> str:
 
 def _short_type(type_: TensorType) -> str:
     return f"{str(type_.dtype).removeprefix('torch.')}[{', '.join(map(str, type_.sizes))}] on {type_.device}"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

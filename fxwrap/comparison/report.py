@@ -172,7 +172,7 @@ def _row(outcome: RunOutcome, eager_seconds: float | None) -> tuple[str, ...]:
         "-" if own is None else f"{own:.2f} s",
         "-" if seconds is None else f"{seconds * 1e3:.3f} ms",
         "-" if seconds is None or not eager_seconds else f"{seconds / eager_seconds:.2f}",
-        "-" if outcome.peak_bytes is None else _bytes(outcome.peak_bytes),
+        "-" if outcome.peak_bytes is None else bytes_text(outcome.peak_bytes),
         "-" if outcome.lines is None else str(outcome.lines),
     )
 
@@ -192,7 +192,8 @@ def _small(number: float) -> str:
 _UNITS: Mapping[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """Returns a number of bytes for people: `1.5 KiB`."""
     for unit, size in _UNITS.items():
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -19,9 +19,8 @@ def with_group_speeds(options: Options, graph: GraphModule | ExportedProgram) ->
     They are unchanged without buckets, where they have speeds already, for groups that nobody measured, and where
     FXWRAP_MEASURE_GROUPS is 0.
     """
-    if not options.bucket_collectives or options.collective_speeds is not None:
-        return options
-    if os.environ.get(MEASURE_ENV) == "0":
+    is_off = not options.bucket_collectives or os.environ.get(MEASURE_ENV) == "0"
+    if is_off or options.collective_speeds is not None:
         return options
     module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     calls = [node for node in module.graph.nodes if _is_collective(node)]

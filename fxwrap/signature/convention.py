@@ -10,7 +10,7 @@ from typing import Any
 from fxwrap.errors import InputError
 from fxwrap.lines import Return
 from fxwrap.torch_compat import TreeSpec, tree_flatten, tree_labels, type_name
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Operand, Program
 
 OUTPUT = "output"
 """The name of an output that no key or field names, and the first part of the names of items of a returned sequence."""
@@ -42,7 +42,7 @@ class CallingConvention:
         """Returns the convention of a program without trees: one argument for each input, and a tuple of outputs."""
         names = tuple([item.name for item in program.inputs])
         trees = tree_flatten(names)[1].children()
-        return cls(names, len(names), tuple(trees), tree_flatten((0,) * output_count(program))[1])
+        return cls(names, len(names), tuple(trees), tree_flatten((0,) * len(returned_operands(program)))[1])
 
     @property
     def input_count(self) -> int:
@@ -137,11 +137,11 @@ class CallingConvention:
         return f"its arguments are ({', '.join(parts)})"
 
 
-def output_count(program: Program) -> int:
-    """Returns the number of a program's flat outputs."""
+def returned_operands(program: Program) -> tuple[Operand, ...]:
+    """Returns a program's flat outputs."""
     last = program.body.lines[-1]
     assert isinstance(last, Return)
-    return len(last.values)
+    return tuple(last.values)
 
 
 def tree_text(tree: TreeSpec) -> str:

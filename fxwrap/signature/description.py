@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from fxwrap.signature.convention import CallingConvention, output_count
+from fxwrap.signature.convention import CallingConvention, returned_operands
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs
 from fxwrap.symbolic import Size, SymbolInfo, print_expr
 from fxwrap.torch_compat import describe_tree, restore_tree
@@ -45,7 +45,7 @@ def convention_from_json(described: Any, program: Program, *, trusted: bool = Tr
         raise ValueError(f"there are {len(trees)} trees for the arguments {arguments}")
     if not 0 <= convention.positional <= len(arguments):
         raise ValueError(f"{convention.positional} of {len(arguments)} arguments are positional")
-    counts = (convention.input_count, result.num_leaves), (len(program.inputs), output_count(program))
+    counts = (convention.input_count, result.num_leaves), (len(program.inputs), len(returned_operands(program)))
     if counts[0] != counts[1] or len(inputs) != len(program.inputs):
         raise ValueError(f"its trees have {counts[0]} inputs and outputs, the program {counts[1]}")
     return convention

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import sympy
 
-from fxwrap.lines import Return
-from fxwrap.signature.convention import CallingConvention, tree_text
+from fxwrap.signature.convention import CallingConvention, returned_operands, tree_text
 from fxwrap.symbolic import Expression, SymbolInfo, expression_kind, symbol_kind
 from fxwrap.wrapper_ir import (
     ListType,
@@ -99,14 +98,12 @@ def program_inputs(program: Program, convention: CallingConvention) -> tuple[Pro
 
 def program_outputs(program: Program, convention: CallingConvention) -> tuple[ProgramOutput, ...]:
     """Returns the flat outputs of a program, in order."""
-    infos, last = symbol_infos(program), program.body.lines[-1]
-    assert isinstance(last, Return)
-    arguments = program_arguments(program)
+    infos, arguments = symbol_infos(program), program_arguments(program)
     roots = alias_roots(program.body.lines, arguments)
     owners = {item.name: name for item, name in zip(program.inputs, convention.input_names, strict=True)}
     owners = {value.name: owners.get(value.name, value.name) for value in arguments}
     outputs: list[ProgramOutput] = []
-    for operand, name in zip(last.values, convention.output_names, strict=True):
+    for operand, name in zip(returned_operands(program), convention.output_names, strict=True):
         type_ = _operand_type(operand)
         expressions = [operand] if isinstance(operand, sympy.Basic) else _expressions(type_)
         root = roots.get(operand.name, "") if isinstance(operand, Value) else ""
