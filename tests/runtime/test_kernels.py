@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxwrap import parse, run, to_cpp, to_python
 from fxwrap.errors import FxwrapError, NativeBuildError
@@ -186,6 +188,15 @@ def test_a_cpp_kernel_bumps_versions_of_written_inputs() -> None:
     x = torch.zeros(4)
     to_cpp(program)(x)
     assert x.tolist() == [0, 0, 1, 0] and x._version == 1
+
+
+def test_an_item_of_fake_memory_after_another_launch_is_another_symbol() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        memory = torch.empty((), dtype=torch.int64)
+        first = memory.item()
+        assert str(memory.item()) == str(first)
+        torch.ops.fxwrap.cpp_kernel("0" * 64, [], outs=[memory], sizes=[], numbers=[], grid=[1, 1, 1])
+        assert str(memory.item()) != str(first)
 
 
 def test_kernels_with_similar_names_do_not_collide() -> None:

@@ -139,7 +139,7 @@ class Model {
     std::vector<FxwrapValue> outputs(size_t(fxwrap_output_count(model_)), FxwrapValue{});
     FxwrapError* error = fxwrap_run(model_, &options, passed.data(), int64_t(passed.size()), outputs.data(),
                                     int64_t(outputs.size()));
-    const std::vector<Value> kept = owned(passed);  // tensors that the call does not consume
+    const std::vector<Value> borrowed = owned(passed);  // tensors that the call does not consume
     check(error);
     return owned(outputs);
   }
@@ -165,7 +165,7 @@ class Model {
     }
     std::vector<FxwrapValue> passed = released(tensors);
     FxwrapError* error = fxwrap_load_constants(model_, names.data(), passed.data(), int64_t(passed.size()));
-    const std::vector<Value> kept = owned(passed);
+    const std::vector<Value> borrowed = owned(passed);
     check(error);
   }
   void load_constants(const std::string& path) { check(fxwrap_load_constants_file(model_, path.c_str())); }
