@@ -4,8 +4,11 @@
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/abs.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/max.h>
 #include <fxwrap/fxwrap.hpp>
 
 #include <algorithm>
@@ -44,7 +47,8 @@ int main(int, char** arguments) {
   torch::inductor::AOTIModelPackageLoader other(arguments[2]);
   const at::Tensor second = other.run({ids})[0];
   std::printf("AOTInductor: first result %.4f s\n", seconds_since(start));
-  std::printf("largest difference %g\n", (first - second).abs().max().item<double>());
+  const double difference = (first - second).abs().max().item().toDouble();
+  std::printf("largest difference %g\n", difference);
 
   for (int round = 0; round < rounds; ++round) {
     const double ours = microseconds(calls, [&] { model({ids}); });
