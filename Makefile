@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python and g++:
 #   make demo   create a virtual environment, install fxwrap into it, run the quickstart
 #   make test   the same set-up with the test tools, then ruff, mypy and the test-suite
+#   make long-test   the test-suite with all cases, examples and steps, of which make test runs a sample: half an hour
 #   make round-trips   random programs through FX graphs and torch's transforms (ROUND_TRIPS_ARGS="--programs 2000")
 #   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
 #   make distributed   training on 2 and 4 ranks beside eager, then 500 random programs on 2 (DISTRIBUTED_FUZZ_ARGS="50 7")
@@ -28,7 +29,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
+.PHONY: demo test long-test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -38,6 +39,9 @@ test: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
 	$(if $(TORCH),,$(BIN)/mypy)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+long-test: $(VENV)/.installed-test
+	FXWRAP_LONG_TESTS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -21,8 +22,13 @@ import hypothesis
 import pytest
 import torch
 import torch._dynamo.guards
+import torch._export.utils
 import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
+import torch._ops
 from torch._dynamo.utils import counters
+
+from tests.support.annotations import without_annotations
+from tests.support.long_form import LONG
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -31,12 +37,14 @@ NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
+NOT_LONG = "belongs to the long form: make long-test"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CLANG, NO_SCRIPT_CLASSES),
+        *(() if LONG else (NOT_LONG,)),
         *(() if "CI" in os.environ else (NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
     }
 )
@@ -54,6 +62,11 @@ logging.getLogger("torch.__trace").propagate = True
 # After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
 assert callable(torch._dynamo.guards.profile_guard_manager)
 torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
+
+# torch.export lists all composite operators for each of 28 namespaces, twice a program: 70 ms. A graph's operators are
+# listed without it. It also evaluates the annotations of a nested function for each of 500 operators: 50 ms.
+torch._export.utils._materialize_cpp_cia_ops = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
+torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py_impl)
 
 # For a device that is not there, torch.manual_seed keeps the stack that it was called from as text: a millisecond each.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):
@@ -105,11 +118,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+        elif item.get_closest_marker("long") and not LONG:
+            item.add_marker(pytest.mark.skip(reason=NOT_LONG))
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:

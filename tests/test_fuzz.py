@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 
 import pytest
@@ -15,9 +16,9 @@ from tests.support.fuzzing import drawn_example
 
 @pytest.mark.parametrize("kind", SHARES)
 def test_every_kind_of_graph_runs(kind: str) -> None:
-    subjects = [Subject(seed, [kind]) for seed in range(40)]
-    pairs = [(case, subject) for subject in subjects for case in subject.cases if case.kernels == "abacus"]
-    assert sum([run_case(case, subject).runs for case, subject in pairs[:6]]) >= 6
+    subjects = map(Subject, range(40), itertools.repeat([kind]))
+    pairs = ((case, subject) for subject in subjects for case in subject.cases if case.kernels == "abacus")
+    assert sum([run_case(case, subject).runs for case, subject in itertools.islice(pairs, 6)]) >= 6
 
 
 def test_a_seed_determines_the_case() -> None:
@@ -57,10 +58,10 @@ def test_rejected_graphs_are_counted() -> None:
 
 
 def test_the_run_goes_on_after_a_process_that_dies() -> None:
-    outcomes = fuzz(first=1, count=4, jobs=1, seconds=600, kinds=["static"])
+    outcomes = fuzz(first=1, count=2, jobs=1, seconds=600, kinds=["static"])
     first, _ = next(outcomes)
     for process in multiprocessing.active_children():
         process.kill()
     rest = list(outcomes)
-    assert {first.seed, *[case.seed for case, _ in rest]} == {1, 2, 3, 4}
-    assert len([case for case, _ in rest if case.seed != first.seed]) == 3 * VARIANTS["static"]
+    assert {first.seed, *[case.seed for case, _ in rest]} == {1, 2}
+    assert len([case for case, _ in rest if case.seed != first.seed]) == VARIANTS["static"]

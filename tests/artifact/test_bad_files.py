@@ -23,6 +23,7 @@ from fxwrap.artifact import saving
 from fxwrap.artifact.archive import CHUNK, content_hash
 from fxwrap.errors import ArtifactError, OptionError
 from tests.artifact.programs import batch, compiled
+from tests.support.long_form import sample_size
 
 Entries = dict[str, bytes]
 
@@ -218,7 +219,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[int]]:
     return content, [place for place in range(len(content)) if content[place : place + 2] == b"PK"]
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sample_size(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bytes_are_always_detected(data: st.DataObject, small: tuple[bytes, list[int]], tmp_path: Path) -> None:
     """Positions are drawn from the headers and directory as often as from the contents, which are far longer."""

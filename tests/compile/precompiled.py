@@ -15,9 +15,13 @@ import torch
 from torch._dynamo import config as dynamo_config
 
 import fxwrap
+from tests.support.long_form import LONG
 
-EMITTERS = ("python", "cpp", "fx", "interpreter")
-AOT_NAMES = ("aot-python-training", "aot-cpp-inference", "aot-fx-training", "aot-interpreter-inference")
+EMITTERS = ("python", "cpp", "fx", "interpreter") if LONG else ("fx",)
+AOT_NAMES = ("aot-python-training", "aot-cpp-inference", "aot-fx-training", "aot-interpreter-inference")[
+    : None if LONG else 2
+]
+"""Outside the long form each emitter but the interpreter is loaded in one of the ways."""
 
 
 class Classifier(torch.nn.Module):

@@ -17,6 +17,7 @@ from torch.fx.traceback import annotate
 import fxwrap
 from fxwrap.compile.regions import CompiledRegion, compile_regions
 from fxwrap.errors import GraphError
+from tests.support.long_form import sample_size
 from tests.support.strategies.graphs import RandomGraph, graphs
 
 aten = torch.ops.aten
@@ -155,7 +156,7 @@ def test_regions_of_dynamo_graphs_are_compiled(fresh_dynamo: None) -> None:
     assert len(_parts(seen[0])) == 3
 
 
-@settings(max_examples=12)
+@settings(max_examples=sample_size(12))
 @given(graphs(), st.randoms(use_true_random=False))
 def test_random_node_selections_are_equivalent(graph: RandomGraph, random: Any) -> None:
     traced = make_fx(graph.module, tracing_mode="fake")(*graph.inputs)

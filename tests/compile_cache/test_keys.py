@@ -28,6 +28,7 @@ from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CPU, scoped_registration
 from fxwrap.wrapper_ir import Ownership
 from tests.compile_cache.graphs import CALLS, dynamic_layer, hand_written_graph, key_of, plain_layer
+from tests.support.long_form import sample_size
 
 _ATEN = torch.ops.aten
 
@@ -165,7 +166,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @hypothesis.given(a=_arguments(), b=_arguments())
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=sample_size(60))
 def test_equal_arguments_have_equal_text(a: Any, b: Any) -> None:
     def text(item: Any) -> str:
         fx_graph = Graph()

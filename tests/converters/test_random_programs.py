@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 import fxwrap
 from fxwrap.compile import emit
+from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
 
 
@@ -32,13 +33,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("emitter", ["python", "fx"])
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(40), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs())
 def test_python_and_fx(emitter: str, case: RandomProgram) -> None:
     assert_same_as_interpreter(case, emitter)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(12), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs())
 def test_cpp(case: RandomProgram) -> None:
     """Few examples, because each is compiled."""

@@ -31,7 +31,7 @@ from tests.devices import abacus, abacus_runtime, copy_engine
 from tests.devices.abacus_runtime import RUNTIME, WORK
 from tests.devices.copy_engine import LINES, AbacusCopy, stage_inputs
 from tests.support.documents import ROOT, check_printed
-from tests.support.models import MODELS, ModelCase
+from tests.support.models import MODELS, ModelCase, representative
 
 STAGING = Pass(stage_inputs, key="abacus.stage_inputs 1")
 
@@ -57,7 +57,7 @@ def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule
 # --- a device that is not fxwrap's ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt2_eager_attention"])
+@pytest.mark.parametrize("name", representative([name for name in MODELS if name != "gpt2_eager_attention"]))
 def test_models_run_on_a_custom_device(name: str, with_abacus: None) -> None:
     case: ModelCase = MODELS[name]
     model, inputs = case.build(seed=0, layers=1), case.inputs(seed=1)

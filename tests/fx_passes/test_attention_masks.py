@@ -22,6 +22,7 @@ from fxwrap.fx_passes import simplify_attention_masks
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites
 from fxwrap.lines import ExternCall
 from tests.fx_passes.test_matmuls_gpu import extern_targets, relative_error
+from tests.support.long_form import sample_size
 
 HEADS, LENGTH, WIDTH = 2, 8, 16
 Mask = Callable[[Tensor], Tensor]
@@ -348,7 +349,7 @@ def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> Non
 COMPARISONS = [operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne]
 
 
-@settings(max_examples=30)
+@settings(max_examples=sample_size(30))
 @given(st.sampled_from(COMPARISONS), st.integers(-3, 3), st.integers(1, 5), st.booleans(), st.booleans())
 def test_random_index_masks(compare: Any, offset: int, length: int, transposed: bool, inverted: bool) -> None:
     """Attention with a rewritten mask has the results of attention with the mask."""

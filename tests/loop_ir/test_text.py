@@ -14,6 +14,7 @@ from fxwrap.loop_ir import Axis, Kernel, KernelError, parse_kernel
 from fxwrap.loop_ir.index_text import parse_index, print_index
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.printers import print_kernel as print_source
+from tests.support.long_form import sample_size
 from tests.support.strategies.graphs import RandomGraph, graphs
 
 TEXT = """\
@@ -58,7 +59,7 @@ def recorded(graph: Any, inputs: Any) -> list[Kernel]:
     return kernels
 
 
-@settings(max_examples=25)
+@settings(max_examples=sample_size(25))
 @given(graphs())
 def test_kernels_of_random_graphs_are_equal_after_a_round_trip(graph: RandomGraph) -> None:
     for kernel in recorded(make_fx(graph.module, tracing_mode="fake")(*graph.inputs), graph.inputs):

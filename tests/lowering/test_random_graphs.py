@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fxwrap.loop_ir import Kernel, evaluate_kernel
 from tests.lowering.loop_order import evaluate_in_loop_order
 from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
+from tests.support.long_form import sample_size
 from tests.support.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -26,13 +27,13 @@ CALLED = STRICT.replace(
 
 
 @given(MIXED)
-@settings(max_examples=120, suppress_health_check=QUIET)
+@settings(max_examples=sample_size(120), suppress_health_check=QUIET)
 def test_planned_kernels_match_eager(graph: RandomGraph) -> None:
     check_graph(graph.module, graph.inputs)
 
 
 @given(PLACES)
-@settings(max_examples=60, suppress_health_check=QUIET)
+@settings(max_examples=sample_size(60), suppress_health_check=QUIET)
 def test_indirect_writes_match_eager(graph: RandomGraph) -> None:
     """As lines of their own, which take over bases that die, and as kernels, which do too."""
     check_graph(graph.module, graph.inputs, CALLED)
@@ -40,7 +41,7 @@ def test_indirect_writes_match_eager(graph: RandomGraph) -> None:
 
 
 @given(FLOAT_NORMS)
-@settings(max_examples=60, suppress_health_check=QUIET)
+@settings(max_examples=sample_size(60), suppress_health_check=QUIET)
 def test_kernels_are_equivalent_in_loop_order(graph: RandomGraph) -> None:
     """Each iteration by itself, varying values loaded again in each stage: overwritten elements must not be read."""
     planned = plan(graph.module, list(graph.inputs))
@@ -60,7 +61,7 @@ def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
     planned: list[tuple[RandomGraph, Planned]] = []
 
     @given(MIXED)
-    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    @settings(max_examples=sample_size(count), phases=[Phase.generate], database=None, suppress_health_check=QUIET)
     def draw(graph: RandomGraph) -> None:
         planned.append((graph, plan(graph.module, list(graph.inputs))))
 

@@ -18,6 +18,7 @@ from fxwrap.lines import ExternCall, Launch
 from fxwrap.options import EMITTERS, Options
 from fxwrap.regions import Region, parse_region
 from fxwrap.wrapper_ir import Program
+from tests.support.long_form import sample_size
 from tests.support.strategies.graphs import RandomGraph, graphs
 
 SUBGRAPH = Options(kernels="subgraph", compile_cache=False)
@@ -223,7 +224,7 @@ def test_a_program_with_regions_is_parsed_to_an_equal_one() -> None:
 
 
 @given(graphs(steps=10, writes=3, sizes=(3, 4)))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_regions_of_random_graphs_compute_what_the_graph_does(graph: RandomGraph) -> None:
     """In both forms, as submodules and inlined; inputs that the graph writes too."""
     theirs = [item.clone() for item in graph.inputs]

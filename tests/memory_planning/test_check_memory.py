@@ -19,6 +19,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, cache_line, parsed
+from tests.support.long_form import sample_size
 from tests.support.samples import SAMPLES, Sample
 from tests.support.strategies.programs import RandomProgram, random_programs
 
@@ -102,7 +103,7 @@ program @p(%x: borrowed f32[8]@cpu) {
     assert torch.equal(y[:8], x) and y[8:].isnan().all()
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs(most_steps=20))
 def test_random_programs_pass_the_memory_check(case: RandomProgram) -> None:
     expected = fxwrap.run(case.program, case.inputs(seed=5))

@@ -15,7 +15,7 @@ from fxwrap import from_fx
 from fxwrap.comparison import COMPARED_EMITTERS, GRADIENT_NORM_FLOOR, CompiledFunction, tensor_error
 from fxwrap.options import Options
 from fxwrap.testing import assert_emitters_agree
-from tests.support.models import MODELS, ModelCase, TrainingStep, train_step
+from tests.support.models import MODELS, REPRESENTATIVE, ModelCase, TrainingStep, train_step
 from tests.support.program_equality import assert_equal
 
 TOLERANCE = 1e-5
@@ -25,7 +25,12 @@ DROPOUT = ("gpt2", "bert", "t5")
 """The others drop the same: attention weights, embeddings, weights in plain operators."""
 
 STEPS = [
-    pytest.param(case, dropout, id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}")
+    pytest.param(
+        case,
+        dropout,
+        id=f"{case.name}-{'dropout' if dropout else 'no_dropout'}",
+        marks=[pytest.mark.long] if dropout and case.name not in REPRESENTATIVE else [],
+    )
     for case in MODELS.values()
     for dropout in ((False, True) if case.name in DROPOUT else (False,))
 ]

@@ -17,6 +17,7 @@ from fxwrap.lines import Launch
 from fxwrap.regions import parse_region
 from fxwrap.wrapper_ir import Program
 from tests.support.capture import CapturedGraph, capture_graphs
+from tests.support.long_form import long_only
 from tests.support.models import MODELS, SHALLOW
 
 pytestmark = pytest.mark.usefixtures("exact_convolutions")
@@ -55,7 +56,7 @@ def assert_equal(captured: CapturedGraph, results: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [("gpt2", True), ("bert", False), ("llama", False), ("t5", False), ("vit", False), ("resnet", False)],
+    [("gpt2", True), ("llama", False), ("resnet", False), *[long_only(name, False) for name in ("bert", "t5", "vit")]],
 )
 def test_inlined_regions_compute_what_the_graph_does(name: str, dynamic: bool) -> None:
     for captured in capture_graphs(SHALLOW[name], training=True, dynamic=dynamic):

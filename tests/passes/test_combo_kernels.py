@@ -25,6 +25,7 @@ from fxwrap.lines import Alloc, Launch
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.wrapper_ir import Program, live_bytes, verify
 from tests.support.capture import recording_backend
+from tests.support.long_form import sample_size
 from tests.support.program_equality import assert_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -214,7 +215,7 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=sample_size(25), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
 def test_random_programs(steps: Sequence[tuple[int, int]]) -> None:
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ from fxwrap.wrapper_ir import LineBase, Ownership, Program, canonicalize_program
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import parsed
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
+from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
 
 _CPU = torch.device("cpu")
@@ -74,14 +75,14 @@ _SETTINGS = {"suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_to
 
 
 @pytest.mark.parametrize("emitter", ["interpreter", "python"])
-@settings(max_examples=20, **_SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=sample_size(20), **_SETTINGS)  # type: ignore[arg-type]
 @given(case=random_programs(), salt=st.integers(0, 1000))
 def test_partitioned_programs_are_equivalent(emitter: str, case: RandomProgram, salt: int) -> None:
     _check_same(case, _by_hash(salt), emitter)
 
 
 @pytest.mark.parametrize("emitter", ["python"])
-@settings(max_examples=10, **_SETTINGS)  # type: ignore[arg-type]
+@settings(max_examples=sample_size(10), **_SETTINGS)  # type: ignore[arg-type]
 @given(case=random_programs(), salt=st.integers(0, 1000))
 def test_replayed_programs_are_equivalent(emitter: str, case: RandomProgram, salt: int) -> None:
     cut = partition(

@@ -14,6 +14,7 @@ from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Program, live_bytes, verify
 from tests.converters.test_random_programs import assert_same
 from tests.memory_planning.programs import RULES, parsed
+from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
 
 
@@ -95,7 +96,7 @@ def test_blocks_reuse_only_their_own_memory() -> None:
     assert _reused(parsed(longer)) == [("tm", "t1")]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs(most_steps=20))
 def test_random_programs_are_equivalent_and_never_raise_the_peak(case: RandomProgram) -> None:
     changed = verify(reuse_memory(case.program))

@@ -14,6 +14,7 @@ from fxwrap.passes import fold_views
 from fxwrap.wrapper_ir import Program
 from tests.converters.test_random_programs import assert_same
 from tests.support.golden import check_golden, read_section, sections
+from tests.support.long_form import sample_size
 from tests.support.samples import SAMPLES
 from tests.support.strategies.programs import RandomProgram, random_programs
 
@@ -64,7 +65,7 @@ def test_folding_is_valid_and_idempotent(name: str) -> None:
         assert_results(run_seeded(folded, name), run_seeded(program, name))
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(100), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs())
 def test_random_programs_are_equivalent(case: RandomProgram) -> None:
     folded = fxwrap.verify(fold_views(case.program))

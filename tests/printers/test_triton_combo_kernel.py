@@ -18,6 +18,7 @@ from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer_compile import compiled
 from tests.printers.triton_kernels import BF16, F32, I64, build, launch_interpreted, softmax_kernel
+from tests.support.long_form import sample_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -80,7 +81,7 @@ def check_combined(kernels: list[Kernel], printed: list[PrintedKernel]) -> Print
     return combo
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=sample_size(15), deadline=None)
 @given(st.lists(st.integers(1, 70).map(lambda number: 3 * number), min_size=2, max_size=6))
 def test_vectors_of_any_lengths(sizes: list[int]) -> None:
     kernels = [scaled(size) for size in sizes]

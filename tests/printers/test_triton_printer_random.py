@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index, linearize_index
 from fxwrap.printers.triton import Configuration, configurations
 from tests.printers.triton_kernels import BF16, F32, F64, I64, check
+from tests.support.long_form import sample_size
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -127,7 +128,7 @@ def draw_configuration(draw: st.DrawFn, kernel: Kernel) -> Configuration:
     return Configuration(x, y, draw(blocks), draw(blocks), r_block, looped, num_stages=draw(st.integers(1, 3)))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases())
 def test_random_kernels(case: tuple[Kernel, Configuration]) -> None:
     kernel, configuration = case

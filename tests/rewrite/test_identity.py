@@ -12,6 +12,7 @@ import fxwrap
 from fxwrap import rewrite as rw
 from fxwrap.lines import ExternCall, Mutate
 from fxwrap.wrapper_ir import Program, canonicalize_program
+from tests.support.long_form import sample_size
 from tests.support.strategies.programs import RandomProgram, random_programs
 
 
@@ -46,7 +47,7 @@ def match_any_line(line: Any) -> bool:
     return True
 
 
-@settings(max_examples=25)
+@settings(max_examples=sample_size(25))
 @given(random_programs())
 def test_rebuilding_each_call_is_the_identity(random: RandomProgram) -> None:
     every_call = rw.call(match_any_line, ...)
@@ -64,7 +65,7 @@ def rebuild_both(match: rw.Match, builder: rw.LineBuilder) -> Any:
     return rebuild_line(second, builder, new)
 
 
-@settings(max_examples=40)
+@settings(max_examples=sample_size(40))
 @given(random_programs(most_steps=24))
 def test_rebuilding_two_calls_together_is_equivalent(random: RandomProgram) -> None:
     first = rw.call(match_any_line, ...).named("first")
@@ -72,7 +73,7 @@ def test_rebuilding_two_calls_together_is_equivalent(random: RandomProgram) -> N
     assert_same_meaning(random, rw.rewrite(random.program, pattern, rebuild_both).program)
 
 
-@settings(max_examples=40)
+@settings(max_examples=sample_size(40))
 @given(random_programs(most_steps=24))
 def test_rebuilding_two_outputs_together_is_equivalent(random: RandomProgram) -> None:
     """Two calls that read one tensor, wherever they are."""
@@ -85,7 +86,7 @@ def test_rebuilding_two_outputs_together_is_equivalent(random: RandomProgram) ->
     assert_same_meaning(random, rw.rewrite(random.program, pattern, both).program)
 
 
-@settings(max_examples=25)
+@settings(max_examples=sample_size(25))
 @given(random_programs())
 def test_inserting_and_removing_copies_is_equivalent(random: RandomProgram) -> None:
     x = rw.tensor("x")

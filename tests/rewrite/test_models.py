@@ -16,7 +16,8 @@ from fxwrap import rewrite as rw
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.wrapper_ir import Program, canonicalize_program, type_symbols
 from tests.rewrite.test_identity import rebuild_line
-from tests.support.models import MODELS, ModelCase
+from tests.support.long_form import long_only
+from tests.support.models import MODELS, REPRESENTATIVE, ModelCase
 
 aten = torch.ops.aten
 A, B = rw.tensors("a b")
@@ -84,7 +85,11 @@ def traced(case: ModelCase, kind: str, device: str = "cpu") -> tuple[GraphModule
 
 
 SIX = [name for name in MODELS if name != "gpt2_eager_attention"]
-CASES = [*[(name, "inference") for name in SIX], ("resnet", "training"), ("bert", "dynamic")]
+CASES = [
+    *[(name, "inference") if name in REPRESENTATIVE else long_only(name, "inference") for name in SIX],
+    ("resnet", "training"),
+    ("bert", "dynamic"),
+]
 
 
 def rebuild(match: rw.Match, builder: rw.LineBuilder) -> Any:

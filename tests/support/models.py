@@ -7,13 +7,15 @@ hidden by a zero or a one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+
+from tests.support.long_form import long_only
 
 BATCH = 2
 LENGTH = 16
@@ -211,6 +213,15 @@ MODELS: dict[str, ModelCase] = {
         ModelCase("resnet", _resnet, _image_inputs, layers=1, has_dropout=False),
     )
 }
+
+REPRESENTATIVE = ("gpt2", "llama", "resnet")
+"""Models whose graphs have most of the operators: views and packed matmuls, grouped heads and tables, convolutions."""
+
+
+def representative(names: Iterable[str]) -> list[Any]:
+    """Returns the names of models as parameters of a test: only the long form runs those of other models."""
+    return [name if name in REPRESENTATIVE else long_only(name) for name in names]
+
 
 SHALLOW = {name: replace(case, layers=1) for name, case in MODELS.items()}
 """The models with one layer, whose captured graphs many tests share."""

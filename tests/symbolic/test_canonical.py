@@ -30,6 +30,7 @@ from fxwrap.symbolic import (
 )
 from fxwrap.symbolic.symbols import FUNCTIONS
 from fxwrap.torch_compat import sympy_functions
+from tests.support.long_form import sample_size
 from tests.support.strategies.expressions import INTEGER_SYMBOLS, sizes
 
 S77 = sympy.Symbol("s77", positive=True, integer=True)
@@ -169,7 +170,7 @@ def test_bounds(text: str, expected: tuple[object, object]) -> None:
     assert bounds(parse_expr(text), INFOS) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=sample_size(200))
 @given(sizes(), st.data())
 def test_values_lie_within_bounds(size: Expression, data: st.DataObject) -> None:
     infos, values = {}, {}

@@ -27,6 +27,7 @@ from fxwrap.symbolic import (
     symbol_kind,
 )
 from fxwrap.torch_compat import sympy_functions
+from tests.support.long_form import sample_size
 from tests.support.strategies.expressions import any_expressions, environments
 
 Case = tuple[Expression, dict[str, Number]]
@@ -117,7 +118,7 @@ def _same(left: object, right: object) -> bool:
     return left == right and type(left) is type(right)
 
 
-@settings(max_examples=200)
+@settings(max_examples=sample_size(200))
 @given(any_expressions(), environments())
 def test_python_source_equals_evaluation(expression: Expression, environment: dict[str, Number]) -> None:
     source = PythonPrinter().print(expression)

@@ -20,10 +20,11 @@ from fxwrap.symbolic import (
     read_size,
 )
 from fxwrap.torch_compat import sympy_functions
+from tests.support.long_form import sample_size
 from tests.support.strategies.expressions import any_expressions
 
 
-@settings(max_examples=300)
+@settings(max_examples=sample_size(300))
 @given(any_expressions())
 def test_parse_of_print_is_the_same_expression(expression: Expression) -> None:
     parsed = parse_expr(print_expr(expression))
@@ -32,7 +33,7 @@ def test_parse_of_print_is_the_same_expression(expression: Expression) -> None:
     assert sympy.srepr(parsed) == sympy.srepr(expression)
 
 
-@settings(max_examples=300)
+@settings(max_examples=sample_size(300))
 @given(any_expressions())
 def test_canonical_is_idempotent(expression: Expression) -> None:
     again = canonicalize(expression)

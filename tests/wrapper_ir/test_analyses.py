@@ -20,6 +20,7 @@ from fxwrap.wrapper_ir import (
     random_effect,
     symbol_infos,
 )
+from tests.support.long_form import sample_size
 from tests.support.samples import SAMPLES
 from tests.support.strategies.programs import RandomProgram, random_programs
 
@@ -171,7 +172,7 @@ function @wide(%f: f32[10]@cpu) {
     assert live_bytes(program).at_line == (40 + 400 + 40, 40 + 40)
 
 
-@settings(max_examples=50)
+@settings(max_examples=sample_size(50))
 @given(random_programs())
 def test_without_frees_live_bytes_never_shrink(random: RandomProgram) -> None:
     program = random.program

@@ -19,6 +19,7 @@ from fxwrap.wrapper_ir import (
     program_key,
     verify,
 )
+from tests.support.long_form import sample_size
 from tests.support.samples import EXTENSIONS, SAMPLES
 from tests.support.strategies.programs import RandomProgram, random_programs
 
@@ -59,7 +60,7 @@ def test_renaming_preserves_form_and_key(name: str) -> None:
     assert program_key(other) == program_key(program)
 
 
-@settings(max_examples=100)
+@settings(max_examples=sample_size(100))
 @given(random_programs())
 def test_the_canonical_form_of_a_random_program_verifies(random: RandomProgram) -> None:
     form = canonicalize_program(random.program)
@@ -67,7 +68,7 @@ def test_the_canonical_form_of_a_random_program_verifies(random: RandomProgram) 
     assert canonicalize_program(form) == form
 
 
-@settings(max_examples=50)
+@settings(max_examples=sample_size(50))
 @given(random_programs())
 def test_renaming_preserves_the_key_of_random_programs(random: RandomProgram) -> None:
     assert program_key(_renamed(random.program)) == program_key(random.program)

@@ -26,6 +26,7 @@ from fxwrap.wrapper_ir import (
     print_type,
     verify,
 )
+from tests.support.long_form import sample_size
 from tests.support.samples import EXTENSIONS, SAMPLES
 from tests.support.strategies.programs import RandomProgram, random_programs
 
@@ -58,7 +59,7 @@ def test_samples_hold_two_instances_of_every_line() -> None:
     assert {cls.opcode: count for cls, count in counts.items() if count < 2} == {}
 
 
-@settings(max_examples=100)
+@settings(max_examples=sample_size(100))
 @given(random_programs())
 def test_random_programs_round_trip_and_verify(random: RandomProgram) -> None:
     program = random.program

@@ -29,6 +29,7 @@ from fxwrap.passes import fold_views
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.runtime import library
 from fxwrap.wrapper_ir import Ownership, Program
+from tests.support.long_form import sample_size
 from tests.support.program_equality import assert_equal
 from tests.support.sample import Sample
 from tests.support.samples import SAMPLES
@@ -77,7 +78,7 @@ def test_samples_round_trip(sample: Sample) -> None:
     assert_equal(program, fxwrap.from_fx(fxwrap.to_fx(program)))
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs())
 def test_random_programs_round_trip(case: RandomProgram) -> None:
     assert_equal(case.program, fxwrap.from_fx(fxwrap.to_fx(case.program)))
@@ -144,7 +145,7 @@ def test_collectives_are_imported_by_schema() -> None:
     assert_equal(program, fxwrap.from_fx(module))
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=sample_size(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(case=random_programs())
 def test_random_programs_round_trip_without_metadata(case: RandomProgram) -> None:
     """What nodes call and pass is enough: the program may be another one, and means the same."""

@@ -17,7 +17,8 @@ from tests.form_round_trips import PLANS, check_round_trip, options_of
 from tests.fuzz import Case as GraphCase
 from tests.round_trips import Subject, device_of
 from tests.support.capture import capture_graphs
-from tests.support.models import SHALLOW
+from tests.support.long_form import long_only
+from tests.support.models import REPRESENTATIVE, SHALLOW
 from tests.support.program_equality import assert_equal
 
 OPTIONS = options_of("none")
@@ -57,7 +58,13 @@ def test_an_mlp_is_functional_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("name", "plan"), [*zip(SHALLOW, itertools.cycle(("none", "reuse", *PLANNERS)))])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        (name, plan) if name in REPRESENTATIVE else long_only(name, plan)
+        for name, plan in zip(SHALLOW, itertools.cycle(("none", "reuse", *PLANNERS)))
+    ],
+)
 def test_models_come_back_as_the_compiled_program(name: str, plan: str, training: bool) -> None:
     """All models with all plans: `make form-round-trips`."""
     for captured in capture_graphs(SHALLOW[name], training):

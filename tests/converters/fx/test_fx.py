@@ -24,6 +24,7 @@ from fxwrap.lines import CORE_LINES
 from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
 from tests.support.capture import capture_graphs
+from tests.support.long_form import sample_size
 from tests.support.models import SHALLOW
 from tests.support.sample import DmaCopy, Sample, contents
 from tests.support.samples import SAMPLES
@@ -212,7 +213,7 @@ def test_equal_kernels_share_a_table_entry() -> None:
 # --- expressions ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80)
+@settings(max_examples=sample_size(80))
 @given(any_expressions(), environments())
 def test_expressions_become_nodes_that_compute_them(expression: Any, environment: dict[str, Any]) -> None:
     try:

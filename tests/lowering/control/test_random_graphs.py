@@ -13,6 +13,7 @@ from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.errors import GraphError
 from fxwrap.runtime.kernels import prepare_kernels
 from tests.lowering.planned_programs import close
+from tests.support.long_form import sample_size
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.graphs import RandomGraph
 
@@ -24,7 +25,7 @@ def test_random_blocks_match_eager() -> None:
     drawn: list[tuple[RandomGraph, fxwrap.Program]] = []
 
     @given(control_graphs())
-    @settings(max_examples=16, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    @settings(max_examples=sample_size(16), phases=[Phase.generate], database=None, suppress_health_check=QUIET)
     def draw(graph: RandomGraph) -> None:
         try:
             drawn.append((graph, fxwrap.lower(graph.module, graph.inputs)))

@@ -15,6 +15,7 @@ from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.wrapper_ir import Program
 from tests.lowering.planned_programs import close, plan
+from tests.support.long_form import sample_size
 from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -28,7 +29,7 @@ def test_random_graphs_with_symbolic_sizes_match_eager() -> None:
     drawn: list[tuple[DynamicGraph, Program]] = []
 
     @given(dynamic_graphs())
-    @settings(max_examples=14, phases=[Phase.generate], database=None, suppress_health_check=QUIET)
+    @settings(max_examples=sample_size(24), phases=[Phase.generate], database=None, suppress_health_check=QUIET)
     def draw(graph: DynamicGraph) -> None:
         drawn.append((graph, fxwrap.lower(graph.module)))
 
@@ -42,7 +43,7 @@ def test_random_graphs_with_symbolic_sizes_match_eager() -> None:
 
 
 @given(dynamic_graphs())
-@settings(max_examples=12, suppress_health_check=QUIET)
+@settings(max_examples=sample_size(12), suppress_health_check=QUIET)
 def test_planned_kernels_over_symbolic_sizes_match_eager(graph: DynamicGraph) -> None:
     planned = plan(graph.module, None)
     compare(graph, lambda *inputs: planned.run(inputs), "the plan", planned.program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +13,15 @@ from tests.conftest import HAS_CUDA
 from tests.runtime.launch.fake_driver import FakeDriver, build
 
 
-@pytest.fixture(scope="package")
-def driver_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver as a library."""
-    return build(tmp_path_factory.mktemp("driver"))
-
-
 @pytest.fixture
-def driver(driver_library: Path) -> FakeDriver:
+def driver() -> FakeDriver:
     """The driver, in use, with an empty log and no current context.
 
     torch calls the true driver where there is one, with addresses of the host.
     """
     if torch.cuda.is_available():
         pytest.skip(HAS_CUDA)
-    fake_driver = FakeDriver(driver_library)
+    fake_driver = FakeDriver(build())
     fake_driver.log()
     return fake_driver
 

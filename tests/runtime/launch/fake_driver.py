@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxwrap.runtime.native import override_driver_library
+from fxwrap.runtime import cache_folder
+from fxwrap.runtime.native import find_compiler, native_entry_key, override_driver_library, run_compiler
 
 _CODES = {torch.float32: 6, torch.float64: 7, torch.int64: 4, torch.bool: 11, torch.bfloat16: 15, torch.float16: 5}
 
+_LIBRARY = "libfake_driver.so"
 _SOURCES = ("fake_driver.cpp", "fake_cublas.cpp", "fake_cudnn.cpp")
 
 
-def build(folder: Path) -> Path:
-    """Returns the driver as a library."""
-    root = Path(torch.__file__).parent
-    library = folder / "libfake_driver.so"
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
-    sources = [str(Path(__file__).with_name(name)) for name in _SOURCES]
+@cache
+def build() -> Path:
+    """Returns the driver as a library, from the cache folder: processes and runs share it."""
+    root, compiler = Path(torch.__file__).parent, find_compiler()
+    sources = [Path(__file__).with_name(name) for name in _SOURCES]
     command = [
-        *(*compiler.split(), "-std=c++20", "-O0", "-fPIC", "-shared", *sources, "-isystem", str(root / "include")),
-        *(f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}", "-o", str(library)),
+        *(*compiler.command, "-std=c++20", "-O0", "-fPIC", "-shared", *map(str, sources)),
+        *("-isystem", str(root / "include"), f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"),
+        *(*compiler.runtime, "-o", _LIBRARY),
     ]
-    subprocess.run(command, check=True, capture_output=True)
-    return library
+    texts = [path.read_text() for path in sorted([*sources, *Path(__file__).parent.glob("*.h")])]
+    key = native_entry_key(compiler, *command, *texts)
+    entry = f"test-cuda-driver-{key}"
+    return cache_folder.find_or_build_entry(entry, lambda folder: run_compiler(command, folder)) / _LIBRARY
 
 
 class FakeDriver:

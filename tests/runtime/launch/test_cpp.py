@@ -21,7 +21,7 @@ from fxwrap.runtime.native import NativeProgram, compile_cpp, launcher_class, lo
 from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.runtime.triton.launchers import add_variant
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
-from tests.runtime.launch.fake_driver import FakeDriver
+from tests.runtime.launch.fake_driver import FakeDriver, build
 from tests.runtime.launch.kernels import compiled, fill
 
 Calls = list[tuple[tuple[int, ...], tuple[Any, ...]]]
@@ -155,7 +155,7 @@ def test_compute_capabilities(
             assert loaded == [form] * bool(form) and len(python_launches) == (not form)
 
 
-def test_device_requirements_of_a_kernel(driver: FakeDriver, chip: object, driver_library: Path) -> None:
+def test_device_requirements_of_a_kernel(driver: FakeDriver, chip: object) -> None:
     x, out = driver.tensor(64), driver.tensor(64)
     compiled(fill(3), x, out, 64, 0.5, True)
     run = built(fill(3), shared=100_000)
@@ -164,7 +164,7 @@ def test_device_requirements_of_a_kernel(driver: FakeDriver, chip: object, drive
     with pytest.raises(RuntimeError, match=message):
         run(x, out, 0.5, True)
     driver.set("shared", 232_448)
-    driver = FakeDriver(driver_library)
+    driver = FakeDriver(build())
     driver.set("cuModuleLoadData", 700)
     with pytest.raises(RuntimeError, match="cuModuleLoadData failed: an illegal memory access was encountered"):
         run(x, out, 0.5, True)

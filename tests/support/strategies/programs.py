@@ -56,6 +56,7 @@ from tests.support.samples import random_tensor
 _CPU = torch.device("cpu")
 _SYMBOL = make_symbol("s0")
 _UNARY = ("sin", "tanh", "sigmoid", "neg")
+_COMMENTS = st.text(max_size=8)
 _BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default")
 
 
@@ -291,7 +292,7 @@ class _Builder:
             self.release(root)
 
     def note(self) -> None:
-        self.lines.append(Comment(self.draw(st.text(max_size=8))))
+        self.lines.append(Comment(self.draw(_COMMENTS)))
 
     def read_number(self) -> None:
         """Multiplies by a number read from a tensor, a symbol that this block defines."""
