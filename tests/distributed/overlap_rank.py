@@ -25,6 +25,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 from tests.distributed.random_programs import RandomProgram
+from tests.support.long_form import sample_size
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
 C10D = torch.ops._c10d_functional
@@ -221,7 +222,7 @@ SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
 
-def check_random(rank: int, count: int = 30, first: int = 0) -> None:
+def check_random(rank: int, count: int, first: int = 0) -> None:
     """Random programs with buckets and overlap return the bits of the program without."""
     groups = ("0", torch.distributed.new_group().group_name)
     changed = 0
@@ -243,7 +244,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "compiled_alone": check_compiled_alone,
     "point_to_point": check_point_to_point,
     "fused_communication": check_fused_communication,
-    "random": check_random,
+    "random": lambda rank: check_random(rank, sample_size(30)),
 }
 
 

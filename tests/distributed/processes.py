@@ -1,33 +1,64 @@
-"""Runs a module as several ranks, each in a process of its own."""
+"""Runs a module as several ranks, each in a process of its own.
+
+The processes are forked from one that has imported what they need, which takes seconds.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from tests.distributed.cases import WORLD_SIZE
 
 TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
 
+_RANKS = ("rank", "compile_rank", "overlap_rank", "speed_rank", "training_rank")
+_PRELOADED = (*[f"tests.distributed.{name}" for name in _RANKS], "torch._dynamo.backends.common")
+
 
 def run_ranks(
     module: str, folder: Path, *arguments: str, world_size: int = WORLD_SIZE, timeout: int = TIMEOUT
 ) -> list[dict[str, str]]:
-    """Runs `module RANK STORE ARGUMENTS...` as all ranks; returns the error of each case of each rank, "" for none.
+    """Runs `main` of a module with RANK STORE ARGUMENTS... as all ranks; returns each rank's error of each case, "" for
+    none.
 
     A rank prints one line of JSON with the keys "case" and "error" for each case.
     """
-    command = [sys.executable, "-m", module]
+    # A process with a CUDA context cannot be forked, and even counting devices may make one.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    context.set_forkserver_preload([*_PRELOADED])
+    outputs = [folder / f"rank_{rank}" for rank in range(world_size)]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(folder / "store"), *arguments], stdout=subprocess.PIPE, text=True)
-        for rank in range(world_size)
+        context.Process(
+            target=_run_rank, args=(module, output, (str(rank), str(folder / "store"), *arguments), dict(os.environ))
+        )
+        for rank, output in enumerate(outputs)
     ]
+    deadline = time.monotonic() + timeout
     try:
-        outputs = [rank.communicate(timeout=timeout)[0] for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(max(deadline - time.monotonic(), 0))
+        assert not any(rank.is_alive() for rank in ranks), f"ranks have not finished after {timeout} s"
     finally:
         for rank in ranks:
             rank.kill()
-    return [{line["case"]: line["error"] for line in map(json.loads, output.splitlines())} for output in outputs]
+    lines = [map(json.loads, output.read_text().splitlines()) for output in outputs]
+    return [{line["case"]: line["error"] for line in rank} for rank in lines]
+
+
+def _run_rank(module: str, output: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Runs one rank, whose output goes to a file."""
+    os.environ |= environment
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    importlib.import_module(module).main(arguments)
