@@ -16,6 +16,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.errors import CommunicationFusionWarning
 from fxwrap.fused_communication.rules import Rule, rules_for
 from fxwrap.fused_communication.support import symmetric_memory_decline
+from fxwrap.fused_communication.views import hoist_views
 from fxwrap.lines import ExternCall, StartCollective, View, WaitCollective
 from fxwrap.options import FX_BEFORE_LOWERING, PassPoint
 from fxwrap.rewrite.forms import graph_in_form_of, program_of
@@ -23,7 +24,7 @@ from fxwrap.torch_compat import load_symmetric_memory_operators
 
 log = logging.getLogger("fxwrap.fused_communication")
 
-_VERSION = "1"
+_VERSION = "2"
 _MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _REARRANGING = frozenset({
     "aten.split.Tensor", "aten.cat.default", "aten.view.default", "aten.t.default", "aten.clone.default",
@@ -134,6 +135,7 @@ class CommunicationFusion:
     def _rewrite(self, graph_module: GraphModule | None, program: ir.Program) -> FusedCommunication:
         fused: list[str] = []
         failures: Failures = {}
+        program = hoist_views(program)
         for rule in self._rules(program):
             result = rw.rewrite(program, rule.pattern, rule.build)
             program = result.program
@@ -192,6 +194,7 @@ def _reason(program: ir.Program, start: StartCollective, failures: Failures) -> 
             return f"{matmuls[0].target} is no plain matmul of two matrices"
     reasons = [reason for line in readers for reason in failures.get((kind, ir.line_text(line)), ())]
     defaults = {"all_reduce": "no RMSNorm of its sum with a residual follows"}
+    reasons.reverse()  # the last rules are those with the fewest conditions
     return max(reasons, key=_progress, default=defaults.get(kind, "its operand is no result of a matmul"))
 
 

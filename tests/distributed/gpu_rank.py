@@ -12,11 +12,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.fused_communication import CommunicationFusion
+from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.training_cases import CASES
 from tests.distributed.training_rank import check
@@ -33,7 +32,7 @@ def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]
 
 def check_fused_communication() -> None:
     """torch's operators over symmetric memory return what collectives and matmuls do."""
-    _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    enable_symmetric_memory(dist.group.WORLD.group_name)
     generator = torch.Generator("cuda").manual_seed(0)
     up, down = (torch.randn(sizes, generator=generator).bfloat16() / 32 for sizes in ((1024, 2048), (2048, 1024)))
     inputs = [torch.randn(256, 1024).bfloat16(), up, down]

@@ -253,7 +253,7 @@ def test_what_symmetric_memory_needs() -> None:
 
     device = torch.device("cuda")
     assert "there is no process group 'other' now" in symmetric_memory_decline(device, "other")
-    assert "call torch.distributed._symmetric_memory.enable_symm_mem" in symmetric_memory_decline(device, "0")
+    assert "call fxwrap.fused_communication.enable_symmetric_memory('0')" in symmetric_memory_decline(device, "0")
     with _symmetric_memory._test_mode():
         assert symmetric_memory_decline(device, "0") == ""
 
