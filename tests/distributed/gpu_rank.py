@@ -19,6 +19,7 @@ from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_mem
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.training_cases import CASES
 from tests.distributed.training_rank import check
+from tests.fused_communication.rank import check_training
 
 C10D = torch.ops._c10d_functional
 
@@ -50,6 +51,7 @@ def check_fused_communication() -> None:
 
 CHECKS: Mapping[str, Callable[[], None]] = {
     "fused_communication": check_fused_communication,
+    "fused_training": lambda: check_training(torch.device("cuda", torch.cuda.current_device())),
     **{name: partial(check, name, "fxwrap") for name in CASES},
 }
 

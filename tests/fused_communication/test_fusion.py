@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fxwrap.fused_communication import CommunicationFusion, FusedCommunication, 
 from fxwrap.options import EMITTERS, Options
 from fxwrap.passes.communication import communication
 from fxwrap.wrapper_ir import Program
+from tests.distributed.processes import run_ranks
 from tests.support.documents import ROOT, check_printed
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
@@ -59,7 +61,8 @@ def fuse(function: Callable[..., Any], *inputs: Tensor, fusion: CommunicationFus
 
 
 def fused_calls(program: Program) -> list[str]:
-    return [line.target.split(".")[1] for line in program.lines() if getattr(line, "target", "").startswith("symm_mem")]
+    targets = [getattr(line, "target", "") for line in program.lines()]
+    return [target.split(".")[1] for target in targets if target.startswith(("symm_mem", "fxwrap_runtime.matmuls"))]
 
 
 # --- all_gather + matmul ----------------------------------------------------------------------------------------------
@@ -126,8 +129,31 @@ def test_matmul_and_reduce_scatter_become_one_operator(dimension: int, reduction
 
     result = fuse(function, torch.rand(4, 8, 8), B)
     assert len(result.fused) == 1 and not result.unfused
-    assert fused_calls(result.program) == ["fused_matmul_reduce_scatter"]
+    expected = "matmuls_reduce_scatter" if dimension else "fused_matmul_reduce_scatter"
+    assert fused_calls(result.program) == [expected]
     fxwrap.verify(result.program)
+
+
+def test_sums_of_matmuls_become_one_operator_that_needs_no_copies() -> None:
+    """The gradient of an activation that several layers read."""
+
+    def function(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return scattered(y @ c + x @ b, 1)
+
+    result = fuse(function, torch.rand(4, 8, 8), torch.rand(4, 8, 6), torch.rand(8, 5), torch.rand(6, 5))
+    assert len(result.fused) == 1 and not result.unfused
+    (line,) = [line for line in result.program.lines() if "reduce_scatter" in getattr(line, "target", "")]
+    assert line.target == "fxwrap_runtime.matmuls_reduce_scatter.default"
+    assert [len(items) for items in line.arguments[:2]] == [2, 2]
+    assert not [line for line in result.program.lines() if getattr(line, "target", "").startswith("aten.c")]
+    (group,) = communication(result.program)
+    assert group.texts({})[0].startswith("matmuls_reduce_scatter(torch.float32[4, 8, ")
+
+
+def test_training_on_two_ranks(tmp_path: Path) -> None:
+    """A Llama with sequence parallelism: forward and backward fuse, in every emitter."""
+    for number, results in enumerate(run_ranks("tests.fused_communication.rank", tmp_path)):
+        assert results == {"training": ""}, f"rank {number}:\n" + results["training"]
 
 
 # --- all_reduce + residual + RMSNorm ----------------------------------------------------------------------------------
