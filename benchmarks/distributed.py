@@ -3,7 +3,7 @@
     python benchmarks/distributed.py --ranks 2                       # Gloo: simple_fsdp beside FSDP2, and TP
     python benchmarks/distributed.py --ranks 4 --device cuda --bf16 --record # NCCL: beside TorchInductor
     python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --model decoding-llama # one token, no gradients
-    python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --parallelism TP+SP # asynchronous tensor parallelism
+    python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --parallelism TP+SP # fused communication
 
 Each rank is a process. A side is timed in interleaved rounds with the base, TorchInductor or else eager, on the same
 ranks; a round is one step of each between barriers, and the ratio is the median of the rounds' ratios. A row is printed
@@ -11,8 +11,9 @@ as soon as its side is measured; progress goes to the standard error.
 
 Exposed communication is the time in which a rank communicates and does not compute. On CPUs, it is the time of the step
 minus that of the same step whose process group copies locally instead of communicating (torch's fake group), each in
-its fastest round, since other load only adds time. On GPUs, it is the time of NCCL's kernels, and of those of symmetric
-memory, in a profile while no other kernel runs. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
+its fastest round, since other load only adds time. On GPUs, it is the time of the kernels of NCCL and of symmetric
+memory in a profile of several steps while no other kernel runs. "Unbucketed" is the number of collectives of the model
+that a side compiles, run in eager.
 """
 
 from __future__ import annotations
@@ -348,7 +349,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", help="FSDP and TP; TP for decoding")
     parser.add_argument("--mode", help="torch.compile's, such as reduce-overhead")
-    parser.add_argument("--sides", choices=SIDES, nargs="+", help="all, those with TorchInductor and symmetric memory on GPUs only")
+    parser.add_argument(
+        "--sides", choices=SIDES, nargs="+", help="all, those with TorchInductor and symmetric memory on GPUs only"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=448, help="the width of Llama's MLP")

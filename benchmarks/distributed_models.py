@@ -209,7 +209,7 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> nn.Module:
 
 
 def tensor_and_sequence_parallel(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism whose tokens between the matmuls are split: reduce_scatters and all_gathers, no all_reduces."""
+    """Tensor parallelism that splits tokens between matmuls: reduce_scatters and all_gathers, no all_reduces."""
     part, whole = Shard(1), Replicate()
     for block in model.blocks:
         columns = [name for name in ("query", "key", "value", "gate", "up") if hasattr(block, name)]

@@ -76,7 +76,7 @@ class FusedCommunication:
 
 @dataclass(frozen=True)
 class CommunicationFusion:
-    """A pass that fuses all_gather + matmul, matmul + reduce_scatter, and all_reduce + add + RMSNorm.
+    """A pass that fuses all_gather + matmul, matmul + reduce_scatter, all_reduce + add + RMSNorm, small all_reduces.
 
     `Options(passes=[CommunicationFusion()])` turns it on. Matmuls become torch's operators over symmetric memory, which
     overlap the parts of a matmul with those of the collective (asynchronous tensor parallelism). Where a group or a
@@ -88,18 +88,22 @@ class CommunicationFusion:
             (Tensor, Tensor)` of the hardware's vendor, which returns the RMSNorm of the sum over all ranks plus the
             residual, and that sum; "" fuses no norms.
         decline: returns why collectives of a group cannot be fused on a device, "" if they can.
+        one_shot_bytes: the largest all_reduce, in bytes, that becomes one kernel in which each rank reads the tensors
+            of the others, with a fraction of the latency; 0 for none.
     """
 
     matmuls: int = 4
     norm_operator: str = ""
     decline: Callable[[torch.device, str], str] = symmetric_memory_decline
+    one_shot_bytes: int = 128 * 1024
 
     at: ClassVar[PassPoint] = FX_BEFORE_LOWERING
 
     @property
     def key(self) -> str:
         """Identifies the pass to caches. Whether groups have symmetric memory is part of each graph's result."""
-        return f"{_VERSION}/{self.matmuls}/{self.norm_operator}/{self.decline.__module__}.{self.decline.__qualname__}"
+        fields = f"{self.matmuls}/{self.norm_operator}/{self.one_shot_bytes}"
+        return f"{_VERSION}/{fields}/{self.decline.__module__}.{self.decline.__qualname__}"
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
         """Returns the graph with fused communication; logs the report to `fxwrap.fused_communication`."""
@@ -126,7 +130,7 @@ class CommunicationFusion:
 
     def _kinds(self) -> frozenset[str]:
         matmuls = ("all_gather_into_tensor", "reduce_scatter_tensor") if self.matmuls else ()
-        return frozenset([*matmuls, *(["all_reduce"] if self.norm_operator else [])])
+        return frozenset([*matmuls, *(["all_reduce"] if self.norm_operator or self.one_shot_bytes else [])])
 
     def _declined_groups(self, starts: Sequence[StartCollective]) -> dict[tuple[str, str], str]:
         reasons = {key: self.decline(torch.device(key[0]), key[1]) for key in _groups(starts)}
@@ -157,7 +161,9 @@ class CommunicationFusion:
         joined = {argument for line in calls if line.target == "aten.cat.default" for argument in line.arguments[1:]}
         split = {argument for line in calls if line.target == "aten.split.Tensor" for argument in line.arguments[2:]}
         dimensions = sorted({0, *[item for item in (*joined, *split) if isinstance(item, int) and item >= 0]})
-        rules = rules_for(sorted(parts) or [1], dimensions, self.matmuls, self.norm_operator, self.decline)
+        rules = rules_for(
+            sorted(parts) or [1], dimensions, self.matmuls, self.norm_operator, self.one_shot_bytes, self.decline
+        )
         return [rule for rule in rules if rule.collective in kinds]
 
 

@@ -84,7 +84,7 @@ def all_gather_matmul(parts: int, dimension: int, matmuls: int, keeps_gathered: 
 
 
 def matmul_reduce_scatter(parts: int, dimension: int, terms: int, decline: Decline) -> Rule:
-    """Returns the rule for a sum of `terms` matmuls that is summed over `parts` ranks and scattered along a dimension."""
+    """Returns the rule for a sum of `terms` matmuls, summed over `parts` ranks and scattered along a dimension."""
     products = [
         rw.view(rw.call("aten.mm.default", rw.tensor(f"left{number}"), rw.tensor(f"right{number}")), optional=True)
         for number in range(terms)
@@ -108,7 +108,9 @@ def matmul_reduce_scatter(parts: int, dimension: int, terms: int, decline: Decli
         _require(lefts[0], group, decline)
         if match["reduction"] not in ("sum", "avg"):
             raise rw.Skip(f"its reduction is '{match['reduction']}', and the fused operator has sum and avg")
-        leading = match.line("split").arguments[0].tensor_type.sizes[:-1] if dimension else lefts[0].tensor_type.sizes[:1]
+        leading = (
+            match.line("split").arguments[0].tensor_type.sizes[:-1] if dimension else lefts[0].tensor_type.sizes[:1]
+        )
         if dimension == len(leading):
             raise rw.Skip("it scatters the columns of the matmul's result")
         lefts = [_with_leading(builder, left, leading) if dimension else left for left in lefts]
@@ -183,6 +185,33 @@ def _converted(x: object, dtype: torch.dtype | None) -> rw.Operation:
     return rw.call("aten._to_copy.default", x, ..., dtype=to)
 
 
+# --- small all_reduces ------------------------------------------------------------------------------------------------
+
+
+_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+_ONE_SHOT_ALIGNMENT = 16
+
+
+def one_shot_all_reduce(largest: int, decline: Decline) -> Rule:
+    """Returns the rule for an all_reduce of at most so many bytes, in which each rank reads the others' tensors."""
+    started = rw.call("_c10d_functional.all_reduce.default", _SHARD, "sum", _GROUP)
+
+    def build(match: rw.Match, builder: rw.LineBuilder) -> object:
+        shard, group = match["shard"], match["group"]
+        _require(shard, group, decline)
+        type_ = shard.tensor_type
+        if not type_.is_static or not type_.is_contiguous:
+            raise rw.Skip(f"%{shard.name} is not a contiguous tensor of static sizes")
+        if type_.dtype not in _ONE_SHOT_DTYPES:
+            raise rw.Skip(f"%{shard.name} is neither bfloat16 nor float32")
+        size = int(type_.storage_bytes)
+        if size > largest or size == 0 or size % _ONE_SHOT_ALIGNMENT:
+            raise rw.Skip(f"%{shard.name} has {size} bytes, which is no multiple of 16 from 16 to {largest}")
+        return builder.call("fxwrap_runtime.one_shot_all_reduce.default", shard, group)
+
+    return Rule("all_reduce", rw.call(_WAIT, started), build)
+
+
 # --- conditions and layouts -------------------------------------------------------------------------------------------
 
 
@@ -219,7 +248,7 @@ def _of_type(builder: rw.LineBuilder, value: Value, type_: TensorType) -> Value:
 
 
 def rules_for(
-    parts: Sequence[int], dimensions: Sequence[int], matmuls: int, operator: str, decline: Decline
+    parts: Sequence[int], dimensions: Sequence[int], matmuls: int, operator: str, one_shot_bytes: int, decline: Decline
 ) -> list[Rule]:
     """Returns the rules for graphs with groups of these sizes, and gathers and scatters along these dimensions.
 
@@ -239,4 +268,6 @@ def rules_for(
     ]
     if operator:
         rules += [all_reduce_rms_norm(operator, rounding, decline) for rounding in get_args(NormRounding)]
+    if one_shot_bytes:
+        rules.append(one_shot_all_reduce(one_shot_bytes, decline))
     return rules

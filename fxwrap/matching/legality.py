@@ -141,7 +141,9 @@ def _first_conflict(
     position: int, removed: Collection[int], retained: Collection[int], operands: Collection[str], flow: DataFlow
 ) -> str | None:
     """Returns why the lines of a match cannot move to one position, or None."""
-    within = {name for place in retained for value in defined(flow.lines[place]) if (name := value.name) not in operands}
+    within = {
+        name for place in retained for value in defined(flow.lines[place]) if (name := value.name) not in operands
+    }
     for other_position in sorted(removed):
         if other_position == position:
             continue

@@ -30,7 +30,7 @@ def graph_in_form_of(graph_module: GraphModule, program: ir.Program) -> GraphMod
 def _copy_metadata(old: GraphModule, new: GraphModule) -> None:
     """Copies other tools' metadata at nodes that no line has: inputs, constants and the output, and of the module.
 
-    Opaque inputs, such as device meshes, have no fake tensor from which the new graph's could be made: theirs are copied.
+    Opaque inputs, such as device meshes, have their objects there, which a program does not have.
     """
     nodes = {(node.op, node.target): node for node in old.graph.nodes if node.op in _WITHOUT_LINES}
     for node in new.graph.nodes:

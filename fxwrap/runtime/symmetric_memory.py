@@ -6,11 +6,12 @@ from math import prod
 
 import torch
 
-from fxwrap.torch_compat import pipelined_all_to_all
+from fxwrap.torch_compat import allocate_symmetric, pipelined_all_to_all
 
 _library = torch.library.Library("fxwrap_runtime", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "matmuls_reduce_scatter(Tensor[] lefts, Tensor[] rights, str reduction, int dimension, int ranks, str group) -> Tensor"
+    "matmuls_reduce_scatter(Tensor[] lefts, Tensor[] rights, str reduction, int dimension, int ranks, str group)"
+    " -> Tensor"
 )
 
 
@@ -62,3 +63,38 @@ def _(
     sizes = [*lefts[0].shape[:-1], rights[0].shape[1]]
     sizes[dimension] = sizes[dimension] // ranks
     return lefts[0].new_empty(sizes)
+
+
+_library.define("one_shot_all_reduce(Tensor x, str group) -> Tensor")  # type: ignore[no-untyped-call]
+
+_BUFFERS: dict[tuple[str, torch.device, torch.dtype, int], torch.Tensor] = {}
+"""Symmetric buffers by group, device, dtype and elements. They live as long as the process: other ranks map them, and
+captured CUDA graphs have their addresses."""
+
+
+@torch.library.impl(_library, "one_shot_all_reduce", "CUDA")
+def _one_shot_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Returns the sum over all ranks: each rank reads the others' tensors from symmetric memory, in one kernel.
+
+    The kernel returns when all ranks have read the buffer, so the next call may use it.
+    """
+    count = 1 << max(x.numel() - 1, 1).bit_length()
+    key = (group, x.device, x.dtype, count)
+    if (buffer := _BUFFERS.get(key)) is None:
+        buffer = _BUFFERS[key] = allocate_symmetric(count, x.dtype, x.device, group)
+    buffer = buffer[: x.numel()].view(x.shape)
+    result: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", group)
+    return result
+
+
+@torch.library.impl(_library, "one_shot_all_reduce", "CPU")
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    """The definition of the operator, by a collective."""
+    operators = torch.ops._c10d_functional
+    result: torch.Tensor = operators.wait_tensor(operators.all_reduce(x, "sum", group))
+    return result
+
+
+@torch.library.register_fake("fxwrap_runtime::one_shot_all_reduce")  # type: ignore[untyped-decorator]
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x)

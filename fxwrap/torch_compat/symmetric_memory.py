@@ -47,7 +47,7 @@ def has_symmetric_memory(group_name: str) -> bool:
 
 
 def pipelined_all_to_all(produce: Callable[[int, torch.Tensor], None], output: torch.Tensor, group_name: str) -> None:
-    """Computes a part for each rank with `produce(rank, out)`, and writes the parts for this rank to the rows of output.
+    """Computes a part for each rank with `produce(rank, out)`, and writes those for this rank to the rows of `output`.
 
     Parts are transferred while others are computed, through the workspace of the group.
     Why: torch's operators for one matmul are made of it, and it has no public name.
@@ -55,3 +55,15 @@ def pipelined_all_to_all(produce: Callable[[int, torch.Tensor], None], output: t
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory._pipelined_produce_and_all2all(produce, output, group_name)  # type: ignore[arg-type]
+
+
+def allocate_symmetric(count: int, dtype: torch.dtype, device: torch.device, group_name: str) -> torch.Tensor:
+    """Allocates memory that the other ranks of a group can access; each of them must allocate as much at this point.
+
+    Why: symmetric memory has no public name.
+    """
+    from torch.distributed import _symmetric_memory
+
+    buffer = _symmetric_memory.empty(count, dtype=dtype, device=device)
+    _symmetric_memory.rendezvous(buffer, group_name)  # type: ignore[arg-type]
+    return buffer

@@ -21,7 +21,9 @@ _ASSERTION_OPERATORS = frozenset({
     "aten._assert_tensor_metadata.default",
 })  # fmt: skip
 _COMMUNICATING_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
-_COMMUNICATING_OPERATORS = frozenset({"fxwrap_runtime.matmuls_reduce_scatter.default"})
+_COMMUNICATING_OPERATORS = frozenset({
+    "fxwrap_runtime.matmuls_reduce_scatter.default", "fxwrap_runtime.one_shot_all_reduce.default",
+})  # fmt: skip
 _PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}

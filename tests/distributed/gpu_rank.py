@@ -49,8 +49,38 @@ def check_fused_communication() -> None:
             assert error < 1e-2, (emitter, error)
 
 
+def reduced_twice(x: Tensor, weight: Tensor) -> Tensor:
+    """Two small all_reduces with a matmul between them, as tensor-parallel decoding has them."""
+    group = dist.group.WORLD.group_name
+    y = C10D.wait_tensor(C10D.all_reduce(x * 2, "sum", group))
+    result: Tensor = C10D.wait_tensor(C10D.all_reduce((y @ weight).relu(), "sum", group)) + y
+    return result
+
+
+def check_one_shot_all_reduce() -> None:
+    """Small all_reduces over symmetric memory return the sums, in every emitter and in replayed CUDA graphs."""
+    enable_symmetric_memory(dist.group.WORLD.group_name)
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    weight = (torch.randn(512, 512, generator=generator) / 32).bfloat16()
+    graph = make_fx(reduced_twice, tracing_mode="fake")(torch.randn(2, 512).bfloat16(), weight)
+    for emitter in EMITTERS:
+        for cuda_graphs in (False, True) if emitter in ("python", "cpp") else (False,):
+            options = Options(
+                emitter=emitter, compile_cache=False, passes=[CommunicationFusion()], cuda_graphs=cuda_graphs
+            )
+            example = torch.randn(2, 512, generator=generator).bfloat16()
+            compiled = fxwrap.compile_graph(graph, [example, weight], options=options)
+            assert str(compiled.program).count("one_shot_all_reduce") == 2, compiled.program
+            for _ in range(5):
+                x = torch.randn(2, 512, generator=generator).bfloat16()
+                (have,), wanted = compiled(x, weight), reduced_twice(x, weight).float()
+                error = (have.float() - wanted).norm() / wanted.norm()
+                assert error < 1e-2, (emitter, cuda_graphs, error)
+
+
 CHECKS: Mapping[str, Callable[[], None]] = {
     "fused_communication": check_fused_communication,
+    "one_shot_all_reduce": check_one_shot_all_reduce,
     "fused_training": lambda: check_training(torch.device("cuda", torch.cuda.current_device())),
     **{name: partial(check, name, "fxwrap") for name in CASES},
 }

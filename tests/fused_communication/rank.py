@@ -25,7 +25,8 @@ from fxwrap.options import Options
 from tests.distributed.rank import EveryEmitter
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
-SIZES = {"layers": 1, "width": 64, "hidden": 128, "heads": 8, "key_heads": 4, "vocabulary": 128, "length": 16, "batch": 2}
+SIZES = {"layers": 1, "width": 64, "hidden": 128, "heads": 8, "key_heads": 4}
+BATCH = {"vocabulary": 128, "length": 16, "batch": 2}
 
 
 class Reports(logging.Handler):
@@ -43,13 +44,13 @@ def trained(backend: Callable[..., Any], device: torch.device, dtype: torch.dtyp
     """Returns the losses of two steps, and the gradients of the second one on this rank."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sizes = argparse.Namespace(**SIZES, ranks=dist.get_world_size())
+    sizes = argparse.Namespace(**SIZES, **BATCH, ranks=dist.get_world_size())
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     with torch.device(device):
         model = tensor_and_sequence_parallel(Llama(sizes).to(dtype), mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local() if isinstance(parameter, DTensor) else parameter.data, 0)
-    tokens = torch.randint(SIZES["vocabulary"], (SIZES["batch"], SIZES["length"])).to(device)
+    tokens = torch.randint(BATCH["vocabulary"], (BATCH["batch"], BATCH["length"])).to(device)
     forward = torch.compile(model, backend=backend)
     results = []
     for _ in range(2):
@@ -72,9 +73,8 @@ def check_training(device: torch.device) -> None:
     reports, logger = Reports(), logging.getLogger("fxwrap.fused_communication")
     logger.addHandler(reports)
     logger.setLevel(logging.INFO)
-    options = Options(
-        passes=[CommunicationFusion(decline=symmetric_memory_decline if is_gpu else supported)], compile_cache=False
-    )
+    fusion = CommunicationFusion(decline=symmetric_memory_decline if is_gpu else supported, one_shot_bytes=0)
+    options = Options(passes=[fusion], compile_cache=False)
     with nullcontext() if is_gpu else operators_on_cpu():
         have = trained(make_backend(options) if is_gpu else make_backend(options, EveryEmitter), device, dtype)
     assert set(reports.lines) == {"5 fused, 0 not fused", "4 fused, 1 not fused"}, reports.lines
