@@ -84,10 +84,11 @@ class Job:
         """The parallelism of the job."""
         return PARALLELISMS[self.name]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a whole step compiles."""
-        return self.parallelism.is_whole and self.chosen.model != DECODING
+    def has(self, side: str) -> bool:
+        """Whether a side differs from the others: whole steps compile, collectives can be fused with matmuls."""
+        if side == "fxwrap step":
+            return self.parallelism.is_whole and self.chosen.model != DECODING
+        return side != SYMMETRIC or "TP" in self.name
 
     def step(self, side: str, is_local: bool = False) -> Step:
         """Returns the step of a side; with `is_local`, its collectives copy on each rank."""
@@ -303,7 +304,7 @@ def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None
     base = build(job, "inductor" if "inductor" in names else names[0])
     measure(job, base, base, report)
     for name in names:
-        if name == base.name or (name == "fxwrap step" and not job.is_whole):
+        if name == base.name or not job.has(name):
             continue
         measure(job, build(job, name), base, report)
         gc.collect()
