@@ -3,6 +3,7 @@
     python benchmarks/distributed.py --ranks 2                       # Gloo: simple_fsdp beside FSDP2, and TP
     python benchmarks/distributed.py --ranks 4 --device cuda --bf16 --record # NCCL: beside TorchInductor
     python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --model decoding-llama # one token, no gradients
+    python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --parallelism TP+SP # fused communication
 
 Each rank is a process. A side is timed in interleaved rounds with the base, TorchInductor or else eager, on the same
 ranks; a round is one step of each between barriers, and the ratio is the median of the rounds' ratios. A row is printed
@@ -10,8 +11,9 @@ as soon as its side is measured; progress goes to the standard error.
 
 Exposed communication is the time in which a rank communicates and does not compute. On CPUs, it is the time of the step
 minus that of the same step whose process group copies locally instead of communicating (torch's fake group), each in
-its fastest round, since other load only adds time. On GPUs, it is the time of NCCL's kernels in a profile while no
-other kernel runs. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
+its fastest round, since other load only adds time. On GPUs, it is the time of the kernels of NCCL and of symmetric
+memory in a profile of several steps while no other kernel runs. "Unbucketed" is the number of collectives of the model
+that a side compiles, run in eager.
 """
 
 from __future__ import annotations
@@ -42,11 +44,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import fxwrap
 from benchmarks.distributed_models import MODELS, PARALLELISMS, DecodingLlama, Parallelism, randomise
 from benchmarks.results import Report, add_record_option
+from fxwrap.compile.backend import make_backend
+from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
+from fxwrap.options import Options
 
 Step = Callable[[Tensor], Tensor]
 DECODING = "decoding-llama"
-SIDES = ("eager", "inductor", "fxwrap", "fxwrap step")
+SYMMETRIC = "fxwrap symmetric"
+"""fxwrap with collectives over symmetric memory, fused with matmuls where they can be."""
+
+SIDES = ("eager", "inductor", "fxwrap", SYMMETRIC, "fxwrap step")
 START = time.perf_counter()
+_PROFILED_STEPS = 5
+_MEASURED = "measured steps"
+_COMMUNICATION = ("ncclDevKernel", "Memcpy PtoP", "barrier_kernel", "shot_all_reduce")
+"""Parts of the names of kernels that communicate: those of NCCL, and of symmetric memory."""
 
 
 def progress(text: str) -> None:
@@ -72,10 +84,11 @@ class Job:
         """The parallelism of the job."""
         return PARALLELISMS[self.name]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether a whole step compiles."""
-        return self.parallelism.is_whole and self.chosen.model != DECODING
+    def has(self, side: str) -> bool:
+        """Whether a side differs from the others: whole steps compile, collectives can be fused with matmuls."""
+        if side == "fxwrap step":
+            return self.parallelism.is_whole and self.chosen.model != DECODING
+        return side != SYMMETRIC or "TP" in self.name
 
     def step(self, side: str, is_local: bool = False) -> Step:
         """Returns the step of a side; with `is_local`, its collectives copy on each rank."""
@@ -83,6 +96,9 @@ class Job:
         forward: Any = model
         if side in ("inductor", "fxwrap"):
             forward = torch.compile(model, backend=side, mode=self.chosen.mode)
+        elif side == SYMMETRIC:
+            options = Options.from_mapping({"passes": [CommunicationFusion()]}, self.chosen.mode)
+            forward = torch.compile(model, backend=make_backend(options))
         if isinstance(model, DecodingLlama):
             return torch.no_grad()(forward)
         step = train_step(forward, optimizer)
@@ -121,7 +137,11 @@ class Job:
         ranks, inner = self.chosen.ranks, self.parallelism.inner
         sizes, names = ((ranks,), ("data",)) if inner == 1 else ((ranks // inner, inner), ("data", "model"))
         override: Any = dict.fromkeys(names, "fake") if is_local else None
-        return init_device_mesh(self.tokens.device.type, sizes, mesh_dim_names=names, backend_override=override)
+        mesh = init_device_mesh(self.tokens.device.type, sizes, mesh_dim_names=names, backend_override=override)
+        if SYMMETRIC in self.chosen.sides:
+            for name in names:
+                enable_symmetric_memory(mesh.get_group(name).group_name)
+        return mesh
 
 
 def train_step(forward: Any, optimizer: torch.optim.Optimizer) -> Step:
@@ -175,23 +195,34 @@ def _synchronise(tokens: Tensor) -> None:
 
 
 def profiled(step: Step, tokens: Tensor) -> tuple[int, float]:
-    """Returns the number of collectives of a step, and on GPUs the seconds of exposed communication of this rank."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if tokens.is_cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    dist.barrier()
+    """Returns the number of collectives of a step, and on GPUs the seconds of exposed communication of this rank.
+
+    On GPUs both are the mean of several steps in sequence. A step and a barrier precede them in the profile: the start
+    of a profiler delays ranks differently, and a collective that waits for another rank would count as exposed.
+    """
+    if not tokens.is_cuda:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step(tokens)
+        return len([event for event in profile.events() if event.name.startswith("gloo:")]), 0.0
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step(tokens)
         _synchronise(tokens)
+        dist.barrier()
+        _synchronise(tokens)
+        with torch.profiler.record_function(_MEASURED):
+            for _ in range(_PROFILED_STEPS):
+                step(tokens)
+            _synchronise(tokens)
     events = profile.events()
-    if not tokens.is_cuda:
-        return len([event for event in events if event.name.startswith("gloo:")]), 0.0
     device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    begin = min([event.time_range.start for event in events if event.name == _MEASURED and event.device_type != device])
     kernels = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    collectives = [event for event in kernels if event.name.startswith("ncclDevKernel")]
-    others = [event for event in kernels if not event.name.startswith("nccl")]
+    kernels = [event for event in kernels if event.time_range.start >= begin and event.name != _MEASURED]
+    collectives = [event for event in kernels if any(name in event.name for name in _COMMUNICATION)]
+    others = [event for event in kernels if not any(name in event.name for name in ("nccl", *_COMMUNICATION))]
     intervals = [[(event.time_range.start, event.time_range.end) for event in part] for part in (collectives, others)]
-    return len(collectives), uncovered(*intervals) / 1e6
+    return round(len(collectives) / _PROFILED_STEPS), uncovered(*intervals) / 1e6 / _PROFILED_STEPS
 
 
 def uncovered(intervals: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:
@@ -273,7 +304,7 @@ def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None
     base = build(job, "inductor" if "inductor" in names else names[0])
     measure(job, base, base, report)
     for name in names:
-        if name == base.name or (name == "fxwrap step" and not job.is_whole):
+        if name == base.name or not job.has(name):
             continue
         measure(job, build(job, name), base, report)
         gc.collect()
@@ -319,7 +350,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", help="FSDP and TP; TP for decoding")
     parser.add_argument("--mode", help="torch.compile's, such as reduce-overhead")
-    parser.add_argument("--sides", choices=SIDES, nargs="+", help="all, inductor on GPUs only")
+    parser.add_argument(
+        "--sides", choices=SIDES, nargs="+", help="all, those with TorchInductor and symmetric memory on GPUs only"
+    )
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=448, help="the width of Llama's MLP")
@@ -335,7 +368,7 @@ def main() -> None:
     if chosen.parallelism is None:
         chosen.parallelism = ["TP"] if chosen.model == DECODING else ["FSDP", "TP"]
     if chosen.sides is None:
-        chosen.sides = [side for side in SIDES if side != "inductor" or chosen.device.type == "cuda"]
+        chosen.sides = [side for side in SIDES if side not in ("inductor", SYMMETRIC) or chosen.device.type == "cuda"]
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (chosen, f"{folder}/store"), nprocs=chosen.ranks)  # type: ignore[attr-defined]
 

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 
@@ -34,17 +41,18 @@ class Gpt2Block(nn.Module):
         width = chosen.width
         self.head_width = width // chosen.heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.normed_1, self.normed_2 = nn.Identity(), nn.Identity()
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.projection = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm_1(x)
+        y = self.normed_1(self.norm_1(x))
         query, key, value = [
             layer(y).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
         ]
         x = x + self.projection(_attention(query, key, value))
-        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+        return x + self.down(F.gelu(self.up(self.normed_2(self.norm_2(x))), approximate="tanh"))
 
 
 class Gpt2(nn.Module):
@@ -53,13 +61,14 @@ class Gpt2(nn.Module):
     def __init__(self, chosen: argparse.Namespace) -> None:
         super().__init__()
         self.tokens = nn.Embedding(chosen.vocabulary, chosen.width)
+        self.embedded = nn.Identity()
         self.positions = nn.Embedding(chosen.length, chosen.width)
         self.blocks = nn.ModuleList([Gpt2Block(chosen) for _ in range(chosen.layers)])
         self.norm = nn.LayerNorm(chosen.width)
         self.head = nn.Linear(chosen.width, chosen.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embedded(self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
@@ -74,6 +83,7 @@ class LlamaBlock(nn.Module):
         self.head_width = width // chosen.heads
         key_width = chosen.key_heads * self.head_width
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.normed_1, self.normed_2 = nn.Identity(), nn.Identity()
         self.query = nn.Linear(width, width, bias=False)
         self.key, self.value = (nn.Linear(width, key_width, bias=False) for _ in range(2))
         self.projection = nn.Linear(width, width, bias=False)
@@ -81,13 +91,13 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        y = self.norm_1(x)
+        y = self.normed_1(self.norm_1(x))
         query, key, value = [
             layer(y).unflatten(-1, (-1, self.head_width)) for layer in (self.query, self.key, self.value)
         ]
         query, key = _rotate(query, cosine, sine), _rotate(key, cosine, sine)
         x = x + self.projection(_attention(query, key, value))
-        y = self.norm_2(x)
+        y = self.normed_2(self.norm_2(x))
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
@@ -111,12 +121,13 @@ class Llama(nn.Module):
         super().__init__()
         self.head_width = chosen.width // chosen.heads
         self.tokens = nn.Embedding(chosen.vocabulary, chosen.width)
+        self.embedded = nn.Identity()
         self.blocks = nn.ModuleList([LlamaBlock(chosen) for _ in range(chosen.layers)])
         self.norm = nn.RMSNorm(chosen.width)
         self.head = nn.Linear(chosen.width, chosen.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        x = self.embedded(self.tokens(tokens))
         cosine, sine = _angles(torch.arange(tokens.shape[1], device=tokens.device), self.head_width, x.dtype)
         for block in self.blocks:
             x = block(x, cosine, sine)
@@ -197,6 +208,27 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def tensor_and_sequence_parallel(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism that splits tokens between matmuls: reduce_scatters and all_gathers, no all_reduces."""
+    part, whole = Shard(1), Replicate()
+    for block in model.blocks:
+        columns = [name for name in ("query", "key", "value", "gate", "up") if hasattr(block, name)]
+        plan = {
+            **dict.fromkeys(columns, ColwiseParallel()),
+            **dict.fromkeys(("projection", "down"), RowwiseParallel(output_layouts=part)),
+            **dict.fromkeys(("norm_1", "norm_2"), SequenceParallel(use_local_output=True)),
+            **{name: PrepareModuleInput(input_layouts=part, desired_input_layouts=whole, use_local_output=False)
+               for name in ("normed_1", "normed_2")},
+        }  # fmt: skip
+        parallelize_module(block, mesh, plan)
+    ends = {
+        "embedded": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part),
+        "norm": SequenceParallel(use_local_output=True),
+        "head": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole, use_local_output=True),
+    }
+    return parallelize_module(model, mesh, ends)
+
+
 def fsdp_and_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2 times tensor parallelism, on a mesh with the dimensions "data" and "model"."""
     return fsdp2(tensor_parallel(model, mesh["model"]), mesh["data"])
@@ -216,6 +248,7 @@ class Parallelism:
 PARALLELISMS = {
     "FSDP": Parallelism(fsdp2, simple_fsdp),
     "TP": Parallelism(tensor_parallel, tensor_parallel),
+    "TP+SP": Parallelism(tensor_and_sequence_parallel, tensor_and_sequence_parallel),
     "FSDP+TP": Parallelism(fsdp_and_tensor_parallel, fsdp_and_tensor_parallel, inner=2, is_whole=False),
 }
 

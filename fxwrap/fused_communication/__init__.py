@@ -2,5 +2,12 @@
 
 from fxwrap.fused_communication.fusion import CommunicationFusion, FusedCommunication, UnfusedCollective
 from fxwrap.fused_communication.support import symmetric_memory_decline
+from fxwrap.torch_compat import enable_symmetric_memory
 
-__all__ = ["CommunicationFusion", "FusedCommunication", "UnfusedCollective", "symmetric_memory_decline"]
+__all__ = [
+    "CommunicationFusion",
+    "FusedCommunication",
+    "UnfusedCollective",
+    "enable_symmetric_memory",
+    "symmetric_memory_decline",
+]

@@ -16,6 +16,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.errors import CommunicationFusionWarning
 from fxwrap.fused_communication.rules import Rule, rules_for
 from fxwrap.fused_communication.support import symmetric_memory_decline
+from fxwrap.fused_communication.views import hoist_views
 from fxwrap.lines import ExternCall, StartCollective, View, WaitCollective
 from fxwrap.options import FX_BEFORE_LOWERING, PassPoint
 from fxwrap.rewrite.forms import graph_in_form_of, program_of
@@ -23,7 +24,7 @@ from fxwrap.torch_compat import load_symmetric_memory_operators
 
 log = logging.getLogger("fxwrap.fused_communication")
 
-_VERSION = "1"
+_VERSION = "2"
 _MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 _REARRANGING = frozenset({
     "aten.split.Tensor", "aten.cat.default", "aten.view.default", "aten.t.default", "aten.clone.default",
@@ -75,7 +76,7 @@ class FusedCommunication:
 
 @dataclass(frozen=True)
 class CommunicationFusion:
-    """A pass that fuses all_gather + matmul, matmul + reduce_scatter, and all_reduce + add + RMSNorm.
+    """A pass that fuses all_gather + matmul, matmul + reduce_scatter, all_reduce + add + RMSNorm, small all_reduces.
 
     `Options(passes=[CommunicationFusion()])` turns it on. Matmuls become torch's operators over symmetric memory, which
     overlap the parts of a matmul with those of the collective (asynchronous tensor parallelism). Where a group or a
@@ -87,18 +88,22 @@ class CommunicationFusion:
             (Tensor, Tensor)` of the hardware's vendor, which returns the RMSNorm of the sum over all ranks plus the
             residual, and that sum; "" fuses no norms.
         decline: returns why collectives of a group cannot be fused on a device, "" if they can.
+        one_shot_bytes: the largest all_reduce, in bytes, that becomes one kernel in which each rank reads the tensors
+            of the others, with a fraction of the latency; 0 for none.
     """
 
     matmuls: int = 4
     norm_operator: str = ""
     decline: Callable[[torch.device, str], str] = symmetric_memory_decline
+    one_shot_bytes: int = 128 * 1024
 
     at: ClassVar[PassPoint] = FX_BEFORE_LOWERING
 
     @property
     def key(self) -> str:
         """Identifies the pass to caches. Whether groups have symmetric memory is part of each graph's result."""
-        return f"{_VERSION}/{self.matmuls}/{self.norm_operator}/{self.decline.__module__}.{self.decline.__qualname__}"
+        fields = f"{self.matmuls}/{self.norm_operator}/{self.one_shot_bytes}"
+        return f"{_VERSION}/{fields}/{self.decline.__module__}.{self.decline.__qualname__}"
 
     def __call__(self, graph_module: GraphModule) -> GraphModule:
         """Returns the graph with fused communication; logs the report to `fxwrap.fused_communication`."""
@@ -125,7 +130,7 @@ class CommunicationFusion:
 
     def _kinds(self) -> frozenset[str]:
         matmuls = ("all_gather_into_tensor", "reduce_scatter_tensor") if self.matmuls else ()
-        return frozenset([*matmuls, *(["all_reduce"] if self.norm_operator else [])])
+        return frozenset([*matmuls, *(["all_reduce"] if self.norm_operator or self.one_shot_bytes else [])])
 
     def _declined_groups(self, starts: Sequence[StartCollective]) -> dict[tuple[str, str], str]:
         reasons = {key: self.decline(torch.device(key[0]), key[1]) for key in _groups(starts)}
@@ -134,6 +139,7 @@ class CommunicationFusion:
     def _rewrite(self, graph_module: GraphModule | None, program: ir.Program) -> FusedCommunication:
         fused: list[str] = []
         failures: Failures = {}
+        program = hoist_views(program)
         for rule in self._rules(program):
             result = rw.rewrite(program, rule.pattern, rule.build)
             program = result.program
@@ -155,7 +161,9 @@ class CommunicationFusion:
         joined = {argument for line in calls if line.target == "aten.cat.default" for argument in line.arguments[1:]}
         split = {argument for line in calls if line.target == "aten.split.Tensor" for argument in line.arguments[2:]}
         dimensions = sorted({0, *[item for item in (*joined, *split) if isinstance(item, int) and item >= 0]})
-        rules = rules_for(sorted(parts) or [1], dimensions, self.matmuls, self.norm_operator, self.decline)
+        rules = rules_for(
+            sorted(parts) or [1], dimensions, self.matmuls, self.norm_operator, self.one_shot_bytes, self.decline
+        )
         return [rule for rule in rules if rule.collective in kinds]
 
 
@@ -192,6 +200,7 @@ def _reason(program: ir.Program, start: StartCollective, failures: Failures) -> 
             return f"{matmuls[0].target} is no plain matmul of two matrices"
     reasons = [reason for line in readers for reason in failures.get((kind, ir.line_text(line)), ())]
     defaults = {"all_reduce": "no RMSNorm of its sum with a residual follows"}
+    reasons.reverse()  # the last rules are those with the fewest conditions
     return max(reasons, key=_progress, default=defaults.get(kind, "its operand is no result of a matmul"))
 
 

@@ -17,7 +17,7 @@ from fxwrap import rewrite as rw
 from fxwrap.wrapper_ir import TensorType, Value
 
 _GROUP, _COUNT = rw.anything("group"), rw.number("count")
-_SHARD, _LEFT, _RIGHT, _RESIDUAL, _WEIGHT = rw.tensors("shard left right residual weight")
+_SHARD, _RESIDUAL, _WEIGHT = rw.tensors("shard residual weight")
 _WAIT = "_c10d_functional.wait_tensor.default"
 
 Decline = Callable[[torch.device, str], str]
@@ -55,8 +55,9 @@ def all_gather_matmul(parts: int, dimension: int, matmuls: int, keeps_gathered: 
         split = rw.call("aten.split.Tensor", gathered, rw.number("rows"))
         gathered = rw.call("aten.cat.default", [split.output(number) for number in range(parts)], dimension)
     gathered = gathered.named("gathered")
+    rows = rw.view(gathered, optional=True)
     outputs = tuple([
-        rw.call("aten.mm.default", rw.view(gathered, optional=True), rw.tensor(f"right{number}")).named(f"mm{number}")
+        rw.call("aten.mm.default", rows, rw.tensor(f"right{number}")).named(f"mm{number}")
         for number in range(matmuls)
     ])  # fmt: skip
 
@@ -82,10 +83,16 @@ def all_gather_matmul(parts: int, dimension: int, matmuls: int, keeps_gathered: 
 # --- matmul + reduce_scatter ------------------------------------------------------------------------------------------
 
 
-def matmul_reduce_scatter(parts: int, dimension: int, decline: Decline) -> Rule:
-    """Returns the rule for a matmul whose result is summed over `parts` ranks and scattered along a dimension."""
-    product = rw.call("aten.mm.default", _LEFT, _RIGHT).named("mm")
-    whole = rw.view(product, optional=True)
+def matmul_reduce_scatter(parts: int, dimension: int, terms: int, decline: Decline) -> Rule:
+    """Returns the rule for a sum of `terms` matmuls, summed over `parts` ranks and scattered along a dimension."""
+    products = [
+        rw.view(rw.call("aten.mm.default", rw.tensor(f"left{number}"), rw.tensor(f"right{number}")), optional=True)
+        for number in range(terms)
+    ]  # fmt: skip
+    whole: object = products[0]
+    for product in products[1:]:
+        whole = rw.call("aten.add.Tensor", whole, product).as_commutative()
+    whole = whole if terms == 1 else rw.view(whole, optional=True)
     operand: object = whole
     if dimension:
         split = rw.call("aten.split.Tensor", whole, rw.number("rows"), dimension).named("split")
@@ -94,24 +101,39 @@ def matmul_reduce_scatter(parts: int, dimension: int, decline: Decline) -> Rule:
     started = rw.call("_c10d_functional.reduce_scatter_tensor.default", operand, reduction, _COUNT, _GROUP)
 
     def build(match: rw.Match, builder: rw.LineBuilder) -> object:
-        left, right, (result,) = match["left"], match["right"], match.outputs
-        _require(left, match["group"], decline)
+        (result,), group = match.outputs, match["group"]
+        assert isinstance(result, Value)
+        lefts = [match[f"left{number}"] for number in range(terms)]
+        rights = tuple([match[f"right{number}"] for number in range(terms)])
+        _require(lefts[0], group, decline)
         if match["reduction"] not in ("sum", "avg"):
             raise rw.Skip(f"its reduction is '{match['reduction']}', and the fused operator has sum and avg")
-        assert isinstance(result, Value)
-        leading = match.line("split").arguments[0].tensor_type.sizes[:-1] if dimension else left.tensor_type.sizes[:1]
+        leading = (
+            match.line("split").arguments[0].tensor_type.sizes[:-1] if dimension else lefts[0].tensor_type.sizes[:1]
+        )
         if dimension == len(leading):
             raise rw.Skip("it scatters the columns of the matmul's result")
-        if dimension:
-            if not left.tensor_type.is_contiguous or prod(leading) != left.tensor_type.sizes[0]:
-                raise rw.Skip(f"%{left.name}, the matmul's left operand, has no rows that are its leading dimensions")
-            left = builder.view(left, (*leading, left.tensor_type.sizes[1]))
-        fused = builder.call(
-            "symm_mem.fused_matmul_reduce_scatter.default", left, right, match["reduction"], dimension, match["group"]
-        )
+        lefts = [_with_leading(builder, left, leading) if dimension else left for left in lefts]
+        if terms == 1 and not dimension:
+            fused = builder.call(
+                "symm_mem.fused_matmul_reduce_scatter.default", lefts[0], rights[0], match["reduction"], 0, group
+            )
+        else:
+            fused = builder.call(
+                "fxwrap_runtime.matmuls_reduce_scatter.default", tuple(lefts), rights, match["reduction"], dimension,
+                match["count"], group,
+            )  # fmt: skip
         return _of_type(builder, fused, result.tensor_type)
 
-    return Rule("reduce_scatter_tensor", rw.call(_WAIT, started), build)
+    return Rule("reduce_scatter_tensor", rw.call(_WAIT, started), build, terms == 1)
+
+
+def _with_leading(builder: rw.LineBuilder, left: Value, leading: Sequence[Any]) -> Value:
+    """Returns a view of a matmul's left operand whose rows are these leading dimensions."""
+    type_ = left.tensor_type
+    if not type_.is_contiguous or prod(leading) != type_.sizes[0]:
+        raise rw.Skip(f"%{left.name}, the matmul's left operand, has no rows that are its leading dimensions")
+    return builder.view(left, (*leading, type_.sizes[1]))
 
 
 # --- all_reduce + residual + RMSNorm ----------------------------------------------------------------------------------
@@ -163,6 +185,33 @@ def _converted(x: object, dtype: torch.dtype | None) -> rw.Operation:
     return rw.call("aten._to_copy.default", x, ..., dtype=to)
 
 
+# --- small all_reduces ------------------------------------------------------------------------------------------------
+
+
+_ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
+_ONE_SHOT_ALIGNMENT = 16
+
+
+def one_shot_all_reduce(largest: int, decline: Decline) -> Rule:
+    """Returns the rule for an all_reduce of at most so many bytes, in which each rank reads the others' tensors."""
+    started = rw.call("_c10d_functional.all_reduce.default", _SHARD, "sum", _GROUP)
+
+    def build(match: rw.Match, builder: rw.LineBuilder) -> object:
+        shard, group = match["shard"], match["group"]
+        _require(shard, group, decline)
+        type_ = shard.tensor_type
+        if not type_.is_static or not type_.is_contiguous:
+            raise rw.Skip(f"%{shard.name} is not a contiguous tensor of static sizes")
+        if type_.dtype not in _ONE_SHOT_DTYPES:
+            raise rw.Skip(f"%{shard.name} is neither bfloat16 nor float32")
+        size = int(type_.storage_bytes)
+        if size > largest or size == 0 or size % _ONE_SHOT_ALIGNMENT:
+            raise rw.Skip(f"%{shard.name} has {size} bytes, which is no multiple of 16 from 16 to {largest}")
+        return builder.call("fxwrap_runtime.one_shot_all_reduce.default", shard, group)
+
+    return Rule("all_reduce", rw.call(_WAIT, started), build)
+
+
 # --- conditions and layouts -------------------------------------------------------------------------------------------
 
 
@@ -199,7 +248,7 @@ def _of_type(builder: rw.LineBuilder, value: Value, type_: TensorType) -> Value:
 
 
 def rules_for(
-    parts: Sequence[int], dimensions: Sequence[int], matmuls: int, operator: str, decline: Decline
+    parts: Sequence[int], dimensions: Sequence[int], matmuls: int, operator: str, one_shot_bytes: int, decline: Decline
 ) -> list[Rule]:
     """Returns the rules for graphs with groups of these sizes, and gathers and scatters along these dimensions.
 
@@ -212,7 +261,13 @@ def rules_for(
         for number in range(matmuls, 0, -1)
         for count, dimension in pairs
     ]
-    rules += [matmul_reduce_scatter(count, dimension, decline) for count, dimension in pairs]
+    rules += [
+        matmul_reduce_scatter(count, dimension, terms, decline)
+        for terms in range(matmuls, 0, -1)
+        for count, dimension in pairs
+    ]
     if operator:
         rules += [all_reduce_rms_norm(operator, rounding, decline) for rounding in get_args(NormRounding)]
+    if one_shot_bytes:
+        rules.append(one_shot_all_reduce(one_shot_bytes, decline))
     return rules

@@ -22,6 +22,6 @@ def symmetric_memory_decline(device: torch.device, group: str) -> str:
     if not has_symmetric_memory(group):
         return (
             f"group '{group}' has no symmetric memory: call "
-            "torch.distributed._symmetric_memory.enable_symm_mem_for_group with its name"
+            f"fxwrap.fused_communication.enable_symmetric_memory('{group}') on all its ranks"
         )
     return ""

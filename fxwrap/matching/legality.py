@@ -9,7 +9,7 @@ from fxwrap.lines import Bind, View
 from fxwrap.matching.dataflow import DataFlow, outputs_of, view_base
 from fxwrap.matching.matcher import MatchBindings
 from fxwrap.matching.patterns import Operation, Wildcard
-from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, line_text, reads, writes
+from fxwrap.wrapper_ir import LineBase, Value, consumed, defined, line_text, reads, values_in, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def find_replacement_site(
     retained = positions - removed
     reasons = []
     for position in sorted(removed, reverse=True):
-        reason = _first_conflict(position, removed, retained, flow)
+        reason = _first_conflict(position, removed, retained, _operand_names(bindings), flow)
         if reason is None:
             return ReplacementSite(removed, retained, position)
         reasons.append(reason)
@@ -132,22 +132,32 @@ def _other_reader_reason(
     return None
 
 
-def _first_conflict(position: int, removed: Collection[int], retained: Collection[int], flow: DataFlow) -> str | None:
+def _operand_names(bindings: MatchBindings) -> frozenset[str]:
+    """Returns the names of the values that the wildcards of a pattern matched: the operands of its replacement."""
+    return frozenset([value.name for item in bindings.captured.values() for value in values_in(item)])
+
+
+def _first_conflict(
+    position: int, removed: Collection[int], retained: Collection[int], operands: Collection[str], flow: DataFlow
+) -> str | None:
     """Returns why the lines of a match cannot move to one position, or None."""
+    within = {
+        name for place in retained for value in defined(flow.lines[place]) if (name := value.name) not in operands
+    }
     for other_position in sorted(removed):
         if other_position == position:
             continue
         line, (start, end) = flow.lines[other_position], sorted((other_position, position))
         conflict = _ordering_conflict(line, other_position, start, end, removed, flow)
         if conflict is None and position < other_position:
-            conflict = _undefined_operand(line, position, removed, flow)
+            conflict = _undefined_operand(line, position, removed, within, flow)
         if conflict is not None:
             return conflict
     for other_position in sorted(retained):
         start, end = sorted((other_position, position))
         conflict = _clobbered_read(flow.lines[other_position], start, end, (*removed, other_position), flow)
         if conflict is None and position < other_position:
-            conflict = _undefined_operand(flow.lines[other_position], position, removed, flow)
+            conflict = _undefined_operand(flow.lines[other_position], position, removed, within, flow)
         if conflict is not None:
             return conflict
     return None
@@ -181,9 +191,12 @@ def _clobbered_read(line: LineBase, start: int, end: int, excluded: Collection[i
     return None
 
 
-def _undefined_operand(line: LineBase, position: int, removed: Collection[int], flow: DataFlow) -> str | None:
+def _undefined_operand(
+    line: LineBase, position: int, removed: Collection[int], within: Collection[str], flow: DataFlow
+) -> str | None:
+    """Returns why a line cannot move up to a position: an operand that is neither defined before nor in the match."""
     for name in flow.operand_names(line):
         def_position = flow.def_position.get(name, -1)
-        if def_position >= position and def_position not in removed:
+        if def_position >= position and def_position not in removed and name not in within:
             return f"{name} is not defined before the first line of the match that may be replaced"
     return None

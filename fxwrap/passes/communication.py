@@ -27,8 +27,8 @@ from fxwrap.wrapper_ir import (
 
 _OWN_SIZES = ("all_to_all",)
 """Collectives whose sizes differ between ranks."""
-_FUSED = "symm_mem.fused_"
-"""The beginning of the names of operators that fuse a collective with a matmul; their group is the last string."""
+_FUSED = ("symm_mem.", "fxwrap_runtime.matmuls_reduce_scatter.", "fxwrap_runtime.one_shot_all_reduce.")
+"""The beginnings of the names of operators over symmetric memory; their group is the last string."""
 _OWN_PEERS = ("isend", "irecv", "batch_p2p_ops")
 """Communication between two ranks, which call different operators."""
 

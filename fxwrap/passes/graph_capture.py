@@ -25,11 +25,16 @@ _LIBRARY_SOLVERS = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr", 
 """Name prefixes of operators that use library plans, scratch memory or checks on the host."""
 
 
+_CAPTURED_COLLECTIVES = frozenset({"fxwrap_runtime.one_shot_all_reduce.default"})
+"""Collectives that are one kernel on fixed addresses. All ranks replay them in one order, as they run them."""
+
+
 class CaptureChecker:
     """Returns for a line the device to capture it on, or the reason why it cannot be captured.
 
     Lines can be captured that use one device of a type with graph capture, the current stream, and scalars that depend
-    on the sizes of inputs only. They may use the device's default random generator and device assertions.
+    on the sizes of inputs only. They may use the device's default random generator, device assertions, and all_reduces
+    over symmetric memory.
     """
 
     def __init__(self, program: ir.Program, device_types: Collection[str], excluded: Collection[str] = ()) -> None:
@@ -52,7 +57,9 @@ class CaptureChecker:
         (device,) = devices
         if device.type not in self.device_types:
             return f"{device} does not support graph capture"
-        allowed = (ir.ASSERT, ir.random_effect(str(device)))
+        allowed = {ir.ASSERT, ir.random_effect(str(device))}
+        if isinstance(line, ExternCall) and line.target in _CAPTURED_COLLECTIVES:
+            allowed.update(line.effects())
         if any(effect not in allowed for effect in line.effects()):
             return "it has side effects"
         if isinstance(line, CallFunction):

@@ -9,7 +9,7 @@ from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.fx import FxForm, to_fx
 from fxwrap.converters.fx.metadata import other_metadata
 from fxwrap.rewrite.graphs import kernel_of
-from fxwrap.torch_compat import FakeTensor, OpOverload, torch_schema
+from fxwrap.torch_compat import FakeTensor, OpOverload, is_opaque, torch_schema
 
 
 def program_of(subject: ir.Program | GraphModule) -> ir.Program:
@@ -28,12 +28,17 @@ def graph_in_form_of(graph_module: GraphModule, program: ir.Program) -> GraphMod
 
 
 def _copy_metadata(old: GraphModule, new: GraphModule) -> None:
-    """Copies other tools' metadata at nodes that no line has: inputs, constants and the output, and of the module."""
+    """Copies other tools' metadata at nodes that no line has: inputs, constants and the output, and of the module.
+
+    Opaque inputs, such as device meshes, have their objects there, which a program does not have.
+    """
     nodes = {(node.op, node.target): node for node in old.graph.nodes if node.op in _WITHOUT_LINES}
     for node in new.graph.nodes:
         source = nodes.get((node.op, node.target))
         if source is not None:
             node.meta |= other_metadata(source)
+            if is_opaque(source.meta.get("val")):
+                node.meta["val"] = source.meta["val"]
     new.meta = {**old.meta, **new.meta}
 
 

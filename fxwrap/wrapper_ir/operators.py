@@ -20,6 +20,10 @@ _ASSERTION_OPERATORS = frozenset({
     "aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg",
     "aten._assert_tensor_metadata.default",
 })  # fmt: skip
+_COMMUNICATING_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
+_COMMUNICATING_OPERATORS = frozenset({
+    "fxwrap_runtime.matmuls_reduce_scatter.default", "fxwrap_runtime.one_shot_all_reduce.default",
+})  # fmt: skip
 _PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
@@ -163,7 +167,7 @@ def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effec
         return (ASSERT,)
     if name in _PRINT_OPERATORS:
         return (OUTPUT,)
-    if overload.namespace in ("_c10d_functional", "c10d", "c10d_functional", "symm_mem"):
+    if overload.namespace in _COMMUNICATING_NAMESPACES or name in _COMMUNICATING_OPERATORS:
         return (communication_effect(""),)
     schema = torch_schema(overload)  # a call may change the objects that it takes
     return (UNKNOWN,) if takes_object(schema) or (not schema.returns and not writes) else ()

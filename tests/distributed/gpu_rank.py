@@ -12,14 +12,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.fused_communication import CommunicationFusion
+from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.training_cases import CASES
 from tests.distributed.training_rank import check
+from tests.fused_communication.rank import check_training
 
 C10D = torch.ops._c10d_functional
 
@@ -33,7 +33,7 @@ def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]
 
 def check_fused_communication() -> None:
     """torch's operators over symmetric memory return what collectives and matmuls do."""
-    _symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+    enable_symmetric_memory(dist.group.WORLD.group_name)
     generator = torch.Generator("cuda").manual_seed(0)
     up, down = (torch.randn(sizes, generator=generator).bfloat16() / 32 for sizes in ((1024, 2048), (2048, 1024)))
     inputs = [torch.randn(256, 1024).bfloat16(), up, down]
@@ -49,8 +49,39 @@ def check_fused_communication() -> None:
             assert error < 1e-2, (emitter, error)
 
 
+def reduced_twice(x: Tensor, weight: Tensor) -> Tensor:
+    """Two small all_reduces with a matmul between them, as tensor-parallel decoding has them."""
+    group = dist.group.WORLD.group_name
+    y = C10D.wait_tensor(C10D.all_reduce(x * 2, "sum", group))
+    result: Tensor = C10D.wait_tensor(C10D.all_reduce((y @ weight).relu(), "sum", group)) + y
+    return result
+
+
+def check_one_shot_all_reduce() -> None:
+    """Small all_reduces over symmetric memory return the sums, in every emitter and in replayed CUDA graphs."""
+    enable_symmetric_memory(dist.group.WORLD.group_name)
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    weight = (torch.randn(512, 512, generator=generator) / 32).bfloat16()
+    graph = make_fx(reduced_twice, tracing_mode="fake")(torch.randn(2, 512).bfloat16(), weight)
+    for emitter in EMITTERS:
+        for cuda_graphs in (False, True) if emitter in ("python", "cpp") else (False,):
+            options = Options(
+                emitter=emitter, compile_cache=False, passes=[CommunicationFusion()], cuda_graphs=cuda_graphs
+            )
+            example = torch.randn(2, 512, generator=generator).bfloat16()
+            compiled = fxwrap.compile_graph(graph, [example, weight], options=options)
+            assert str(compiled.program).count("one_shot_all_reduce") == 2, compiled.program
+            for _ in range(5):
+                x = torch.randn(2, 512, generator=generator).bfloat16()
+                (have,), wanted = compiled(x, weight), reduced_twice(x, weight).float()
+                error = (have.float() - wanted).norm() / wanted.norm()
+                assert error < 1e-2, (emitter, cuda_graphs, error)
+
+
 CHECKS: Mapping[str, Callable[[], None]] = {
     "fused_communication": check_fused_communication,
+    "one_shot_all_reduce": check_one_shot_all_reduce,
+    "fused_training": lambda: check_training(torch.device("cuda", torch.cuda.current_device())),
     **{name: partial(check, name, "fxwrap") for name in CASES},
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import runpy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +23,14 @@ from fxwrap.errors import CommunicationFusionWarning
 from fxwrap.fused_communication import CommunicationFusion, FusedCommunication, symmetric_memory_decline
 from fxwrap.options import EMITTERS, Options
 from fxwrap.passes.communication import communication
+from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.wrapper_ir import Program
+from tests.distributed.processes import run_ranks
 from tests.support.documents import ROOT, check_printed
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
 C10D = torch.ops._c10d_functional
-FUSION = CommunicationFusion(decline=supported)
+FUSION = CommunicationFusion(decline=supported, one_shot_bytes=0)
 RANKS = 4
 
 
@@ -59,7 +63,8 @@ def fuse(function: Callable[..., Any], *inputs: Tensor, fusion: CommunicationFus
 
 
 def fused_calls(program: Program) -> list[str]:
-    return [line.target.split(".")[1] for line in program.lines() if getattr(line, "target", "").startswith("symm_mem")]
+    targets = [getattr(line, "target", "") for line in program.lines()]
+    return [target.split(".")[1] for target in targets if target.startswith(("symm_mem", "fxwrap_runtime.matmuls"))]
 
 
 # --- all_gather + matmul ----------------------------------------------------------------------------------------------
@@ -126,8 +131,31 @@ def test_matmul_and_reduce_scatter_become_one_operator(dimension: int, reduction
 
     result = fuse(function, torch.rand(4, 8, 8), B)
     assert len(result.fused) == 1 and not result.unfused
-    assert fused_calls(result.program) == ["fused_matmul_reduce_scatter"]
+    expected = "matmuls_reduce_scatter" if dimension else "fused_matmul_reduce_scatter"
+    assert fused_calls(result.program) == [expected]
     fxwrap.verify(result.program)
+
+
+def test_sums_of_matmuls_become_one_operator_that_needs_no_copies() -> None:
+    """The gradient of an activation that several layers read."""
+
+    def function(x: Tensor, y: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return scattered(y @ c + x @ b, 1)
+
+    result = fuse(function, torch.rand(4, 8, 8), torch.rand(4, 8, 6), torch.rand(8, 5), torch.rand(6, 5))
+    assert len(result.fused) == 1 and not result.unfused
+    (line,) = [line for line in result.program.lines() if "reduce_scatter" in getattr(line, "target", "")]
+    assert line.target == "fxwrap_runtime.matmuls_reduce_scatter.default"
+    assert [len(items) for items in line.arguments[:2]] == [2, 2]
+    assert not [line for line in result.program.lines() if getattr(line, "target", "").startswith("aten.c")]
+    (group,) = communication(result.program)
+    assert group.texts({})[0].startswith("matmuls_reduce_scatter(torch.float32[4, 8, ")
+
+
+def test_training_on_two_ranks(tmp_path: Path) -> None:
+    """A Llama with sequence parallelism: forward and backward fuse, in every emitter."""
+    for number, results in enumerate(run_ranks("tests.fused_communication.rank", tmp_path)):
+        assert results == {"training": ""}, f"rank {number}:\n" + results["training"]
 
 
 # --- all_reduce + residual + RMSNorm ----------------------------------------------------------------------------------
@@ -164,7 +192,7 @@ def llama_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("norm", [torch_norm, llama_norm])
 def test_all_reduce_and_rms_norm_become_one_operator(norm: Any, dtype: torch.dtype) -> None:
     inputs = [torch.rand(2, 3, 8, dtype=dtype), torch.rand(2, 3, 8, dtype=dtype), torch.rand(8, dtype=dtype)]
-    fusion = CommunicationFusion(0, "test_vendor.all_reduce_rms_norm.default", supported)
+    fusion = CommunicationFusion(0, "test_vendor.all_reduce_rms_norm.default", supported, 0)
     options = Options(passes=[fusion], compile_cache=False)
     compiled = fxwrap.compile_graph(make_fx(norm, tracing_mode="fake")(*inputs), inputs, options=options)
     targets = [getattr(line, "target", "") for line in compiled.program.lines()]
@@ -195,9 +223,52 @@ def no_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     ],
 )
 def test_why_a_norm_is_not_fused(norm: Any, reason: str) -> None:
-    fusion = CommunicationFusion(0, "test_vendor.all_reduce_rms_norm.default", supported)
+    fusion = CommunicationFusion(0, "test_vendor.all_reduce_rms_norm.default", supported, 0)
     result = fuse(norm, torch.rand(2, 3, 8), torch.rand(2, 3, 8), torch.rand(8), fusion=fusion)
     assert [item.reason for item in result.unfused] == [reason] and not result.fused
+
+
+# --- small all_reduces ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_small_all_reduces_become_one_kernel(emitter: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        return reduced(x * 2) + 1
+
+    options = Options(passes=[replace(FUSION, one_shot_bytes=128)], emitter=emitter, compile_cache=False)
+    x = torch.rand(4, 8)
+    compiled = fxwrap.compile_graph(make_fx(function, tracing_mode="fake")(x), [x], options=options)
+    targets = [getattr(line, "target", "") for line in compiled.program.lines()]
+    assert targets.count("fxwrap_runtime.one_shot_all_reduce.default") == 1
+    torch.testing.assert_close(compiled(x)[0], function(x))
+    (group,) = communication(compiled.program)
+    assert group.texts({}) == ("one_shot_all_reduce(torch.float32[4, 8])",)
+
+
+@pytest.mark.parametrize(
+    ("x", "reason"),
+    [
+        (torch.rand(5, 8), "has 160 bytes, which is no multiple of 16 from 16 to 128"),
+        (torch.rand(3, 3), "has 36 bytes, which is no multiple of 16 from 16 to 128"),
+        (torch.rand(4, 8).half(), "is neither bfloat16 nor float32"),
+        (torch.rand(8, 4).t(), "is not a contiguous tensor of static sizes"),
+    ],
+)
+def test_why_an_all_reduce_stays(x: Tensor, reason: str) -> None:
+    (item,) = fuse(reduced, x, fusion=replace(FUSION, one_shot_bytes=128)).unfused
+    assert reason in item.reason
+
+
+def test_captures_contain_all_reduces_over_symmetric_memory() -> None:
+    text = """
+    program @p(%x: borrowed f32[8]@cuda:0) {
+      %y = extern.call @fxwrap_runtime.one_shot_all_reduce.default(%x, "0") : f32[8]@cuda:0
+      control.return(%y)
+    }
+    """
+    program = fxwrap.parse(text)
+    assert CaptureChecker(program, ["cuda"])(program.body.lines[0]) == torch.device("cuda", 0)
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -253,7 +324,7 @@ def test_what_symmetric_memory_needs() -> None:
 
     device = torch.device("cuda")
     assert "there is no process group 'other' now" in symmetric_memory_decline(device, "other")
-    assert "call torch.distributed._symmetric_memory.enable_symm_mem" in symmetric_memory_decline(device, "0")
+    assert "call fxwrap.fused_communication.enable_symmetric_memory('0')" in symmetric_memory_decline(device, "0")
     with _symmetric_memory._test_mode():
         assert symmetric_memory_decline(device, "0") == ""
 
@@ -281,5 +352,6 @@ def test_the_key_has_all_that_the_pass_depends_on() -> None:
         CommunicationFusion().key,
         CommunicationFusion(2).key,
         CommunicationFusion(4, "a.b.default").key,
+        CommunicationFusion(one_shot_bytes=64).key,
     }
-    assert len(keys) == 4
+    assert len(keys) == 5
