@@ -39,7 +39,7 @@ _BRIDGE_UNITS = (
         "bridge/engine.cpp",
         *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
-        *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp"),
+        *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
