@@ -238,6 +238,11 @@ def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     return [f"kernels/{_digest(common, symbol)}" for symbol in symbols]
 
 
+def bridge_source_names() -> list[str]:
+    """Returns the source files and headers of the bridge without its binding, and those that programs include."""
+    return [*[name for unit in _BRIDGE_UNITS for name in unit], *_HEADERS, f"bridge/{_KERNEL_HEADER}"]
+
+
 def find_bridge() -> Path | None:
     """Returns the folder of a bridge that need not be compiled: of a saved program, of the wheel, or in the cache."""
     folder = find_prebuilt_bridge() or find_packaged_entry(_packaged_bridge(), BRIDGE_LIBRARIES)
