@@ -96,6 +96,20 @@ def program_content(
     return file.getvalue()
 
 
+def save_for_linked_code(
+    program: Program, path: Path, native: Mapping[str, object], convention: CallingConvention
+) -> None:
+    """Saves a program whose code the host links itself; `native` describes it to the C runtime.
+
+    Raises as `save_program` does, and OSError.
+    """
+    program = _checked(program, str(path), with_payloads=True)
+    metadata = _metadata(program, "cpp", "", None, convention)
+    write_file(path, lambda file: _write_archive(
+        file, program, None, metadata, "", True, lambda _writer: {"native": native}
+    ))  # fmt: skip
+
+
 def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
     """Returns a program with checked windows. Raises ArtifactError for one that cannot be saved."""
     program = check_windows(program)

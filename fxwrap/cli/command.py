@@ -1,4 +1,4 @@
-"""The commands `show`, `emit`, `plan`, `compare`, `passes` and `build`; `inspect` and `run` are in `saved`."""
+"""The command line's parser, and the commands for models; those for saved programs are in `saved`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.artifact.trust import TRUST_LEVELS
-from fxwrap.cli.saved import SUFFIX, inspect_saved, read_program_file, run_saved
+from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, read_program_file, run_saved
 from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
@@ -38,7 +38,7 @@ A TARGET is one of
   MODULE:NAME      a function or nn.Module in an importable module (the working directory counts)
   FILE.py:NAME     the same in a file
   FILE.pt2         a program saved by torch.export.save
-  FILE.fxw         for show, inspect and run: a program saved by fxwrap.save
+  FILE.fxw         for show, inspect, run and export-cmake: a program saved by fxwrap.save
 
 NAME may also be a function without arguments that returns (function, inputs). Inputs come from --inputs, else from the
 target's attribute example_inputs, else from NAME_example_inputs in its module, else from the exported program.
@@ -56,6 +56,7 @@ examples:
   python -m fxwrap compare model.py:make_model --training
   python -m fxwrap inspect model.fxw
   python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
+  python -m fxwrap export-cmake model.fxw model/
 
 exit codes: 0 success, 1 emitters disagree, 2 invalid command line, 3 compilation or run failed
 """
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="show | emit | plan | compare | passes | inspect | run | build"
+        required=True, metavar="show | emit | plan | compare | passes | inspect | run | export-cmake | build"
     )
     _add_show(commands)
     _add_emit(commands)
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
     _add_inspect(commands)
     _add_run(commands)
+    _add_export_cmake(commands)
     _add_build(commands)
     return parser
 
@@ -119,6 +121,14 @@ def _add_run(commands: _Commands) -> None:
     command.add_argument("--trust", choices=TRUST_LEVELS, default="full", help='"none" for a file from a stranger')
     command.add_argument("--seed", type=int, default=0, help="seed of random inputs and operators (default: 0)")
     command.set_defaults(run=run_saved)
+
+
+def _add_export_cmake(commands: _Commands) -> None:
+    summary = "write a saved program as a CMake project that builds with libtorch alone"
+    command = commands.add_parser("export-cmake", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
+    command.add_argument("folder", metavar="DIR", help="a new or empty folder")
+    command.set_defaults(run=export_saved)
 
 
 def _add_build(commands: _Commands) -> None:

@@ -1,4 +1,4 @@
-"""The commands for saved programs: `inspect` and `run`."""
+"""The commands for saved programs: `inspect`, `run` and `export-cmake`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxwrap.artifact import LoadedProgram, load, read_saved
+from fxwrap.artifact.cmake_export import export_cmake
 from fxwrap.artifact.constants import read_tensor_file
 from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor_bytes
 from fxwrap.cli.target import random_input
@@ -69,6 +70,15 @@ def inspection(saved: LoadedProgram) -> str:
 
 def _short_type(type_: TensorType) -> str:
     return f"{str(type_.dtype).removeprefix('torch.')}[{', '.join(map(str, type_.sizes))}] on {type_.device}"
+
+
+def export_saved(chosen: argparse.Namespace) -> int:
+    """Writes the CMake project of a saved program, and prints its folder."""
+    if not Path(chosen.target).is_file():
+        raise CommandError(f"file '{chosen.target}' does not exist")
+    export_cmake(load(chosen.target, emitter="cpp"), Path(chosen.folder))
+    print(chosen.folder)
+    return 0
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> Non
     path = rewritten(affine, tmp_path / "custom.fxw", native_operators=[{"name": "mylib::scale", "overload": ""}])
     assert drive("open", path).lines[0] == (
         f"ArtifactError: {path}: its operator 'mylib::scale' is not registered in this process. "
-        "Load the library that registers it first"
+        "Pass the library that registers it as an option, or load it first"
     )
 
 

@@ -70,8 +70,12 @@ class EmittedCpp(EmittedProgram):
         path = native.find_prebuilt_program(self.source)
         if path is not None:
             return path
+        return native.compile_cpp(self.source, name=self._program.name, extra_sources=self.kernel_units())
+
+    def kernel_units(self) -> list[native.NativeSource]:
+        """Returns the translation units of the launched kernels, which are linked with `source`."""
         kernels = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
-        return native.compile_cpp(self.source, name=self._program.name, extra_sources=linked_units(kernels))
+        return linked_units(kernels)
 
     def _load(self) -> native.NativeProgram | ReplayingProgram:
         program, library = self._program, self.library()

@@ -102,6 +102,11 @@ class Model {
     options.size = sizeof options;
     check(fxwrap_open(path.c_str(), &options, &model_));
   }
+  // A program that is linked into the host: `extern "C" const FxwrapProgram fxwrap_program;`
+  Model(const FxwrapProgram& program, const std::string& path, FxwrapOpenOptions options = {}) {
+    options.size = sizeof options;
+    check(fxwrap_open_linked(&program, path.c_str(), &options, &model_));
+  }
   Model(Model&& other) noexcept : model_(std::exchange(other.model_, nullptr)) {}
   Model& operator=(Model&& other) noexcept {
     std::swap(model_, other.model_);

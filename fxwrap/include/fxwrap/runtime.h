@@ -68,12 +68,21 @@ typedef struct FxwrapOpenOptions {
   size_t size;
   int32_t threads;        /* of operators and kernels; a setting of the process, 0 leaves it as it is */
   int32_t copy_constants; /* reads constants on the CPU into memory instead of mapping the file, which must not change while it is mapped */
+  const char* device;     /* "cpu", "cuda:0": the file must be for this device alone; NULL takes those of the file */
+  const char* const* libraries; /* `library_count` paths of libraries that register custom operators, loaded first */
+  int64_t library_count;
 } FxwrapOpenOptions;
 
 /* Opens a saved program, after checking the hash of every entry. `options` may be NULL. Errors: ArtifactError for a
- * damaged, foreign or newer file, for one without compiled code for this machine, torch and fxwrap, and for operators
- * that are not registered in this process: load the library that registers them first. */
+ * damaged, foreign or newer file, for one without compiled code for this machine, torch and fxwrap (nothing is compiled
+ * here), for a library that cannot be loaded, and for operators that are not registered in this process. */
 FXWRAP_FUNCTION FxwrapError* fxwrap_open(const char* path, const FxwrapOpenOptions* options, FxwrapModel** model);
+
+/* The same for a file whose code is linked into the host, as in projects of `python -m fxwrap export-cmake`. `program` is
+ * its symbol `fxwrap_program`. */
+typedef struct FxwrapProgram FxwrapProgram;
+FXWRAP_FUNCTION FxwrapError* fxwrap_open_linked(const FxwrapProgram* program, const char* path,
+                                                const FxwrapOpenOptions* options, FxwrapModel** model);
 
 /* Another instance of a program: it shares code and weights, and later replacements of constants change only one. */
 FXWRAP_FUNCTION FxwrapError* fxwrap_share(const FxwrapModel* model, FxwrapModel** instance);

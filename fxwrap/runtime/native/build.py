@@ -39,7 +39,7 @@ _BRIDGE_UNITS = (
         "bridge/engine.cpp",
         *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
-        *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp"),
+        *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
@@ -236,6 +236,11 @@ def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     compiler = find_compiler()
     common = _digest(_toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description())
     return [f"kernels/{_digest(common, symbol)}" for symbol in symbols]
+
+
+def bridge_source_names() -> list[str]:
+    """Returns the source files and headers of the bridge without its binding, and those that programs include."""
+    return [*[name for unit in _BRIDGE_UNITS for name in unit], *_HEADERS, f"bridge/{_KERNEL_HEADER}"]
 
 
 def find_bridge() -> Path | None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native.build import BRIDGE_LIBRARIES, binary_target, build_bridge, native_entry_key
+from fxwrap.runtime.native.build import (
+    BRIDGE_LIBRARIES,
+    binary_target,
+    bridge_source_names,
+    build_bridge,
+    native_entry_key,
+)
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
 
 RUNTIME_LIBRARY = "libfxwrap_runtime.so"
@@ -50,6 +56,13 @@ def install_runtime(prefix: Path) -> list[Path]:
         (prefix / target).mkdir(parents=True, exist_ok=True)
         copied += [Path(shutil.copy(file, prefix / target / file.name)) for file in files]
     return [*copied, *_write_package_files(prefix, prefix / "lib", prefix / "lib")]
+
+
+def project_sources() -> dict[str, Path]:
+    """Returns the files that a host without fxwrap compiles, by their path in the package, on which includes depend."""
+    names = (*bridge_source_names(), *_unit_files(), *_HEADERS)
+    paths = [*[(_SOURCE_FOLDER / name).resolve() for name in dict.fromkeys(names)], *_INCLUDE_FOLDER.rglob("*.h*")]
+    return {path.relative_to(_INCLUDE_FOLDER.parent).as_posix(): path for path in sorted(set(paths))}
 
 
 def runtime_sources() -> list[Path]:

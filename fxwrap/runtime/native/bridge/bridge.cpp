@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty_strided.h>
@@ -95,6 +96,14 @@ void share_version_counter(const at::Tensor& base, at::Tensor& view) {
   view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }
 
+// Whether an operator of torch neither writes its arguments nor returns views of them.
+bool is_functional(const c10::FunctionSchema& schema) {
+  const auto has_alias = [](const c10::Argument& argument) { return argument.alias_info() != nullptr; };
+  return schema.name().rfind("aten::", 0) == 0 &&
+         std::none_of(schema.arguments().begin(), schema.arguments().end(), has_alias) &&
+         std::none_of(schema.returns().begin(), schema.returns().end(), has_alias);
+}
+
 PreparedCall& resolve_call(CallSite& site) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -121,7 +130,9 @@ std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
                                      [](const Value& value) { return value.source == Value::Source::DynamicList; });
   auto by_operator = has_lists ? nullptr : make_typed_call(handle, arguments, results);
   if (by_operator == nullptr) by_operator = std::make_unique<BoxedCall>(handle, arguments, results);
-  return make_planned_call(handle.schema(), arguments, results, std::move(by_operator));
+  auto prepared = make_planned_call(handle.schema(), arguments, results, std::move(by_operator));
+  if (is_functional(handle.schema())) prepared->set_functional();
+  return prepared;
 }
 
 void call(Frame& f, CallSite& site) {
@@ -129,7 +140,12 @@ void call(Frame& f, CallSite& site) {
   const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
   const Observer* observer = f.observer;
   if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 1);
-  ready.run(f);
+  if (ready.is_functional()) {
+    const at::AutoDispatchBelowADInplaceOrView functional;
+    ready.run(f);
+  } else {
+    ready.run(f);
+  }
   if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 0);
 }
 

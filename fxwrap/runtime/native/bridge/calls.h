@@ -18,6 +18,14 @@ class PreparedCall {
   virtual ~PreparedCall() = default;
   virtual void run(Frame& f) const = 0;
 
+  // The operator neither writes nor returns views of its arguments. Its kernels then run below ADInplaceOrView, as for
+  // autograd: views that they create for themselves need neither version counters nor autograd's data.
+  void set_functional() { is_functional_ = true; }
+  bool is_functional() const { return is_functional_; }
+
+ private:
+  bool is_functional_ = false;
+
  protected:
   const std::vector<Value> arguments_;
   const std::vector<Result> results_;

@@ -391,6 +391,7 @@ using Signatures = SignatureList<
     T2(T, int64_t, bool),                                     // max.dim
     T2(T, I, int64_t, bool, bool),                            // topk
     T2(T, double, optional<bool>),                            // native_dropout
+    T2(T, T, T, double, bool, TO, optional<double>),          // _scaled_dot_product_flash_attention_for_cpu
     T3(T, Is, TO, TO, double),                                // native_layer_norm
     T3(T, TO, TO, TO, TO, bool, double, double),              // native_batch_norm
     Tensor&(Tensor&, T),                  // mul_

@@ -60,9 +60,15 @@ const char* fxwrap_error_message(const FxwrapError* error) { return error->messa
 void fxwrap_error_delete(FxwrapError* error) { delete error; }
 
 FxwrapError* fxwrap_open(const char* path, const FxwrapOpenOptions* options, FxwrapModel** model) {
+  return fxwrap_open_linked(nullptr, path, options, model);
+}
+
+FxwrapError* fxwrap_open_linked(const FxwrapProgram* program, const char* path, const FxwrapOpenOptions* options,
+                                FxwrapModel** model) {
   return guarded([&] {
     const FxwrapOpenOptions chosen = options_of(options);
-    auto saved = std::make_shared<const fxwrap::host::SavedProgram>(path);
+    const auto* linked = reinterpret_cast<const fxwrap::Program*>(program);
+    auto saved = std::make_shared<const fxwrap::host::SavedProgram>(path, chosen, linked);
     if (chosen.threads > 0) saved->engine.set_threads(chosen.threads);
     auto constants = std::make_shared<const fxwrap::host::ConstantSet>();
     if (saved->has_constants) {

@@ -14,6 +14,7 @@
 namespace fxwrap::host {
 namespace {
 
+#ifndef FXWRAP_LINKED_ENGINE
 // Set by the build: the versions that compiled programs must be for.
 constexpr const char* target_torch = FXWRAP_TARGET_TORCH;
 constexpr const char* target_bridge = FXWRAP_TARGET_BRIDGE;
@@ -46,6 +47,10 @@ Engine& open_engine() {
   }
   return *engine;
 }
+#else
+// A runtime that is linked with its engine and its program, in an exported project.
+Engine& open_engine() { return *fxwrap_engine(abi_version); }
+#endif
 
 std::set<std::string> words(std::istream& stream) {
   std::set<std::string> result;
@@ -111,6 +116,9 @@ Engine& load_engine() {
   return engine;
 }
 
+#ifdef FXWRAP_LINKED_ENGINE
+std::string incompatibility_reason(const Json&) { return "this runtime only runs the program that is linked with it"; }
+#else
 std::string incompatibility_reason(const Json& target) {
   const std::pair<const char*, const char*> here[] = {
       {"torch", target_torch}, {"bridge", target_bridge}, {"machine", target_machine}};
@@ -129,6 +137,7 @@ std::string incompatibility_reason(const Json& target) {
   }
   return missing.empty() ? "" : "it uses instructions that this processor lacks: " + missing;
 }
+#endif
 
 const Program& load_code(const Archive& archive, const std::string& entry) {
   LoadedCode& code = loaded_code();

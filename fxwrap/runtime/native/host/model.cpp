@@ -1,5 +1,7 @@
 #include "host/model.h"
 
+#include <dlfcn.h>
+
 #include "host/code.h"
 #include "host/dtypes.h"
 
@@ -62,16 +64,17 @@ void Leaves::add(const SavedConstant& constant) {
 
 // --- saved programs --------------------------------------------------------------------------------------------------
 
-SavedProgram::SavedProgram(const std::string& path) : archive(path), engine(load_engine()) {
+SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked)
+    : archive(path), engine(load_engine()) {
   try {
-    read();
+    read(options, linked);
   } catch (const JsonError& failure) {
     throw archive.error(manifest_entry, std::string("it does not describe the program: ") + failure.what());
   }
   archive.check_unread_entries();
 }
 
-void SavedProgram::read() {
+void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked) {
   const Json& manifest = archive.manifest();
   const Json* native = manifest.at("binaries").find("native");
   if (native == nullptr) {
@@ -83,11 +86,10 @@ void SavedProgram::read() {
     throw archive.error("", "the program does not run without Python: " + obstacles[0].string(),
                         "Save it with target='native', which lists all reasons");
   }
-  const std::string reason = incompatibility_reason(manifest.at("binaries").at("target"));
-  if (!reason.empty()) throw archive.error("", reason, "Save it again on this kind of machine");
-  check_devices();
+  program = &load(*native, linked);
+  check_devices(options.device);
+  load_libraries(options);
   check_operators(native->at("operators"));
-  program = &load_code(archive, native->at("library").string());
   std::vector<std::string> devices;
   for (const Json& device : native->at("constant_devices").items()) devices.push_back(device.string());
   layout = read_layout(archive, devices);
@@ -106,8 +108,35 @@ void SavedProgram::read() {
   metadata = std::string(archive.manifest_text());
 }
 
-void SavedProgram::check_devices() const {
+const Program& SavedProgram::load(const Json& native, const Program* linked) const {
+  const std::string& library = native.at("library").string();
+  if (linked != nullptr) {
+    if (linked->abi == abi_version) return *linked;
+    throw archive.error("", "the linked program is of another version of fxwrap than the runtime", "Export both again");
+  }
+  if (library.empty()) {
+    throw archive.error("", "the file has no compiled code for the emitter 'cpp'",
+                        "Open it with fxwrap_open_linked and the program that was exported with it");
+  }
+  const std::string reason = incompatibility_reason(archive.manifest().at("binaries").at("target"));
+  if (!reason.empty()) throw archive.error("", reason, "Save it again on this kind of machine");
+  return load_code(archive, library);
+}
+
+void SavedProgram::load_libraries(const FxwrapOpenOptions& options) const {
+  for (int64_t i = 0; i < options.library_count; ++i) {
+    if (dlopen(options.libraries[i], RTLD_NOW | RTLD_LOCAL) != nullptr) continue;
+    throw archive.error("", std::string("the library of custom operators cannot be loaded: ") + dlerror(),
+                        "Build it against the libtorch of this process, and pass its path");
+  }
+}
+
+void SavedProgram::check_devices(const char* only) const {
   for (const Json& device : archive.manifest().at("devices").items()) {
+    if (only != nullptr && device.string() != only) {
+      throw archive.error("", "it was compiled for " + device.string() + ", not for " + only,
+                          "Compile the model for that device, or open the file without the option");
+    }
     const std::string reason = engine.missing_device(device.string());
     if (reason.empty()) continue;
     throw archive.error("", "it was compiled for " + device.string() + ", and " + reason,
@@ -120,7 +149,7 @@ void SavedProgram::check_operators(const Json& operators) const {
     const std::string& full = item.at("name").string();
     if (engine.has_operator(full, item.at("overload").string())) continue;
     throw archive.error("", "its operator '" + full + "' is not registered in this process",
-                        "Load the library that registers it first");
+                        "Pass the library that registers it as an option, or load it first");
   }
 }
 

@@ -34,7 +34,8 @@ class Leaves {
 
 // What instances share. Immutable.
 struct SavedProgram {
-  explicit SavedProgram(const std::string& path);  // throws Failure
+  // `linked` is the program's code if the host has it, else null: the file has it then. Throws Failure.
+  SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked);
 
   Archive archive;
   Engine& engine;
@@ -45,9 +46,11 @@ struct SavedProgram {
   std::string name, metadata;
 
  private:
-  void read();
+  void read(const FxwrapOpenOptions& options, const Program* linked);
+  const Program& load(const Json& native, const Program* linked) const;
+  void load_libraries(const FxwrapOpenOptions& options) const;
   void check_operators(const Json& operators) const;
-  void check_devices() const;
+  void check_devices(const char* only) const;
 };
 
 }  // namespace fxwrap::host

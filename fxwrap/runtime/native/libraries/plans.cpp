@@ -72,12 +72,14 @@ std::unique_ptr<PreparedCall> make_planned_call(const c10::FunctionSchema& schem
                                          std::unique_ptr<PreparedCall> fallback) {
   static const bool is_enabled = c10::utils::check_env("FXWRAP_LIBRARY_PLANS").value_or(true);
   if (!is_enabled) return fallback;
-  std::unique_ptr<PlannedCall> planned = matmul_call(schema, arguments, results);
-  if (planned == nullptr) planned = convolution_call(schema, arguments, results);
-  if (planned == nullptr) planned = attention_call(schema, arguments, results);
-  if (planned == nullptr) return fallback;
-  planned->set_fallback(std::move(fallback));
-  return planned;
+  std::unique_ptr<PreparedCall> call = std::move(fallback);
+  for (auto make : {matmul_call, convolution_call, attention_call, cpu_addmm_call}) {
+    std::unique_ptr<PlannedCall> planned = make(schema, arguments, results);
+    if (planned == nullptr) continue;
+    planned->set_fallback(std::move(call));
+    call = std::move(planned);
+  }
+  return call;
 }
 
 }  // namespace fxwrap

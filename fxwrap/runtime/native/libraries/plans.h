@@ -1,4 +1,4 @@
-// Calls with cached library plans, which torch's operators would look up at each call.
+// Calls with less work around a library's function than torch's operators do, for GPUs by cached plans.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -86,6 +86,8 @@ inline uint32_t alignment_of(const at::Tensor& tensor) {
 // Each returns null for calls of other operators.
 std::unique_ptr<PlannedCall> matmul_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                           const std::vector<Result>& results);
+std::unique_ptr<PlannedCall> cpu_addmm_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
+                                            const std::vector<Result>& results);
 std::unique_ptr<PlannedCall> attention_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                             const std::vector<Result>& results);
 std::unique_ptr<PlannedCall> convolution_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
