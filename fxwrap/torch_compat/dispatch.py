@@ -62,7 +62,16 @@ def _checks_aliasing(mode: object) -> bool:
     return (type(mode).__module__, type(mode).__qualname__) == _ALIASING_CHECK
 
 
+# Why: torch has no public name for the transforms of torch.func that are active.
+_innermost_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def has_functorch_level() -> bool:
+    """Whether a transform of torch.func (vmap, grad, functionalize) is active."""
+    return _innermost_functorch_level() is not None
+
+
 def is_vmapped() -> bool:
     """Whether the innermost functorch level is torch.vmap's."""
-    level: Any = torch._C._functorch.peek_interpreter_stack()
+    level: Any = _innermost_functorch_level()
     return level is not None and level.key() == torch._C._functorch.TransformType.Vmap
