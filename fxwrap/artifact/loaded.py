@@ -124,7 +124,7 @@ class LoadedProgram(StructuredProgram):
         return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
 
     def _call_as_graph(self, inputs: Sequence[object]) -> Any:
-        return call_as_graph(self._program, self.graph_module, tuple(inputs))
+        return call_as_graph(self._program, lambda: self.graph_module, tuple(inputs))
 
     def _repr_details(self) -> str:
         return f"from '{self.path}', emitter '{self.emitter}'"

@@ -121,7 +121,7 @@ class Compiled(EmittedProgram, StructuredProgram):
     __call__ = StructuredProgram.__call__
 
     def _call_as_graph(self, inputs: Sequence[object]) -> Any:
-        return call_as_graph(self.program, self.graph_module, tuple(inputs))
+        return call_as_graph(self.program, lambda: self.graph_module, tuple(inputs))
 
     @cached_property
     def convention(self) -> CallingConvention:

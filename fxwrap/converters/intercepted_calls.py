@@ -15,7 +15,14 @@ import torch
 from fxwrap.converters.emitted_program import BoxedCallable
 from fxwrap.lines import CheckLayout
 from fxwrap.runtime.checks import check_tensor_layout
-from fxwrap.torch_compat import DisableAutocast, FakeTensor, accept_real_tensors, detect_fake_mode, dispatch_mode_count
+from fxwrap.torch_compat import (
+    DisableAutocast,
+    FakeTensor,
+    accept_real_tensors,
+    detect_fake_mode,
+    dispatch_mode_count,
+    without_dispatch_modes,
+)
 from fxwrap.wrapper_ir import Program, TensorType, Value
 
 
@@ -44,13 +51,16 @@ def accept_fake_tensors(
             return entry(inputs)
         arguments = tuple(inputs)
         inputs.clear()
-        return call_as_graph(program, graph(), arguments)
+        return call_as_graph(program, graph, arguments)
 
     return call
 
 
-def call_as_graph(program: Program, graph: Callable[..., object], inputs: tuple[Any, ...]) -> Any:
-    """Returns the outputs of a program's FX graph, fake for fake inputs. Raises InputError for another layout."""
+def call_as_graph(program: Program, graph: Callable[[], Callable[..., object]], inputs: tuple[Any, ...]) -> Any:
+    """Returns the outputs of a program's FX graph, fake for fake inputs. Raises InputError for another layout.
+
+    `graph` returns the FX graph; its emission is not intercepted.
+    """
     positions = {item.name: position for position, item in enumerate(program.inputs)}
     for line in program.body.lines:
         if isinstance(line, CheckLayout) and line.tensor.name in positions:
@@ -61,6 +71,8 @@ def call_as_graph(program: Program, graph: Callable[..., object], inputs: tuple[
                 type(number) is int for number in (*sizes, *strides, *tensor.shape)
             ):
                 check_tensor_layout(tensor, name, type_.dtype, sizes, strides, type_.device)
+    with without_dispatch_modes():
+        run = graph()
     mode = detect_fake_mode(inputs)
     with nullcontext() if mode is None else accept_real_tensors(mode), torch.no_grad(), DisableAutocast():
-        return graph(*inputs)
+        return run(*inputs)

@@ -77,9 +77,7 @@ class StructuredProgram(ABC):
         names = convention.arguments if convention.takes_leaves and not convention.constants else None
         return _Entry(self.flat, is_plain, build, names, convention.positional)
 
-    def _bind(
-        self, entry: _Entry, arguments: tuple[object, ...], keywords: Mapping[str, object]
-    ) -> Sequence[object]:
+    def _bind(self, entry: _Entry, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> Sequence[object]:
         names, count = entry.names, len(arguments)
         if names is not None and count <= entry.positional and count + len(keywords) == len(names):
             try:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # Why: one check and one guard cover the autocast of all devices; the public ones take a device.
 DisableAutocast = torch._C._DisableAutocast
@@ -41,6 +42,11 @@ _ALIASING_CHECK = ("torch._functorch._aot_autograd.runtime_wrappers", "_AnalyzeC
 
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """Returns the number of active dispatch modes; fake modes are among them. Why: it has no public name."""
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Returns a context without fake, functional, tracing and other dispatch modes."""
+    return _disable_current_modes()
 
 
 def is_dispatch_intercepted() -> bool:

@@ -82,7 +82,7 @@ def bundle_precompiled_graphs() -> None:
         with config.patch(bundled_autograd_cache=True):
             return make_entry(*arguments, **keywords)
 
-    AOTAutogradCache.make_entry = staticmethod(make_bundled_entry)
+    AOTAutogradCache.make_entry = staticmethod(make_bundled_entry)  # type: ignore[method-assign, assignment]
 
 
 class PrecompiledCallable(SerializableCallable):
