@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fxwrap.artifact.saving import save_program
 from fxwrap.converters.emission import check_ranks_first, emit, emit_interpreter, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
+from fxwrap.converters.intercepted_calls import call_as_graph
 from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan
@@ -121,6 +122,9 @@ class LoadedProgram(StructuredProgram):
     def _group_sizes(self) -> Mapping[str, int]:
         """The ranks of the process groups where the program was saved."""
         return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
+
+    def _call_as_graph(self, inputs: Sequence[object]) -> Any:
+        return call_as_graph(self._program, lambda: self.graph_module, tuple(inputs))
 
     def _repr_details(self) -> str:
         return f"from '{self.path}', emitter '{self.emitter}'"

@@ -11,12 +11,11 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
-from fxwrap.compile.fake_calls import call_on_fakes
 from fxwrap.converters.emission import check_ranks_first, explain_out_of_memory
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
-from fxwrap.errors import InputError
+from fxwrap.converters.intercepted_calls import call_as_graph
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
@@ -121,10 +120,8 @@ class Compiled(EmittedProgram, StructuredProgram):
 
     __call__ = StructuredProgram.__call__
 
-    def _after_input_error(self, inputs: Sequence[object], error: InputError) -> Any:
-        if not any(isinstance(item, FakeTensor) for item in inputs):
-            raise error
-        return call_on_fakes(self.program, self.graph_module, tuple(inputs))
+    def _call_as_graph(self, inputs: Sequence[object]) -> Any:
+        return call_as_graph(self.program, lambda: self.graph_module, tuple(inputs))
 
     @cached_property
     def convention(self) -> CallingConvention:

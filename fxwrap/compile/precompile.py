@@ -16,9 +16,9 @@ import torch
 from fxwrap.artifact import load_content, program_content
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.fake_calls import accept_fake_tensors
 from fxwrap.compile_cache import NotCacheable, backend_key, count_compile, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
+from fxwrap.converters.intercepted_calls import accept_fake_tensors
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.runtime.cache_folder import distrust_reason
@@ -26,6 +26,7 @@ from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.torch_compat import (
     autograd_cache_folder,
     cache_bypass,
+    has_functorch_level,
     is_aot_compiling,
     is_precompiling,
     precompiled_graph,
@@ -44,7 +45,7 @@ def torch_cache_key(options: Options, example_inputs: Sequence[object]) -> str |
 
     A graph that is precompiled and cannot be cached gets a key that no other graph has.
     """
-    if options.on_graph is not None or options.check_memory:
+    if options.on_graph is not None or options.check_memory or has_functorch_level():
         return None
     try:
         _check_usable(options)

@@ -64,7 +64,7 @@ class CallingConvention:
     @cached_property
     def takes_plain_arguments(self) -> bool:
         """Whether the positional arguments are the flat inputs."""
-        return self.positional == len(self.arguments) and self._has_only_leaves
+        return self.positional == len(self.arguments) and self.takes_leaves
 
     @cached_property
     def returns_plain_tuple(self) -> bool:
@@ -72,7 +72,8 @@ class CallingConvention:
         return self.result.type is tuple and all(child.is_leaf() for child in self.result.children())
 
     @cached_property
-    def _has_only_leaves(self) -> bool:
+    def takes_leaves(self) -> bool:
+        """Whether each argument is a flat input."""
         return all(tree.is_leaf() for tree in self.trees)
 
     def bind(self, arguments: Sequence[object], keywords: Mapping[str, object]) -> list[object]:
@@ -81,11 +82,6 @@ class CallingConvention:
         Raises InputError for missing, unexpected and repeated arguments, and for arguments of another structure.
         """
         count = len(arguments)
-        if self._has_only_leaves and count <= self.positional and count + len(keywords) == len(self.arguments):
-            try:
-                return [*arguments, *map(keywords.__getitem__, self.arguments[count:])]
-            except KeyError:
-                pass  # described below
         inputs, used = list[object](), 0
         if count > self.positional:
             raise InputError(f"it takes {self.positional} positional arguments, got {count}; {self._expected()}")

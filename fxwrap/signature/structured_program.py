@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +13,25 @@ import torch
 from fxwrap.errors import InputError
 from fxwrap.signature.convention import CallingConvention
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs, signature_text
-from fxwrap.torch_compat import any_requires_grad, tree_builder
+from fxwrap.torch_compat import any_requires_grad, has_functorch_level, is_intercepted_tensor, tree_builder
 from fxwrap.wrapper_ir import Program
 
 _is_grad_enabled = torch.is_grad_enabled
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """The parts of a call that are the same in each.
+
+    `is_plain` is whether positional arguments are the flat inputs, `names` their names if each argument is a flat input
+    without constants. `build` returns the result from the flat outputs; None if it is their tuple.
+    """
+
+    flat: Callable[..., Any]
+    is_plain: bool
+    build: Callable[[Sequence[Any]], Any] | None
+    names: tuple[str, ...] | None
+    positional: int
 
 
 class StructuredProgram(ABC):
@@ -41,24 +57,33 @@ class StructuredProgram(ABC):
         """The flat entry, which takes the flat inputs and returns the tuple of flat outputs."""
 
     def __call__(self, /, *arguments: object, **keywords: object) -> Any:
-        flat, is_plain, build = self._entry
-        inputs = arguments if is_plain and not keywords else self._bind(arguments, keywords)
+        entry = self._entry
+        inputs = arguments if entry.is_plain and not keywords else self._bind(entry, arguments, keywords)
         if _is_grad_enabled() and any_requires_grad(*inputs):
             raise self._gradient_error(inputs)
         try:
-            outputs = flat(*inputs)
-        except InputError as error:
-            outputs = self._after_input_error(inputs, error)
-        return outputs if build is None else build(outputs)
+            outputs = self._call_as_graph(inputs) if has_functorch_level() else entry.flat(*inputs)
+        except InputError:
+            if not any(map(is_intercepted_tensor, inputs)):
+                raise
+            outputs = self._call_as_graph(inputs)
+        return outputs if entry.build is None else entry.build(outputs)
 
     @cached_property
-    def _entry(self) -> tuple[Callable[..., Any], bool, Callable[[Sequence[Any]], Any] | None]:
-        """The flat entry, whether positional arguments are its inputs, and what builds the result, if anything does."""
+    def _entry(self) -> _Entry:
         convention = self.convention
         is_plain = convention.takes_plain_arguments and not convention.constants
-        return self.flat, is_plain, None if convention.returns_plain_tuple else tree_builder(convention.result)
+        build = None if convention.returns_plain_tuple else tree_builder(convention.result)
+        names = convention.arguments if convention.takes_leaves and not convention.constants else None
+        return _Entry(self.flat, is_plain, build, names, convention.positional)
 
-    def _bind(self, arguments: Sequence[object], keywords: Mapping[str, object]) -> Sequence[object]:
+    def _bind(self, entry: _Entry, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> Sequence[object]:
+        names, count = entry.names, len(arguments)
+        if names is not None and count <= entry.positional and count + len(keywords) == len(names):
+            try:
+                return [*arguments, *map(keywords.__getitem__, names[count:])]
+            except KeyError:
+                pass  # described below
         convention = self.convention
         try:
             inputs = convention.bind(arguments, keywords)
@@ -68,9 +93,9 @@ class StructuredProgram(ABC):
             raise InputError(f"program '{self.program.name}': {error}") from None
         return inputs
 
-    def _after_input_error(self, _inputs: Sequence[object], error: InputError) -> Any:
-        """Returns the outputs for inputs that the flat entry rejects, or raises its error."""
-        raise error
+    @abstractmethod
+    def _call_as_graph(self, inputs: Sequence[object]) -> Any:
+        """Returns the outputs of the program's FX graph, whose operators torch intercepts as the model's."""
 
     def _gradient_error(self, inputs: Sequence[object]) -> InputError:
         position = next(place for place, item in enumerate(inputs) if any_requires_grad(item))

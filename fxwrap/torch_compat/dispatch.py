@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # Why: one check and one guard cover the autocast of all devices; the public ones take a device.
 DisableAutocast = torch._C._DisableAutocast
@@ -43,6 +44,11 @@ dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """Returns the number of active dispatch modes; fake modes are among them. Why: it has no public name."""
 
 
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Returns a context without fake, functional, tracing and other dispatch modes."""
+    return _disable_current_modes()
+
+
 def is_dispatch_intercepted() -> bool:
     """Whether a mode, a functorch level or a tracer intercepts calls of operators.
 
@@ -62,7 +68,16 @@ def _checks_aliasing(mode: object) -> bool:
     return (type(mode).__module__, type(mode).__qualname__) == _ALIASING_CHECK
 
 
+# Why: torch has no public name for the transforms of torch.func that are active.
+_innermost_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+def has_functorch_level() -> bool:
+    """Whether a transform of torch.func (vmap, grad, functionalize) is active."""
+    return _innermost_functorch_level() is not None
+
+
 def is_vmapped() -> bool:
     """Whether the innermost functorch level is torch.vmap's."""
-    level: Any = torch._C._functorch.peek_interpreter_stack()
+    level: Any = _innermost_functorch_level()
     return level is not None and level.key() == torch._C._functorch.TransformType.Vmap

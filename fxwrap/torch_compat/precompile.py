@@ -35,38 +35,25 @@ def is_precompiling() -> bool:
 
 @contextmanager
 def autograd_cache(graph_module: torch.fx.GraphModule, key: str) -> Iterator[None]:
-    """Lets AOTAutograd's cache keep compiled graphs themselves, under a key that contains `key`.
+    """Lets AOTAutograd's cache keep compiled graphs under a key that contains `key`.
 
     Why: AOTAutograd's key ignores backends and their options. It covers the attributes of Dynamo's module.
     """
-    from torch._functorch import config
-
     setattr(graph_module, _KEY_ATTRIBUTE, key)
     try:
-        with config.patch(bundled_autograd_cache=True):
-            yield
+        yield
     finally:
         delattr(graph_module, _KEY_ATTRIBUTE)
 
 
 def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callable[..., Any]:
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
-    from torch._functorch import config
     from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 
-    from fxwrap.torch_compat.precompiled import PrecompiledGraph
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph, bundle_precompiled_graphs
 
-    def compile_with_cache(*arguments: Any) -> PrecompiledGraph:
-        compiled = compile_graph(*arguments)
-        if not config.bundled_autograd_cache:
-            # Why: a backward is compiled at its first call, outside of `autograd_cache`. AOTAutograd then saves it and
-            # calls it.
-            patch = config.patch(bundled_autograd_cache=True)
-            patch.__enter__()
-            compiled.before_first_call = lambda: patch.__exit__(None, None, None)
-        return compiled
-
-    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_with_cache)
+    bundle_precompiled_graphs()
+    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_graph)
     return compiler
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
+from torch._functorch import config
 from torch._functorch._aot_autograd.aot_autograd_result import OutputCode  # type: ignore[attr-defined]
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 Entry = Callable[[list[object]], object]
 
@@ -28,13 +31,12 @@ class PrecompiledGraph(OutputCode):
         self._content = content
         self._load = load
         self._entry: Entry | None = None
-        self.before_first_call: Callable[[], object] | None = None
+        # Why: AOTAutograd saves graphs that have a key of another cache, or all if `bundled_autograd_cache` is set. The
+        # setting is the caller's; a backward is compiled and saved at its first call, where no code of ours is around.
+        self._fx_graph_cache_key = "bundled"
 
     def __call__(self, inputs: Any) -> Any:
         if self._entry is None:
-            if self.before_first_call is not None:
-                self.before_first_call()
-                self.before_first_call = None
             self._entry = self._build()
         return self._entry(inputs)
 
@@ -59,6 +61,28 @@ class PrecompiledGraph(OutputCode):
 
     def __deepcopy__(self, _memo: object) -> PrecompiledGraph:
         return self.__copy__()
+
+
+@cache
+def bundle_precompiled_graphs() -> None:
+    """Lets entries of AOTAutograd's cache contain the graphs themselves, for graphs of this class; once a process.
+
+    Why: AOTAutograd has a setting for it, which it reads in this function; set for longer, it would change the entries
+    of other backends, and would have to be reset after a backward's first compile, which torch does not report.
+    """
+    make_entry: Callable[..., object] = AOTAutogradCache.make_entry
+
+    @wraps(make_entry)
+    def make_bundled_entry(*arguments: Any, **keywords: Any) -> object:
+        graph = arguments[0] if arguments else keywords["compiled_fw_func"]
+        while hasattr(graph, "__wrapped__"):
+            graph = graph.__wrapped__
+        if not isinstance(graph, PrecompiledGraph):
+            return make_entry(*arguments, **keywords)
+        with config.patch(bundled_autograd_cache=True):
+            return make_entry(*arguments, **keywords)
+
+    AOTAutogradCache.make_entry = staticmethod(make_bundled_entry)  # type: ignore[method-assign, assignment]
 
 
 class PrecompiledCallable(SerializableCallable):

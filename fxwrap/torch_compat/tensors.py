@@ -48,6 +48,17 @@ def is_functional_tensor(tensor: torch.Tensor) -> bool:
     return torch._is_functional_tensor(tensor)
 
 
+def is_intercepted_tensor(item: object) -> bool:
+    """Whether an object is a fake or functional tensor, for which torch intercepts operators.
+
+    Their modules take long to import, so they are imported here.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(item, FakeTensor | FunctionalTensor)
+
+
 def has_real_storage(tensor: torch.Tensor) -> bool:
     """Whether the contents of a tensor are in its own memory: it is not meta and not functionalised."""
     return tensor.data_ptr() != 0 or not (tensor.is_meta or is_functional_tensor(tensor))

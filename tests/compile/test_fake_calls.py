@@ -1,15 +1,19 @@
-"""Compiled functions called with fake tensors return fake tensors with the metadata that eager returns."""
+"""Compiled functions called with fake or functional tensors return such tensors, with eager's metadata."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxwrap
 from fxwrap.errors import InputError
@@ -86,3 +90,138 @@ def test_a_function_without_inputs(fresh_dynamo: None, emitter: str) -> None:
     with FakeTensorMode():
         assert metadata(compiled()) == metadata(factory())
     torch.testing.assert_close(compiled(), factory())
+
+
+# --- sizes, mutation, nested tensors ----------------------------------------------------------------------------------
+
+
+def with_dynamic_rows(mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
+    sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (tensor.dim() - 1)]
+    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+@every_emitter
+def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
+    compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, dynamic=True, fullgraph=True)
+    compiled(torch.rand(3, 8), torch.rand(8, 5))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x, w = with_dynamic_rows(mode, torch.rand(6, 8)), mode.from_tensor(torch.rand(8, 5))
+    with mode:
+        results, expected = compiled(x, w), function(x, w)
+    assert str(results[0].shape[1]) == str(x.shape[0])
+    assert metadata(results) == metadata(expected)
+
+
+@every_emitter
+def test_unbacked_sizes(fresh_dynamo: None, emitter: str) -> None:
+    def positions(x: Tensor) -> Tensor:
+        return x.nonzero() * 2
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(positions, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+        assert compiled(torch.ones(4)).shape == (4, 1)
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            result = compiled(torch.ones(4))
+    assert type(result) is FakeTensor
+    assert str(result.shape[0]).startswith("u")
+    assert (result.shape[1], result.dtype) == (1, torch.int64)
+
+
+@every_emitter
+def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
+    def halve(x: Tensor) -> Tensor:
+        return x.mul_(0.5).sum(0)
+
+    compiled = torch.compile(halve, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    real = torch.ones(3, 4)
+    compiled(real)
+    with FakeTensorMode():
+        fake = torch.ones(3, 4)
+        version = fake._version
+        assert metadata([compiled(fake)]) == metadata([halve(torch.ones(3, 4))])
+        assert fake._version > version
+    assert (real == 0.5).all()
+
+
+@every_emitter
+def test_jagged_nested_tensors(fresh_dynamo: None, emitter: str) -> None:
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).relu().sin()
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        rows = [torch.randn(size, 8, generator=generator) for size in (3, 5)]
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        w = torch.randn(8, 4, generator=generator).requires_grad_()
+        result = run(x, w)
+        result.values().square().sum().backward()
+        assert x.grad is not None and w.grad is not None
+        return result.values().detach(), x.grad.values(), w.grad
+
+    compiled = torch.compile(layer, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
+    for actual, expected in zip(gradients(compiled), gradients(layer), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+# --- loaded programs, functional tensors, transforms ------------------------------------------------------------------
+
+
+def writing(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    x.mul_(2)
+    return torch.relu(x @ w), x.sum(0)
+
+
+def programs(run: Callable[..., Any], emitter: str, folder: Path) -> list[Callable[..., Any]]:
+    """Returns the compiled graph, and the same saved and loaded."""
+    x, w = torch.rand(3, 8), torch.rand(8, 5)
+    compiled = fxwrap.compile_graph(make_fx(run)(x, w), (x, w), options=Options(emitter=emitter))
+    compiled.save(folder / "program.fxw")
+    return [compiled, fxwrap.load(folder / "program.fxw")]
+
+
+@every_emitter
+def test_loaded_programs(tmp_path: Path, emitter: str) -> None:
+    loaded = programs(function, emitter, tmp_path)[1]
+    check(loaded, function)
+    with FakeTensorMode(), pytest.raises(InputError, match=r"expected f32\[3, 8\] .*, got f32\[2, 8\]"):
+        loaded(torch.empty(2, 8), torch.empty(8, 5))
+
+
+@every_emitter
+@pytest.mark.parametrize("run", [function, writing])
+def test_functional_tensors(tmp_path: Path, emitter: str, run: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    for program in programs(run, emitter, tmp_path):
+        x, w = torch.rand(3, 8), torch.rand(8, 5)
+        written = x.clone()
+        expected = run(written, w)
+        transformed = x.clone()
+        results = torch.func.functionalize(lambda x, w, program=program: tuple(program(x, w)))(transformed, w)
+        torch.testing.assert_close((*results, transformed), (*expected, written))
+        with FunctionalTensorMode():
+            inputs = FunctionalTensor.to_functional(x), FunctionalTensor.to_functional(w)
+            functional = (*program(*inputs), inputs[0])
+            assert {type(item) for item in functional} == {FunctionalTensor}
+            for item in functional:
+                torch._sync(item)
+            plain = tuple([torch._from_functional_tensor(item.elem) for item in functional])
+        torch.testing.assert_close(plain, (*expected, written))
+
+
+@every_emitter
+def test_vmapped_programs(tmp_path: Path, emitter: str) -> None:
+    x, w = torch.rand(2, 3, 8), torch.rand(8, 5)
+    for program in programs(function, emitter, tmp_path):
+        results = torch.vmap(program, in_dims=(0, None))(x, w)
+        torch.testing.assert_close(results, torch.vmap(function, in_dims=(0, None))(x, w))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fxwrap"])
+def test_functionalized_functions(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """AOTAutograd rejects functional inputs; a graph from its cache would read their memory."""
+    monkeypatch.setenv("FXWRAP_COMPILE_CACHE", "1")
+    x, w = torch.rand(3, 8), torch.rand(8, 5)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(compiled(x, w), function(x, w))
+    with pytest.raises(BackendCompilerFailed, match="must not already be a functional tensor"):
+        torch.func.functionalize(compiled)(x, w)

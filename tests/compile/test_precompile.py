@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import pytest
 import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch.compiler._cache import CacheArtifactManager
 
 import fxwrap
@@ -22,7 +23,8 @@ from fxwrap.compile.precompile import load_graph
 from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_bridge
 from tests.compile import precompiled
-from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile
+from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile, batch
+from tests.support.child_processes import child_environment
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def run_process(action: str, folder: Path, **environment: str) -> str:
     """Runs the script that saves and loads; returns its output."""
-    whole = {**os.environ, "FXWRAP_COMPILE_CACHE": "1", "PYTHONPATH": str(Path(fxwrap.__file__).parents[1]),
-             **environment}  # fmt: skip
+    whole = child_environment(FXWRAP_COMPILE_CACHE="1", **environment)
     whole.pop("CXX", None)  # torch's keys contain it
     command = [sys.executable, "-m", "tests.compile.precompiled", action, str(folder)]
     done = subprocess.run(command, env=whole, capture_output=True, text=True, check=False)
@@ -116,6 +117,28 @@ def test_folders_of_other_users_are_not_read(torch_caches: Path, monkeypatch: py
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
     compiles_of({"layout": "preserve"})
     assert not (shared / "aotautograd").exists()
+
+
+def test_errors_while_a_backward_is_saved(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave torch's setting, which decides how entries of all backends are saved, as it was."""
+
+    def fail(*_arguments: object) -> str:
+        raise ValueError("no guards today")
+
+    torch.compiler.reset()
+    model = Classifier()
+    compiled = torch.compile(model, backend="fxwrap", options={"layout": "preserve"})
+    loss = compiled(batch(5)).sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(AOTAutogradCache, "generate_guards_expression", fail)
+        with pytest.raises(ValueError, match="no guards today"):
+            loss.backward()
+    assert not functorch_config.bundled_autograd_cache
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    torch.compiler.reset()
+    assert precompiled.training_error(compiled, model, 5) < 1e-5
+    assert counters["aot_autograd"]["autograd_cache_saved"] == saved + 1
+    assert not functorch_config.bundled_autograd_cache
 
 
 class GraphContent:

@@ -1,8 +1,13 @@
-"""Calls of compiled programs with fake tensors: the program runs as an FX graph, whose operators know fake tensors."""
+"""Calls that torch intercepts: with fake or functional tensors, or inside of torch.func's transforms.
+
+Emitted code reads the memory of its inputs, which such tensors have not. The program runs as an FX graph then, whose
+operators torch intercepts as those of the model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +15,14 @@ import torch
 from fxwrap.converters.emitted_program import BoxedCallable
 from fxwrap.lines import CheckLayout
 from fxwrap.runtime.checks import check_tensor_layout
-from fxwrap.torch_compat import DisableAutocast, FakeTensor, accept_real_tensors, detect_fake_mode, dispatch_mode_count
+from fxwrap.torch_compat import (
+    DisableAutocast,
+    FakeTensor,
+    accept_real_tensors,
+    detect_fake_mode,
+    dispatch_mode_count,
+    without_dispatch_modes,
+)
 from fxwrap.wrapper_ir import Program, TensorType, Value
 
 
@@ -39,22 +51,28 @@ def accept_fake_tensors(
             return entry(inputs)
         arguments = tuple(inputs)
         inputs.clear()
-        return call_on_fakes(program, graph(), arguments)
+        return call_as_graph(program, graph, arguments)
 
     return call
 
 
-def call_on_fakes(program: Program, graph: Callable[..., object], inputs: tuple[Any, ...]) -> Any:
-    """Returns the fake outputs of a program's FX graph. Raises InputError for inputs of another layout."""
+def call_as_graph(program: Program, graph: Callable[[], Callable[..., object]], inputs: tuple[Any, ...]) -> Any:
+    """Returns the outputs of a program's FX graph, fake for fake inputs. Raises InputError for another layout.
+
+    `graph` returns the FX graph; its emission is not intercepted.
+    """
     positions = {item.name: position for position, item in enumerate(program.inputs)}
     for line in program.body.lines:
         if isinstance(line, CheckLayout) and line.tensor.name in positions:
             tensor, name, type_ = inputs[positions[line.tensor.name]], line.name or line.tensor.name, line.expected
             sizes: Any = type_.sizes
             strides: Any = type_.strides
-            if all(type(number) is int for number in (*sizes, *strides, *tensor.shape)):
+            if isinstance(tensor, torch.Tensor) and all(
+                type(number) is int for number in (*sizes, *strides, *tensor.shape)
+            ):
                 check_tensor_layout(tensor, name, type_.dtype, sizes, strides, type_.device)
+    with without_dispatch_modes():
+        run = graph()
     mode = detect_fake_mode(inputs)
-    assert mode is not None, "an input is fake, or a fake mode is active"
-    with accept_real_tensors(mode), torch.no_grad(), DisableAutocast():
-        return graph(*inputs)
+    with nullcontext() if mode is None else accept_real_tensors(mode), torch.no_grad(), DisableAutocast():
+        return run(*inputs)
