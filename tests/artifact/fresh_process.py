@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-import fxwrap
+from tests.support.processes import child_environment
 
 SCRIPT = """
 import json, os, sys
@@ -50,10 +49,7 @@ def run_in_fresh_process(
     There is no C++ compiler unless asked for (Triton needs one to begin with).
     """
     (folder / "path").mkdir()
-    environment = {
-        **os.environ, "PYTHONPATH": str(Path(fxwrap.__file__).parents[1]),
-        "FXWRAP_CACHE_DIR": str(folder / "cache"), "TRITON_CACHE_DIR": str(folder / "triton"),
-    }  # fmt: skip
+    environment = child_environment(FXWRAP_CACHE_DIR=str(folder / "cache"), TRITON_CACHE_DIR=str(folder / "triton"))
     if not compiler:
         environment["PATH"] = str(folder / "path")
         environment.pop("CXX", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_bridge
 from tests.compile import precompiled
 from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile
+from tests.support.processes import child_environment
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def run_process(action: str, folder: Path, **environment: str) -> str:
     """Runs the script that saves and loads; returns its output."""
-    whole = {**os.environ, "FXWRAP_COMPILE_CACHE": "1", "PYTHONPATH": str(Path(fxwrap.__file__).parents[1]),
-             **environment}  # fmt: skip
+    whole = child_environment(FXWRAP_COMPILE_CACHE="1", **environment)
     whole.pop("CXX", None)  # torch's keys contain it
     command = [sys.executable, "-m", "tests.compile.precompiled", action, str(folder)]
     done = subprocess.run(command, env=whole, capture_output=True, text=True, check=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from fxwrap.runtime.triton import compile as triton_compile
 from fxwrap.runtime.triton.compile import KernelUse, compile_triton_kernels
 from fxwrap.runtime.triton.workers import WORKERS_ENV, WorkerPool
 from tests.compile_cache.graphs import graph
+from tests.support.processes import child_environment
 
 pytestmark = pytest.mark.gpu
 
@@ -61,8 +61,7 @@ def test_another_process_loads_cached_kernels(
         assert not compiled.cached and compiled.program.kernels
         torch.testing.assert_close(compiled(x)[0], wanted)
     root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path / "second")}
+    environment = child_environment(TRITON_CACHE_DIR=str(tmp_path / "second"))
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

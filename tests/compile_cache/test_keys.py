@@ -28,6 +28,7 @@ from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CPU, scoped_registration
 from fxwrap.wrapper_ir import Ownership
 from tests.compile_cache.graphs import CALLS, dynamic_layer, hand_written_graph, key_of, plain_layer
+from tests.support.processes import child_environment
 
 _ATEN = torch.ops.aten
 
@@ -306,7 +307,7 @@ def test_another_process_hits_this_ones_entry(cache_folder: Path) -> None:
     program = plain_layer()
     (cache_folder / "source").write_text(program.source)
     root = str(Path(__file__).parents[2])
-    environment_ = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": "123"}
+    environment_ = child_environment(PYTHONHASHSEED="123")
     command = [sys.executable, "-c", SCRIPT.replace("SOURCE", str(cache_folder / "source"))]
     done = subprocess.run(command, env=environment_, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
