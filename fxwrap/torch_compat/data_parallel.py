@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +40,24 @@ def ddp_limit(module: Any) -> str:
     if hasattr(module, "buffer_hook"):
         return "a hook for buffers"
     return "join" if module._join_config.enable else ""
+
+
+def input_device(module: Any) -> torch.device | None:
+    """Returns the device that a DDP module, or the outermost FSDP2 unit, moves its inputs to; None for neither."""
+    if is_ddp(module):
+        return torch.device(module.device_type, module.device_ids[0]) if module.device_ids else None
+    device: torch.device = module._get_fsdp_state()._device
+    return None if device.type == "cpu" else device
+
+
+def moved_inputs(
+    device: torch.device | None, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a module's arguments with tensors on a device, as DDP and FSDP2 move them; None leaves them alone."""
+    if device is None or not (arguments or keywords):
+        return arguments, keywords
+    [moved], [named] = _to_kwargs(arguments, keywords, device, False)
+    return moved, named
 
 
 def ddp_buffers(module: Any) -> list[Tensor]:

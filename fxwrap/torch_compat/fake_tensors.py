@@ -7,14 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 
 # Why: fake tensors carry the sizes of graphs; only the module path of the mode is private.
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor as fake_tensor_module
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -151,8 +154,9 @@ def without_logged_errors() -> Iterator[None]:
 # Why: rules of torch 2.11 that are wrong; right on 2.13, which stays as it is. Indices and counts of `unique` and its
 # variants have the dtype of the input, and `_unique` has no rule, so that it returns one element: graphs traced with
 # these rules lack conversions that they need. `slice_scatter` and its relatives keep the strides of an operand whose
-# elements overlap, as those of `expand` do, although their results have memory for each element. The table has no
-# public name and must be correct before Dynamo traces.
+# elements overlap, as those of `expand` do, although their results have memory for each element. `split` of a dimension
+# of size 0 raises. A fake tensor allocates memory on its GPU, so that a graph for another machine's fails. The tables
+# and the function have no public names and must be correct before Dynamo traces.
 
 
 def _correct_unique_fake_impls(rules: dict[OpOverload, Callable[..., Sequence[torch.Tensor]]]) -> None:
@@ -197,6 +201,32 @@ def _correct_slice_scatter_fake_impls(rules: dict[OpOverload, Callable[..., obje
         rules[operator] = partial(without_overlaps, rules.get(operator))
 
 
+def _correct_split_fake_impl(rules: dict[Any, Callable[..., Any]]) -> None:
+    """Makes `split` of a dimension of size 0 return one part, as eager does."""
+    split = rules[torch.ops.aten.split.Tensor]
+
+    @wraps(split)
+    def with_one_part(base: torch.Tensor, split_size: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        parts: tuple[torch.Tensor, ...] = (base.detach(),) if base.shape[dim] == 0 else split(base, split_size, dim)
+        return parts
+
+    rules[torch.ops.aten.split.Tensor] = with_one_part
+
+
+def _initialize_present_devices_only() -> None:
+    """Makes fake tensors leave GPUs alone that this machine does not have."""
+    initialize = fake_tensor_module.init_gpu_context
+
+    @wraps(initialize)
+    def initialize_present(device: torch.device) -> None:
+        if device.index is None or device.index < torch.accelerator.device_count():
+            initialize(device)
+
+    fake_tensor_module.init_gpu_context = initialize_present
+
+
 if TorchVersion("2.13") > torch.__version__:
+    _correct_split_fake_impl(decomposition_table)
+    _initialize_present_devices_only()
     _correct_unique_fake_impls(op_implementations_dict)
     _correct_slice_scatter_fake_impls(op_implementations_dict)

@@ -24,7 +24,9 @@ from fxwrap.torch_compat import (
     fsdp_hooks,
     fsdp_parameters,
     functional_collectives,
+    input_device,
     is_ddp,
+    moved_inputs,
 )
 
 
@@ -32,11 +34,12 @@ from fxwrap.torch_compat import (
 def with_functional_collectives(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Replaces the hooks of DDP and FSDP2 modules while a step is traced."""
     with ExitStack() as stack:
+        running: list[nn.Module] = []
         for module in modules:
             if is_ddp(module):
                 _replace_ddp(module, stack)
             else:
-                _replace_fsdp(module, stack)
+                _replace_fsdp(module, running, stack)
         yield
 
 
@@ -46,6 +49,7 @@ def with_functional_collectives(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _replace_ddp(module: Any, stack: ExitStack) -> None:
     """Makes a DDP module call its module alone, and average the gradients of that forward's backward."""
     group, size = module.process_group, module.process_group.size()
+    device = input_device(module)
     averages, sends_buffers = [False], module.require_forward_param_sync
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
@@ -54,6 +58,7 @@ def _replace_ddp(module: Any, stack: ExitStack) -> None:
                 buffer.copy_(functional_collectives().broadcast(buffer, 0, group))
         averages[0] = torch.is_grad_enabled() and module.require_backward_grad_sync  # False in `no_sync`
         module.require_forward_param_sync = averages[0]  # as DDP does: buffers are sent before the next forward
+        arguments, keywords = moved_inputs(device, arguments, keywords)
         return module.module(*arguments, **keywords)
 
     def average(parameter: Tensor) -> None:
@@ -102,19 +107,26 @@ def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
     return pad(tensor, (*[0, 0] * (tensor.dim() - 1 - dim), 0, missing)) if missing else tensor.contiguous()
 
 
-def _replace_fsdp(module: nn.Module, stack: ExitStack) -> None:
-    """Makes the modules of an FSDP2 unit gather their parameters before their forward."""
+def _replace_fsdp(module: nn.Module, running: list[nn.Module], stack: ExitStack) -> None:
+    """Makes the modules of an FSDP2 unit gather their parameters before their forward.
+
+    `running` are the units whose forward runs: the outermost one moves its inputs to its device.
+    """
     for handle in fsdp_hooks(module):
         _disable(handle, stack)
     parameters = fsdp_parameters(module)
     cast_inputs, cast_output = fsdp_casts(module)
 
     def gather(_module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        if not running:
+            arguments, keywords = moved_inputs(input_device(module), arguments, keywords)
+        running.append(module)
         for parameter in parameters:
             _gather_into_modules(parameter)
         return cast_inputs(arguments), cast_inputs(keywords)
 
     def release(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        running.remove(module)
         for parameter in parameters:
             for owner, name in parameter.places:
                 vars(owner).pop(name, None)

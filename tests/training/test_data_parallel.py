@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,6 +23,7 @@ import fxwrap
 from fxwrap.errors import StepError
 from fxwrap.lines import StartCollective
 from fxwrap.options import Options
+from fxwrap.training.data_parallel import with_functional_collectives
 from tests.support.jobs import fake_job
 from tests.training.test_errors import Trainer
 
@@ -73,6 +76,40 @@ def test_fsdp_gathers_parameters_and_scatters_gradients() -> None:
     assert [list(part._forward_pre_hooks.values()) for part in sharded.modules()] == hooks
     assert not any("weight" in vars(part) for part in sharded.modules())
     assert compiled(X).isfinite() and trainer.step(X).isfinite()
+
+
+class Places(nn.Module):
+    """Records the devices of its inputs."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer, self.inner, self.devices = nn.Linear(8, 8), inner, []  # type: ignore[var-annotated]
+
+    def forward(self, x: torch.Tensor, masks: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self.devices.append((x.device.type, masks["mask"].device.type))
+        y: torch.Tensor = self.layer(x.cpu()) * masks["mask"].cpu()
+        return y if self.inner is None else self.inner(y, masks={"mask": y})
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_the_outermost_module_moves_its_inputs(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced on fake tensors of a GPU that may not exist; parameters stay on the CPU."""
+    mesh, inner = init_device_mesh("cpu", (2,)), Places()
+    outer = Places(inner)
+    if wrapper == "ddp":
+        parallel: nn.Module = DistributedDataParallel(outer)
+        monkeypatch.setattr(parallel, "device_ids", [0])
+        monkeypatch.setattr(parallel, "device_type", "cuda")
+    else:
+        for unit in (inner, outer):
+            fully_shard(unit, mesh=mesh)
+            monkeypatch.setattr(unit._get_fsdp_state(), "_device", torch.device("cuda:0"))
+        parallel = outer
+    modules = [item for item in (inner, outer, parallel) if isinstance(item, FSDPModule | DistributedDataParallel)]
+    with FakeTensorMode(allow_non_fake_inputs=True), with_functional_collectives(dict.fromkeys(modules)):
+        for _ in range(2):
+            parallel(torch.empty(4, 8), masks={"mask": torch.empty(4, 8)})
+    assert outer.devices == [("cuda", "cuda")] * 2 and inner.devices == [("cpu", "cpu")] * 2
 
 
 def _with_hook() -> nn.Module:
