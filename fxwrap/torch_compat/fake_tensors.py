@@ -215,14 +215,13 @@ def _correct_split_fake_impl(rules: dict[Any, Callable[..., Any]]) -> None:
 
 def _initialize_present_devices_only() -> None:
     """Makes fake tensors leave GPUs alone that this machine does not have."""
-    initialize = fake_tensor_module.init_gpu_context
+    initialize: Callable[[torch.device], None] = fake_tensor_module.init_gpu_context
 
-    @wraps(initialize)
     def initialize_present(device: torch.device) -> None:
-        if device.index is None or device.index < torch.accelerator.device_count():
+        if (device.index or 0) < torch.accelerator.device_count():
             initialize(device)
 
-    fake_tensor_module.init_gpu_context = initialize_present
+    fake_tensor_module.init_gpu_context = initialize_present  # type: ignore[assignment]
 
 
 if TorchVersion("2.13") > torch.__version__:
