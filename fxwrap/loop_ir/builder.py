@@ -107,13 +107,11 @@ class KernelBuilder:
 
     def reduce(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
         """Reduces over the kernel's reduced axes and returns the results of the kind."""
-        dtype = self._combine_dtype(kind, value)
-        return self._add_combine(Reduce(kind, (value.position,), dtype, self.origin), REDUCTIONS[kind])
+        return self._add_combine(Reduce(kind, (value.position,), value.dtype, self.origin), REDUCTIONS[kind])
 
     def scan(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
         """Scans along the kernel's reduced axis and returns the results of the kind."""
-        dtype = self._combine_dtype(kind, value)
-        return self._add_combine(Scan(kind, (value.position,), dtype, self.origin), SCANS[kind])
+        return self._add_combine(Scan(kind, (value.position,), value.dtype, self.origin), SCANS[kind])
 
     def indirect_index(self, position: Scalar, size: Size, guard: Scalar | None = None) -> Index:
         """Returns a computed int64 position from 0 to `size` - 1 as an index; it is the constant 0 for size 1.
@@ -177,9 +175,6 @@ class KernelBuilder:
         return verify_kernel(eliminate_dead_operations(kernel))
 
     # --- internals ---------------------------------------------------------------------------------------------------
-
-    def _combine_dtype(self, kind: str, value: Scalar) -> torch.dtype:
-        return torch.int64 if (kind, 0) in POSITION_RESULTS else value.dtype
 
     def _add_combine(self, operation: Reduce | Scan, spec: CombineSpec) -> tuple[Scalar, ...]:
         whole = self._add(operation)

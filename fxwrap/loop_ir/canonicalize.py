@@ -13,11 +13,11 @@ import sympy
 
 from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndexLike, IndirectIndex, Modulo, SizeAtom, as_index
 from fxwrap.loop_ir.kernel import Kernel, Load, Operation, Reduce, Store, SymbolicScalar, indices, map_operation
+from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS
 from fxwrap.symbolic import Size, canonicalize, expression_kind, make_symbol, product
 from fxwrap.torch_compat import sympy_functions
 
 _MAX_AXES = 12
-_ORDERED_REDUCTIONS = ("argmax", "argmin")
 
 
 def canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
@@ -122,7 +122,7 @@ def _reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
         return list(axes)
 
     fixed = bool(kernel.scans) or any(
-        isinstance(operation, Reduce) and operation.kind in _ORDERED_REDUCTIONS for operation in kernel.operations
+        isinstance(operation, Reduce) and operation.kind in ORDERED_REDUCTIONS for operation in kernel.operations
     )
     reduced = kernel.reduced if fixed else tuple(order(kernel.reduced))
     return replace(kernel, axes=tuple(order(kernel.axes)), reduced=reduced)

@@ -136,8 +136,8 @@ REDUCTIONS: Mapping[str, CombineSpec] = {
         CombineSpec("prod", 1, 1, Domain.NUMBER),
         CombineSpec("max", 1, 1, Domain.NUMBER),  # NaN where any element is
         CombineSpec("min", 1, 1, Domain.NUMBER),
-        CombineSpec("argmax", 1, 1, Domain.NUMBER),  # int64: the first position of the largest; the first NaN wins
-        CombineSpec("argmin", 1, 1, Domain.NUMBER),
+        CombineSpec("argmax", 1, 2, Domain.NUMBER),  # the first of the largest elements, or NaNs; its int64 position
+        CombineSpec("argmin", 1, 2, Domain.NUMBER),
         CombineSpec("any", 1, 1, Domain.BOOL),
         CombineSpec("all", 1, 1, Domain.BOOL),
         CombineSpec("welford", 1, 2, Domain.FLOAT),  # mean, and the sum of squared differences from it
@@ -161,8 +161,11 @@ SCANS: Mapping[str, CombineSpec] = {
 }
 """Scans along the only reduced axis of a kernel."""
 
-POSITION_RESULTS: frozenset[tuple[str, int]] = frozenset({("argmax", 0), ("argmin", 0), ("cummax", 1), ("cummin", 1)})
+POSITION_RESULTS: frozenset[tuple[str, int]] = frozenset({("argmax", 1), ("argmin", 1), ("cummax", 1), ("cummin", 1)})
 """Results (kind, part) that are int64 positions along the reduced axes, whatever the operand's dtype."""
+
+ORDERED_REDUCTIONS: frozenset[str] = frozenset({"argmax", "argmin"})
+"""Reductions whose results depend on the order of the elements."""
 
 STORE_MODES = ("set", "add", "max", "min", "prod")
 """How a store combines with memory. All but "set" are atomic: several iterations may write one element."""

@@ -30,6 +30,7 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
 )
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
+from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS, POSITION_RESULTS, REDUCTIONS
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
@@ -250,13 +251,10 @@ class _ReductionSplitter:
         if inside is not None:
             neutral = body.add(Constant(_identity(operation.kind, dtype), dtype))
             value = body.compute("where", inside, value, neutral, dtype=dtype)
-        if operation.kind in ("argmax", "argmin"):
-            results = [body.reduce(operation.kind[3:], value, dtype), self._global_position(body, operation, value)]
-        else:
-            whole = body.reduce(operation.kind, value, operation.dtype)
-            count = 2 if operation.kind in ("welford", "softmax") else 1
-            parts = [body.add(ReductionResult(whole, number, dtype, operation.origin)) for number in range(count)]
-            results = parts if count == 2 else [whole]
+        results = self._results(body, operation.kind, value, dtype)
+        if operation.kind in ORDERED_REDUCTIONS:
+            start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
+            results[1] = body.compute("add", results[1], start, dtype=torch.int64)
         extent = product([self.plan.part.size, self.kernel.count])
         self.partials[position] = [
             self._temporary(operation_dtype(body.operations[item]), extent, "partial") for item in results
@@ -264,10 +262,14 @@ class _ReductionSplitter:
         for buffer, item in zip(self.partials[position], results, strict=True):
             body.store(buffer, self.element, item)
 
-    def _global_position(self, body: _PartCopier, operation: Reduce, value: int) -> int:
-        """Returns the position of a part's extremum in the whole row."""
-        start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
-        return body.compute("add", body.reduce(operation.kind, value, torch.int64), start, dtype=torch.int64)
+    def _results(self, body: _PartCopier, kind: str, value: int, dtype: torch.dtype) -> list[int]:
+        """Adds a reduction; returns its results."""
+        whole = body.reduce(kind, value, dtype)
+        count = REDUCTIONS[kind].results
+        if count == 1:
+            return [whole]
+        types = [torch.int64 if (kind, part) in POSITION_RESULTS else dtype for part in range(count)]
+        return [body.add(ReductionResult(whole, part, type_, body.origin)) for part, type_ in enumerate(types)]
 
     # --- combination -------------------------------------------------------------------------------------------------
 
@@ -300,17 +302,16 @@ class _ReductionSplitter:
         dtype = buffers[0].dtype
         match operation.kind:
             case "welford":
-                means = body.reduce("welford", loads[0], dtype)
-                mean, m2 = [body.add(ReductionResult(means, number, dtype, body.origin)) for number in range(2)]
+                mean, m2 = self._results(body, "welford", loads[0], dtype)
                 between = body.compute("mul", m2, body.size(self.plan.size, dtype), dtype=dtype)
                 within = body.reduce("sum", loads[1], dtype)
                 return [mean, body.compute("add", within, between, dtype=dtype)]
             case "softmax":
                 return self._combine_softmax(body, loads, dtype)
             case "argmax" | "argmin":
-                best = body.reduce(operation.kind, loads[0], torch.int64)
-                chosen = as_index(IndirectIndex(best, self.plan.part.size)) * self.kernel.count + self.row
-                return [body.load(buffers[1], chosen)]
+                value, part = self._results(body, operation.kind, loads[0], dtype)
+                chosen = as_index(IndirectIndex(part, self.plan.part.size)) * self.kernel.count + self.row
+                return [value, body.load(buffers[1], chosen)]
             case _:
                 return [body.reduce(operation.kind, loads[0], dtype)]
 
@@ -339,8 +340,7 @@ class _ReductionSplitter:
         for position, operation in enumerate(kernel.operations):
             source = operation.operation if isinstance(operation, ReductionResult) else position
             if source in self.first:
-                reduction = kernel.operations[source]
-                if isinstance(operation, Reduce) and reduction.kind in ("welford", "softmax"):  # type: ignore[union-attr]
+                if isinstance(operation, Reduce) and REDUCTIONS[operation.kind].results > 1:
                     continue
                 part = operation.position if isinstance(operation, ReductionResult) else 0
                 body.origin = operation.origin

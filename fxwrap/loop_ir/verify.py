@@ -69,7 +69,8 @@ def _violation(
             source = kernel.operations[operation.operation]
             if not isinstance(source, Reduce | Scan) or not 0 <= operation.position < combine_spec(source).results:
                 return "there is no such result"
-            return None
+            wanted = torch.int64 if (source.kind, operation.position) in POSITION_RESULTS else source.dtype
+            return None if operation.dtype is wanted else f"its result is {wanted}"
         case Store():
             if operation.buffer not in written or buffers[operation.buffer].dtype is not types[0]:
                 return "there is no output of this name and dtype"
@@ -108,5 +109,4 @@ def _combine_violation(kernel: Kernel, operation: Reduce | Scan, types: list[tor
         return f"the kernel has {len(kernel.reduced)} reduced axes"
     if len(types) != spec.operands or not spec.domain.accepts(types[0]):
         return f"it does not take {', '.join(map(str, types))}"
-    wanted = torch.int64 if (operation.kind, 0) in POSITION_RESULTS else types[0]
-    return None if operation.dtype is wanted else f"its result is {wanted}"
+    return None if operation.dtype is types[0] else f"its result is {types[0]}"

@@ -127,7 +127,7 @@ def _welford(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 _REDUCTIONS: dict[str, Callable[[Tensor, int], Any]] = {
     "sum": lambda value, dim: value.sum(dim, dtype=value.dtype),
     "prod": lambda value, dim: value.prod(dim, dtype=value.dtype),
-    "max": torch.amax, "min": torch.amin, "argmax": torch.argmax, "argmin": torch.argmin, "any": torch.any,
+    "max": torch.amax, "min": torch.amin, "argmax": torch.max, "argmin": torch.min, "any": torch.any,
     "all": torch.all, "welford": _welford, "softmax": _softmax,
 }  # fmt: skip
 

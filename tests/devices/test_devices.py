@@ -369,6 +369,7 @@ ABOUT_TORCH = {
     "runtime.group_speeds": "torch names the models of CUDA devices, and waits for all devices but the CPU",
     "runtime.unusual_inputs": "meta tensors have no generator",
     "torch_compat.allocation": "torch has two private allocators",
+    "torch_compat.data_parallel": "FSDP2 moves inputs to all devices but the CPU",
     "training.trace": "torch's optimizers count steps on the CPU or on the device of the parameters",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""

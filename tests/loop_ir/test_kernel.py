@@ -54,7 +54,10 @@ BROKEN: dict[str, tuple[Kernel, str]] = {
     "a scan over two axes": (
         kernel(LOAD, Scan("cumsum", (0,), F32), reduced=(R, OTHER)), "the kernel has 2 reduced axes"
     ),
-    "a position is a float": (kernel(LOAD, Reduce("argmax", (0,), F32)), "its result is torch.int64"),
+    "a sum of another dtype": (kernel(LOAD, Reduce("sum", (0,), I64)), "its result is torch.float32"),
+    "a position is a float": (
+        kernel(LOAD, Reduce("argmax", (0,), F32), ReductionResult(1, 1, F32)), "its result is torch.int64"
+    ),
     "no such part": (kernel(LOAD, Reduce("welford", (0,), F32), ReductionResult(1, 2, F32)), "no such result"),
     "a store into an input": (kernel(LOAD, Store("x", as_index(P), 0)), "no output"),
     "a store of another dtype": (kernel(Constant(1, I64), Store("out", as_index(P), 0)), "no output"),

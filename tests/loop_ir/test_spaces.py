@@ -38,7 +38,7 @@ def copy(axes: Sequence[Axis], read: Index, write: Index, size: int = 24) -> Ker
 
 def reduce(kind: str, axes: Sequence[Axis], reduced: Sequence[Axis], read: Index) -> Kernel:
     body = KernelBuilder()
-    (value,) = body.reduce(kind, body.load("x", read, F32))
+    value = body.reduce(kind, body.load("x", read, F32))[-1]
     body.store("out", linearize_index(axes, [axis.size for axis in axes]), value)
     return body.finish(axes, reduced, [Buffer("x", F32, 24)], [Buffer("out", value.dtype, 24)])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxwrap.loop_ir import (
-    POSITION_RESULTS,
+    ORDERED_REDUCTIONS,
     Atom,
     Axis,
     FloorDivide,
@@ -186,7 +186,7 @@ def _is_order_dependent(definition: Definition) -> bool:
     """Whether a definition's result depends on the order of its reduced axes."""
     if isinstance(definition, Scanned):
         return True
-    return isinstance(definition, Reduced) and (definition.source.kind, 0) in POSITION_RESULTS
+    return isinstance(definition, Reduced) and definition.source.kind in ORDERED_REDUCTIONS
 
 
 def _same_iteration_order(at: IndexTuple, axes: Sequence[Axis], others: Sequence[Axis]) -> bool:

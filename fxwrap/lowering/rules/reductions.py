@@ -130,12 +130,9 @@ def _trace(call: OperatorCall, x: Definition) -> LoweringResult:
 # --- extrema with positions, and both extrema ------------------------------------------------------------------------
 
 
-def _arg_extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: torch.Tensor) -> Definition:
-    """Returns the first position of the largest or smallest element along dimensions; the first NaN wins."""
-    rows = reduction_shape(x, dims)
-    dtype = torch.uint8 if x.dtype is torch.bool else x.dtype
-    (part,) = build_reduction(call, kind, rows, dtype, x)
-    return reduced_result(call, fake, rows, part)
+def _first_extremum(call: OperatorCall, kind: str, rows: ReductionShape, x: Definition) -> tuple[Reduced, ...]:
+    """Returns the first of the largest or smallest elements of each row, and its position; the first NaN wins."""
+    return build_reduction(call, f"arg{kind}", rows, torch.uint8 if x.dtype is torch.bool else x.dtype, x)
 
 
 def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: torch.Tensor) -> Definition:
@@ -148,21 +145,33 @@ def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: to
 @lowering_rule("aten.argmax.default", "aten.argmin.default")
 def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
     _check_not_empty(call, x, dim)
-    return _arg_extremum(call, call.operator, x, dim, call.result)
+    rows = reduction_shape(x, dim)
+    _, position = _first_extremum(call, call.operator.removeprefix("arg"), rows, x)
+    return reduced_result(call, call.result, rows, position)
 
 
 @lowering_rule("aten.max.dim", "aten.min.dim")
 def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
+    """Returns the first of equal elements, as eager does: a zero has the sign of the element at its position."""
     _check_not_empty(call, x, dim)
-    (values, positions), kind = call.results, call.operator
-    return _extremum(call, kind, x, dim, values), _arg_extremum(call, f"arg{kind}", x, dim, positions)
+    rows, (values, positions) = reduction_shape(x, dim), call.results
+    value, position = _first_extremum(call, call.operator, rows, x)
+    if x.dtype is torch.bool:
+        values_result = _extremum(call, call.operator, x, dim, values)
+    else:
+        values_result = reduced_result(call, values, rows, value)
+    return values_result, reduced_result(call, positions, rows, position)
 
 
 @lowering_rule("aten.aminmax.default")
 def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
+    """Returns the first of equal elements along a dimension, as eager does; the signs of other zeros vary there."""
     _check_not_empty(call, x, dim)
-    low, high = call.results
-    return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
+    pairs = tuple(zip(("min", "max"), call.results, strict=True))
+    if dim is None or not x.dtype.is_floating_point:
+        return tuple([_extremum(call, kind, x, dim, fake) for kind, fake in pairs])
+    rows = reduction_shape(x, dim)
+    return tuple([reduced_result(call, fake, rows, _first_extremum(call, kind, rows, x)[0]) for kind, fake in pairs])
 
 
 # --- variance --------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class ReductionPrinter(LoopPrinter):
         return operation
 
     def is_arg_reduction(self, position: int) -> bool:
-        """Whether a reduction returns the position of an element."""
+        """Whether a reduction returns an element and its position."""
         return self.reduction(position).kind.startswith("arg")
 
     def value_type(self, position: int) -> str:
@@ -105,8 +105,7 @@ class ReductionPrinter(LoopPrinter):
 
     def finish(self, position: int, text: str, known: EmittedValues) -> None:
         """Writes a reduction's complete result as a constant."""
-        result = f"{text}.position" if self.is_arg_reduction(position) else text
-        known[position] = self.statements.declare(position, result)
+        known[position] = self.statements.declare(position, text, self.result_type(position))
 
     def position_text(self) -> str:
         """Returns the row-major position in the reduced axes."""

@@ -248,8 +248,7 @@ class ColumnPrinter(ScanPrinterBase):
 
     def result(self, position: int) -> str:
         """Returns the text of a column's complete result."""
-        name = f"{self.statements.name(position)}_lanes"
-        return f"int64_t({name}.position[lane])" if self.is_arg_reduction(position) else f"{name}[lane]"
+        return f"{self.statements.name(position)}_lanes[lane]"
 
     def column_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the vectorised loop over a block's columns for one element of the reduced axes."""

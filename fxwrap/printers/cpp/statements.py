@@ -127,11 +127,11 @@ class StatementPrinter:
             )
             known[position] = text if inlined else self.declare(position, text)
 
-    def declare(self, position: int, text: str) -> str:
-        """Writes a constant for an operation's value and returns its name."""
+    def declare(self, position: int, text: str, kind: str = "") -> str:
+        """Writes a constant for an operation's value, of that value's C++ type by default, and returns its name."""
         operation = self.kernel.operations[position]
         name = self.name(position)
-        self.writer.line(f"const {self.type(position)} {name} = {text};{self.comment(operation)}")
+        self.writer.line(f"const {kind or self.type(position)} {name} = {text};{self.comment(operation)}")
         return name
 
     def expression(self, position: int, known: EmittedValues) -> str:

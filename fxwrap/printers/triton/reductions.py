@@ -25,11 +25,11 @@ _MAX_BLOCKS = 32
 """Number of blocks that one accumulator of a sum or product combines, as on a CPU."""
 
 RESULT_NAMES = {
-    "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",), "argmax": ("position",),
-    "argmin": ("position",), "any": ("any_of",), "all": ("all_of",), "welford": ("mean", "m2"),
-    "softmax": ("largest", "exponentials"), "cumsum": ("running_sum",), "cumprod": ("running_product",),
-    "cummax": ("running_largest", "running_position"), "cummin": ("running_smallest", "running_position"),
-    "logcumsumexp": ("running_log",),
+    "sum": ("total",), "prod": ("product",), "max": ("largest",), "min": ("smallest",),
+    "argmax": ("largest", "position"), "argmin": ("smallest", "position"), "any": ("any_of",), "all": ("all_of",),
+    "welford": ("mean", "m2"), "softmax": ("largest", "exponentials"), "cumsum": ("running_sum",),
+    "cumprod": ("running_product",), "cummax": ("running_largest", "running_position"),
+    "cummin": ("running_smallest", "running_position"), "logcumsumexp": ("running_log",),
 }  # fmt: skip
 """The names of the results of each kind in the text."""
 
@@ -110,12 +110,12 @@ def reduce_persistent(
     kind, first = operation.kind, names[0]
     masked = row.masked(value, identity(kind, dtype))
     if kind in _ARG_COMBINERS:
-        best = row.create_name("found")
+        at = names[1]
         pair = f"({row.broadcast(masked)}, {row.broadcast(row.position)})"
         combine = row.use(_ARG_COMBINERS[kind])
         return [
-            f"{best}, {first} = tl.reduce({pair}, {row.axis}, {combine}{row.keep_dims_argument})",
-            f"{first} = {first}.to(tl.int64)",
+            f"{first}, {at} = tl.reduce({pair}, {row.axis}, {combine}{row.keep_dims_argument})",
+            f"{at} = {at}.to(tl.int64)",
         ]
     if kind == "welford":
         difference = row.create_name("difference")
@@ -176,7 +176,7 @@ def accumulate(operation: Reduce, value: str, dtype: torch.dtype, names: list[st
     kind, first = operation.kind, names[0]
     start, name = identity(kind, dtype), TRITON_DTYPES[dtype]
     if kind in _ARG_COMBINERS:
-        return _accumulate_position(kind, value, dtype, first, row)
+        return _accumulate_position(kind, value, dtype, names, row)
     if kind == "welford":
         return _accumulate_welford(value, dtype, names, row)
     if kind == "softmax":
@@ -227,12 +227,12 @@ def _extreme(kind: str, left: str, right: str, dtype: torch.dtype) -> str:
     return f"tl.{kind}imum({left}, {right}{nan})"
 
 
-def _accumulate_position(kind: str, value: str, dtype: torch.dtype, first: str, row: RowContext) -> Accumulator:
+def _accumulate_position(kind: str, value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
     best, at, function = row.create_name("best"), row.create_name("best_position"), row.use(_ARG_COMBINERS[kind])
+    first, first_at = names
     start = identity(kind, dtype)
     short = isinstance(row.size, int) and row.size < 2**31 - 1
     position, beyond = ("tl.int32", 2**31 - 1) if short else ("tl.int64", 2**63 - 1)
-    largest = row.create_name("found")
     return Accumulator(
         [
             f"{best} = tl.full({row.shape}, {start}, {TRITON_DTYPES[dtype]})",
@@ -240,8 +240,8 @@ def _accumulate_position(kind: str, value: str, dtype: torch.dtype, first: str, 
         ],
         [f"{best}, {at} = {function}({best}, {at}, {row.masked(value, start)}, {row.position}.to({position}))"],
         [
-            f"{largest}, {first} = tl.reduce(({best}, {at}), {row.axis}, {function}{row.keep_dims_argument})",
-            f"{first} = {first}.to(tl.int64)",
+            f"{first}, {first_at} = tl.reduce(({best}, {at}), {row.axis}, {function}{row.keep_dims_argument})",
+            f"{first_at} = {first_at}.to(tl.int64)",
         ],
     )
 

@@ -516,14 +516,15 @@ template <class T, int lanes, class P, class Better> struct IndexedLanes {
   INLINE explicit IndexedLanes(T start) {
     for (int lane = 0; lane < lanes; ++lane) value[lane] = start, position[lane] = 0;
   }
+  INLINE IndexedValue<T> operator[](int lane) const { return {value[lane], position[lane]}; }
   INLINE void update(int lane, T candidate, P where) {
     const bool better = Better{}(candidate, value[lane]);
     value[lane] = better ? candidate : value[lane];
     position[lane] = better ? where : position[lane];
   }
   INLINE IndexedValue<T> combined(ArgCombine<Better> combine) const {
-    IndexedValue<T> best{value[0], position[0]};
-    for (int lane = 1; lane < lanes; ++lane) best = combine(best, IndexedValue<T>{value[lane], position[lane]});
+    IndexedValue<T> best = (*this)[0];
+    for (int lane = 1; lane < lanes; ++lane) best = combine(best, (*this)[lane]);
     return best;
   }
 };
@@ -539,7 +540,7 @@ template <class Combine> struct Lanewise {
   INLINE IndexedLanes<T, lanes, P, Better> operator()(IndexedLanes<T, lanes, P, Better> a,
                                                    const IndexedLanes<T, lanes, P, Better>& b) const {
     for (int lane = 0; lane < lanes; ++lane) {
-      const IndexedValue<T> best = combine(IndexedValue<T>{a.value[lane], a.position[lane]}, IndexedValue<T>{b.value[lane], b.position[lane]});
+      const IndexedValue<T> best = combine(a[lane], b[lane]);
       a.value[lane] = best.value, a.position[lane] = P(best.position);
     }
     return a;
