@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there are processes enough
 import hypothesis
 import pytest
 import torch
+import torch._dynamo.config
 import torch._dynamo.guards
 import torch._export.utils
 import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
@@ -62,6 +63,10 @@ logging.getLogger("torch.__trace").propagate = True
 # After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
 assert callable(torch._dynamo.guards.profile_guard_manager)
 torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
+
+# Garbage is collected by its amount (see below), not after each compile.
+assert torch._dynamo.config.run_gc_after_compile
+torch._dynamo.config.run_gc_after_compile = False
 
 # torch.export lists all composite operators for each of 28 namespaces, twice a program: 70 ms. A graph's operators are
 # listed without it. It also evaluates the annotations of a nested function for each of 500 operators: 50 ms.
@@ -112,9 +117,9 @@ def exact_convolutions() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves modules and collected tests out of garbage collections, which walk through them again and again."""
+    """Leaves modules and collected tests out of garbage collections, of which there are few."""
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

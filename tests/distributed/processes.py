@@ -21,7 +21,8 @@ TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
 
 _RANKS = ("rank", "compile_rank", "overlap_rank", "speed_rank", "training_rank")
-_PRELOADED = (*[f"tests.distributed.{name}" for name in _RANKS], "torch._dynamo.backends.common")
+# AOTAutograd imports the last one, for a log.
+_PRELOADED = (*[f"tests.distributed.{name}" for name in _RANKS], "torch._inductor.debug")
 
 
 def run_ranks(
