@@ -72,7 +72,7 @@ def test_pools_hold_other_memory_only() -> None:
 
 def test_ranks_compare_them() -> None:
     (group,) = communication(with_buffers())
-    assert group.texts({}) == ("one_shot_all_reduce_copy(torch.float32[2, 8], torch.float32[2, 8], sum)",) * 2
+    assert group.texts({}) == ('one_shot_all_reduce_copy(torch.float32[2, 8], torch.float32[2, 8], "sum")',) * 2
 
 
 def test_devices_without_symmetric_memory_call_the_operator() -> None:
