@@ -41,6 +41,7 @@ from fxwrap.passes.partition import partition
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
+from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
 from fxwrap.printers import print_kernel
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import Tuner
@@ -152,6 +153,10 @@ def _overlap_collectives(state: CompileState, context: CompileContext) -> Compil
     return replace(state, program=overlap_collectives(state.program, slack=context.options.overlap_memory_slack))
 
 
+def _allocate_symmetric_buffers(state: CompileState, context: CompileContext) -> CompileState:
+    return replace(state, program=allocate_symmetric_buffers(state.program, context.options.device_specs()))
+
+
 def _partition(state: CompileState, context: CompileContext) -> CompileState:
     options, program = context.options, state.program
     devices = [spec.device_type for spec in options.device_specs().values() if spec.supports_graph_capture]
@@ -242,6 +247,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
         "overlap_collectives", lambda options: options.overlap_collectives,
+    ),
+    Step(
+        "symmetric_buffers", "allocate the buffers of all_reduces over symmetric memory", _allocate_symmetric_buffers,
+        enabled=lambda options: not _is_functional(options),
     ),
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,

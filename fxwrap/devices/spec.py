@@ -57,6 +57,10 @@ class GemmPaddingCosts:
     target_chunks: int = 8
 
 
+SYMMETRIC_MEMORY = "symmetric"
+"""The memory spaces "symmetric:GROUP", one for each process group: memory that all ranks of the group can access."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
     """Capabilities of a device type. Each default is correct for any device, but slow on some.
@@ -65,7 +69,8 @@ class DeviceSpec:
         device_type: torch's name: "cpu", "cuda", or a name that a vendor's package registered with torch.
         kernel_language: the language of generated kernels; "" for extern calls only.
         alignment: bytes to which allocations and pool offsets are aligned, a power of two.
-        memory_spaces: memory spaces that a tensor type may have; "" is the one that torch allocates in.
+        memory_spaces: memory spaces that a tensor type may have; "" is the one that torch allocates in, and
+            SYMMETRIC_MEMORY those of process groups whose ranks access each other's memory.
         prefer_extern_ops: overloads ("aten.mm.default") that stay extern calls although they have lowering rules.
         supports_multiple_devices: there may be several devices of the type, identified by an index.
         supports_streams: work is queued on streams and may overlap. Without it, a call has run when it returns.
@@ -186,6 +191,7 @@ CUDA = DeviceSpec(
     "cuda",
     TRITON.name,
     alignment=512,
+    memory_spaces=("", SYMMETRIC_MEMORY),
     massively_parallel=True,
     channels_last_dtypes=_HALF,  # tensor cores
     gemm_epilogue_dtypes=_HALF,

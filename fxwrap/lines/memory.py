@@ -20,7 +20,11 @@ class Alloc(LineBase):
     stream: int = attribute(default=0)
 
     def verify_self(self) -> str | None:
-        return None if isinstance(self.result.type, TensorType) else f"%{self.result.name} must be a tensor"
+        if not isinstance(self.result.type, TensorType):
+            return f"%{self.result.name} must be a tensor"
+        if self.result.type.symmetric_group == "":
+            return f"%{self.result.name} is in symmetric memory of no group; its memory space is 'symmetric:GROUP'"
+        return None
 
 
 @line_class("memory.free")

@@ -90,7 +90,8 @@ def live_ranges(block: ir.Block, inputs: Mapping[str, ir.Value], released: Itera
         if outlives or name in inputs:
             owner = MemoryOwner.CALLER
         else:
-            owner = MemoryOwner.PROGRAM if allocated and excluded.isdisjoint(names) else MemoryOwner.OPERATOR
+            is_planned = allocated and excluded.isdisjoint(names) and value.tensor_type.symmetric_group is None
+            owner = MemoryOwner.PROGRAM if is_planned else MemoryOwner.OPERATOR
         size = maximum(*[byte_size(roots[item][0].tensor_type) for item in names])
         type_ = value.tensor_type
         ranges.append(LiveRange(tuple(names), first, end, size, type_.device, type_.memory_space, owner))

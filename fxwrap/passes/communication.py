@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fxwrap.errors import ExpressionError
-from fxwrap.lines import ExternCall, Let, SizeOf, StartCollective
+from fxwrap.lines import ExternCall, Let, Mutate, SizeOf, StartCollective
 from fxwrap.symbolic import Number, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
     Block,
@@ -108,7 +108,7 @@ def _calls(block: Block, program: Program, depth: int) -> Iterator[tuple[int, Co
     for line in block.lines:
         if isinstance(line, StartCollective):
             yield depth, CollectiveCall(line.operator, line.arguments, line.group)
-        elif isinstance(line, ExternCall) and line.target.startswith(_FUSED):
+        elif isinstance(line, ExternCall | Mutate) and line.target.startswith(_FUSED):
             groups = [leaf for leaf in leaves(line.arguments) if isinstance(leaf, str)]
             yield depth, CollectiveCall(line.target, line.arguments, groups[-1])
         for inner in executed_blocks(line, functions):

@@ -25,7 +25,9 @@ _LIBRARY_SOLVERS = ("linalg_", "_linalg_", "cholesky", "lu_", "geqrf", "ormqr", 
 """Name prefixes of operators that use library plans, scratch memory or checks on the host."""
 
 
-_CAPTURED_COLLECTIVES = frozenset({"fxwrap_runtime.one_shot_all_reduce.default"})
+_CAPTURED_COLLECTIVES = frozenset({
+    "fxwrap_runtime.one_shot_all_reduce.default", "symm_mem.one_shot_all_reduce_copy.default",
+})  # fmt: skip
 """Collectives that are one kernel on fixed addresses. All ranks replay them in one order, as they run them."""
 
 
@@ -58,7 +60,7 @@ class CaptureChecker:
         if device.type not in self.device_types:
             return f"{device} does not support graph capture"
         allowed = {ir.ASSERT, ir.random_effect(str(device))}
-        if isinstance(line, ExternCall) and line.target in _CAPTURED_COLLECTIVES:
+        if isinstance(line, ExternCall | Mutate) and line.target in _CAPTURED_COLLECTIVES:
             allowed.update(line.effects())
         if any(effect not in allowed for effect in line.effects()):
             return "it has side effects"

@@ -38,6 +38,7 @@ _ALLOCATIONS = frozenset(
     {
         torch.ops.aten.empty_strided.default, torch.ops.fxwrap.reuse.default,
         torch.ops.fxwrap.pool_slice.default, torch.ops.fxwrap.workspace.default,
+        torch.ops.fxwrap.allocate_symmetric.default,
     }
 )  # fmt: skip
 """The operators that return uninitialised memory."""

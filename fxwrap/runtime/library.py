@@ -21,7 +21,7 @@ from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
 from fxwrap.errors import KernelTextError
-from fxwrap.runtime import devices, tensors
+from fxwrap.runtime import devices, symmetric_memory, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -265,6 +265,12 @@ def _register_kernels(texts: torch.Tensor) -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
+def _allocate_symmetric_fake(
+    sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, _group: str
+) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
 def _reuse(memory: torch.Tensor, *layout: Any) -> torch.Tensor:
     return _pool_slice(memory, 0, *layout)
 
@@ -427,6 +433,10 @@ _OPERATORS = (
         _cpp_kernel_functional, _cpp_kernel_functional_fake,
     ),
     _Operator("register_kernels(Tensor texts) -> ()", _register_kernels, has_side_effect=True),
+    _Operator(
+        f"allocate_symmetric({_TYPE}, Device device, str group) -> Tensor",
+        symmetric_memory.allocate, _allocate_symmetric_fake,
+    ),
     _Operator(f"reuse(Tensor(a) memory, {_TYPE}) -> Tensor(a)", _reuse, _reuse, _reuse_functionalised),
     _Operator("pool(SymInt size, Device device) -> Tensor", _pool, _pool),
     _Operator(

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
-from fxwrap.torch_compat import allocate_symmetric, pipelined_all_to_all
+from fxwrap.runtime.tensors import reinterpret
+from fxwrap.torch_compat import allocate_symmetric, pipelined_all_to_all, storage_use_counts
+
+_BUFFERS: dict[tuple[str, torch.device, int], list[tuple[torch.Tensor, tuple[int, int]]]] = {}
+"""Symmetric buffers by group, device and bytes, each with the counts of its storage while nobody uses it.
+
+They live as long as the process: other ranks map them, and captured CUDA graphs have their addresses."""
+
+_LEAST_BYTES = 4096
+
+
+def allocate(
+    sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device, group: str
+) -> torch.Tensor:
+    """Returns uninitialised memory that the other ranks of a group can access; on CPUs, which have none, any memory.
+
+    All ranks allocate in one order, as they call collectives, so that their buffers belong together: a new buffer is
+    exchanged with the other ranks. A released one is used again.
+    """
+    if device.type != "cuda":
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+    count = 1 + sum([(size - 1) * step for size, step in zip(sizes, strides, strict=True)]) if prod(sizes) else 0
+    size = max(_LEAST_BYTES, 1 << max(count * dtype.itemsize - 1, 0).bit_length())
+    buffers = _BUFFERS.setdefault((group, device, size), [])
+    for buffer, unused in buffers:
+        if storage_use_counts(buffer.untyped_storage()) == unused:
+            return reinterpret(buffer, sizes, strides, dtype)
+    buffer = allocate_symmetric(size, torch.uint8, device, group)
+    buffers.append((buffer, storage_use_counts(buffer.untyped_storage())))
+    return reinterpret(buffer, sizes, strides, dtype)
+
 
 _library = torch.library.Library("fxwrap_runtime", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -67,10 +98,6 @@ def _(
 
 _library.define("one_shot_all_reduce(Tensor x, str group) -> Tensor")  # type: ignore[no-untyped-call]
 
-_BUFFERS: dict[tuple[str, torch.device, torch.dtype, int], torch.Tensor] = {}
-"""Symmetric buffers by group, device, dtype and elements. They live as long as the process: other ranks map them, and
-captured CUDA graphs have their addresses."""
-
 
 @torch.library.impl(_library, "one_shot_all_reduce", "CUDA")
 def _one_shot_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -78,11 +105,7 @@ def _one_shot_all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
     The kernel returns when all ranks have read the buffer, so the next call may use it.
     """
-    count = 1 << max(x.numel() - 1, 1).bit_length()
-    key = (group, x.device, x.dtype, count)
-    if (buffer := _BUFFERS.get(key)) is None:
-        buffer = _BUFFERS[key] = allocate_symmetric(count, x.dtype, x.device, group)
-    buffer = buffer[: x.numel()].view(x.shape)
+    buffer = allocate(x.shape, x.stride(), x.dtype, x.device, group)
     result: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x, "sum", group)
     return result
 

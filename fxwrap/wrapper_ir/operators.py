@@ -29,10 +29,14 @@ _PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.defau
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
 """Operators whose results alias an argument, by its position, although their schemas do not declare it."""
 
-_UNDECLARED_WRITES = {"_c10d_functional.irecv.default": "tensor", "_c10d_functional.batch_p2p_ops.default": "tensors"}
-"""The arguments that operators write although their schemas do not declare it.
+_UNDECLARED_WRITES: dict[str, tuple[str, str | None]] = {
+    "_c10d_functional.irecv.default": ("tensor", "tensor"),
+    "_c10d_functional.batch_p2p_ops.default": ("tensors", None),
+    "symm_mem.one_shot_all_reduce_copy.default": ("symm_buffer", None),
+}
+"""The argument that an operator writes although its schema does not declare it, and that which it returns.
 
-`irecv` returns its argument; `batch_p2p_ops` writes and returns those whose operation is "irecv".
+`batch_p2p_ops` writes and returns those whose operation is "irecv".
 """
 
 _EXACT_NAMESPACES = ("aten", "prims")
@@ -122,16 +126,15 @@ def operator_schema(overload: OpOverload) -> OperatorSchema:
     ]  # fmt: skip
     name = operator_name(overload)
     undeclared = _UNDECLARED_WRITES.get(name)
-    returned = undeclared if len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor" else None
     return OperatorSchema(
         name,
         tuple([item.name for item in arguments]),
         len(schema.returns),
-        tuple([item.name for item in written]) if undeclared is None else (undeclared,),
+        tuple([item.name for item in written]) if undeclared is None else undeclared[:1],
         bool(written) and all(item.is_out for item in written),
         _UNDECLARED_VIEWS.get(name, aliased[0] if len(aliased) == 1 else None),
         is_composite(overload) or overload.namespace not in _EXACT_NAMESPACES,
-        _mutated_returns(schema) if undeclared is None else (returned,),
+        _mutated_returns(schema) if undeclared is None else undeclared[1:],
         torch.Tag.nondeterministic_seeded in overload.tags,
         _fixed_effects(overload, name, bool(written)),
         _REPLACEMENTS.get(name),

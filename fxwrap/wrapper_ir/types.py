@@ -8,6 +8,7 @@ from typing import TypeAlias
 import sympy
 import torch
 
+from fxwrap.devices import SYMMETRIC_MEMORY
 from fxwrap.errors import ValueKindError
 from fxwrap.symbolic import Size, canonicalize, product
 
@@ -64,6 +65,11 @@ def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
     return tuple(strides)
 
 
+def symmetric_space(group: str) -> str:
+    """Returns the memory space of symmetric memory of a process group: its ranks access each other's memory."""
+    return f"{SYMMETRIC_MEMORY}:{group}"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """The type of a strided tensor.
@@ -84,6 +90,12 @@ class TensorType:
     def contiguous(cls, dtype: torch.dtype, sizes: tuple[Size, ...], device: torch.device) -> TensorType:
         """Returns the type of a dense row-major tensor."""
         return cls(dtype, sizes, contiguous_strides(sizes), device)
+
+    @property
+    def symmetric_group(self) -> str | None:
+        """The process group whose ranks can access the memory; None for other memory. See `symmetric_space`."""
+        space = self.memory_space
+        return space.removeprefix(f"{SYMMETRIC_MEMORY}:") if space.startswith(f"{SYMMETRIC_MEMORY}:") else None
 
     @property
     def is_contiguous(self) -> bool:

@@ -23,7 +23,6 @@ from fxwrap.errors import CommunicationFusionWarning
 from fxwrap.fused_communication import CommunicationFusion, FusedCommunication, symmetric_memory_decline
 from fxwrap.options import EMITTERS, Options
 from fxwrap.passes.communication import communication
-from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.wrapper_ir import Program
 from tests.distributed.processes import run_ranks
 from tests.support.documents import ROOT, check_printed
@@ -258,17 +257,6 @@ def test_small_all_reduces_become_one_kernel(emitter: str) -> None:
 def test_why_an_all_reduce_stays(x: Tensor, reason: str) -> None:
     (item,) = fuse(reduced, x, fusion=replace(FUSION, one_shot_bytes=128)).unfused
     assert reason in item.reason
-
-
-def test_captures_contain_all_reduces_over_symmetric_memory() -> None:
-    text = """
-    program @p(%x: borrowed f32[8]@cuda:0) {
-      %y = extern.call @fxwrap_runtime.one_shot_all_reduce.default(%x, "0") : f32[8]@cuda:0
-      control.return(%y)
-    }
-    """
-    program = fxwrap.parse(text)
-    assert CaptureChecker(program, ["cuda"])(program.body.lines[0]) == torch.device("cuda", 0)
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------

@@ -191,6 +191,10 @@ class CppWriter:
         """Emits an allocation."""
         sizes, strides = self.unit.sizes(type_.sizes), self.unit.sizes(type_.strides)
         dtype, device = self.dtype(line, type_.dtype), self.unit.device(type_.device)
+        if (group := type_.symmetric_group) is not None:
+            operands = (type_.sizes, type_.strides, type_.dtype, type_.device, group)
+            self.call("fxwrap.allocate_symmetric.default", self.arguments(line, operands), [slot])
+            return
         self.emit(f"empty_strided(f, {slot}, {sizes}, {strides}, {dtype}, {device});")
 
     def emit_view(

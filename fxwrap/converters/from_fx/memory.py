@@ -17,7 +17,7 @@ from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_
 from fxwrap.lines import Alloc, ExternCall, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.symbolic import Size, make_symbol, product, total
 from fxwrap.torch_compat import is_plain_view
-from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir import TensorType, Value, symmetric_space
 
 _ATEN, _FXWRAP = torch.ops.aten, torch.ops.fxwrap
 
@@ -49,6 +49,13 @@ def _alloc(importer: GraphImporter, node: Node) -> None:
     sizes, strides = (importer.argument(node, item) for item in node.args)
     type_ = TensorType(dtype, sizes, strides, torch.device(device))  # type: ignore[arg-type]
     value = _new_value(importer, node, Alloc, type_)
+    importer.emit_definition(Alloc(value), node, value)
+
+
+def _alloc_symmetric(importer: GraphImporter, node: Node) -> None:
+    sizes, strides, dtype, device, group = (importer.argument(node, item) for item in node.args)
+    space = symmetric_space(str(group))
+    value = importer.value(node.name, TensorType(dtype, sizes, strides, torch.device(device), 0, space))
     importer.emit_definition(Alloc(value), node, value)
 
 
@@ -238,6 +245,7 @@ _VIEWS = frozenset(VIEW_OVERLOADS.values()) - {_ATEN.as_strided.default}
 
 MEMORY: NodeImporters = {
     _ATEN.empty_strided.default: _alloc,
+    _FXWRAP.allocate_symmetric.default: _alloc_symmetric,
     _FXWRAP.reuse.default: _reuse,
     _FXWRAP.pool.default: _pool,
     _FXWRAP.pool_slice.default: _pool_slice,

@@ -54,6 +54,10 @@ class FxConverter(GraphEmitter):
         type_ = line.result.tensor_type
         keywords = {"dtype": type_.dtype, "device": type_.device}
         layout, val = self.writer.layout(type_), self.fakes.root(line.result)
+        if (group := type_.symmetric_group) is not None:
+            arguments = (*layout, *keywords.values(), group)
+            self.writer.define(line.result, _FXWRAP.allocate_symmetric.default, arguments, {}, val=val)
+            return
         self.writer.define(line.result, _ATEN.empty_strided.default, layout, keywords, val=val)
 
     def needs_release_node(self, line: lines.Free) -> bool:

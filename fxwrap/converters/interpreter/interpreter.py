@@ -21,7 +21,7 @@ from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.converters.views import detached_results
 from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import ExternCall, Mutate
-from fxwrap.runtime import checks, control, devices, tensors
+from fxwrap.runtime import checks, control, devices, symmetric_memory, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.symbolic import Number, evaluate, symbol_kind
@@ -164,6 +164,8 @@ class Interpreter(Converter):
     pool = alloc
 
     def _empty(self, type_: TensorType) -> torch.Tensor:
+        if (group := type_.symmetric_group) is not None:
+            return symmetric_memory.allocate(*self._shape(type_), type_.dtype, type_.device, group)
         return torch.empty_strided(*self._shape(type_), dtype=type_.dtype, device=type_.device)
 
     def free(self, line: lines.Free) -> None:

@@ -98,6 +98,10 @@ class PythonConverter(Converter):
 
     def _empty(self, type_: ir.TensorType) -> str:
         shape = f"{self._sizes(type_.sizes)}, {self._sizes(type_.strides)}"
+        if (group := type_.symmetric_group) is not None:
+            device = self.text(type_.device)
+            function = self._runtime("symmetric_memory", "allocate")
+            return f"{function}({shape}, {self.text(type_.dtype)}, {device}, {group!r})"
         return f"{self.module.allocator(type_.device)}({shape}, {self.text(type_.dtype)})"
 
     def alloc(self, line: lines.Alloc | lines.Pool) -> None:
