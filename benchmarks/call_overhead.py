@@ -1,7 +1,8 @@
 """Cost of a call: the same unfused program against eager on tiny tensors.
 
 Programs are chains of 1 to 1000 operators, and one operator with 200 parameters. Eager is `torch.mul(x, y)`. Each row
-shows the time per operator and the ratio to eager, medians of interleaved rounds in one process.
+shows the time per operator and the ratio to eager, medians of interleaved rounds in one process. Two more tables have
+the entries of a program of one operator, and functions of torch.compile whose graphs are in AOTAutograd's cache or not.
 
 With `--device cuda`: host time of a launch of a tiny Triton kernel, from programs of 1, 10 and 100 launches without
 allocations, beside Triton's own call and `torch.mul(x, y, out=out)`; and of a call of a program of one kernel and one
@@ -84,6 +85,56 @@ def row(
         cells[f"{LABELS[emitter]}, us"] = 1e6 * medians[emitter] / operators
         cells[f"{LABELS[emitter]} / eager"] = medians[emitter] / medians["eager"]
     report.add({**cells, "largest difference": max(errors)}, times)
+
+
+class Scaled(torch.nn.Module):
+    """A model with a keyword and a result with a name."""
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the product."""
+        return {"scaled": x * scale}
+
+
+def entries_row(report: Report, emitter: str) -> None:
+    """Adds the microseconds of a call of one operator, by the entry that is called."""
+    x, y = torch.randn(4), torch.rand(4)
+    options = fxwrap.Options().replace(emitter=emitter)
+    model = fxwrap.compile_graph(torch.export.export(Scaled(), (x,), {"scale": y}), options=options)
+    graph = fxwrap.compile_graph(make_fx(lambda x, y: (x * y,))(x, y), (x, y), options=options)
+    first, second = graph.convention.arguments
+    contenders: dict[str, Callable[..., Any]] = {
+        "flat": graph.flat,
+        "by position": graph,
+        "by name": lambda x, y: graph(**{first: x, second: y}),
+        "flat, exported": model.flat,
+        "by position and name, a dict": lambda x, y: model(x, scale=y),
+    }
+    microseconds_row(report, emitter, contenders, (x, y))
+
+
+def compiled_row(report: Report, emitter: str) -> None:
+    """Adds the microseconds of a call of torch.compile's function of one operator."""
+    contenders = {
+        name: torch.compile(
+            lambda x, y: x * y, backend="fxwrap", options={"emitter": emitter, "compile_cache": cached}, fullgraph=True
+        )
+        for name, cached in (("not cached", False), ("cached", True))
+    }
+    microseconds_row(report, emitter, contenders, (torch.randn(4), torch.rand(4)))
+
+
+def microseconds_row(
+    report: Report, emitter: str, contenders: dict[str, Callable[..., Any]], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Adds the microseconds of each contender."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(ROUNDS + 1):
+        for side, contender in contenders.items():
+            seconds = per_call(contender, inputs, 1000)
+            if number:  # the first round compiles
+                times[side].append(seconds)
+    cells = {f"{side}, us": 1e6 * statistics.median(samples) for side, samples in times.items()}
+    report.add({"emitter": LABELS[emitter], **cells}, times)
 
 
 # --- launches on a GPU ------------------------------------------------------------------------------------------------
@@ -196,6 +247,13 @@ def cpu_main(chosen: argparse.Namespace) -> None:
     for count in (1, 10, 100, 1000):
         row(report, f"{count} operators", chain(count), [torch.randn(4), torch.rand(4)], count)
     row(report, "1 of 200 parameters", many_parameters(200), [torch.randn(4) for _ in range(200)], 1)
+    report = Report("call_overhead-entries-cpu", chosen, note=f"host time per call, medians of {ROUNDS} rounds")
+    for emitter in EMITTERS:
+        entries_row(report, emitter)
+    # Dynamo slows down Python once it is in a process, so its table is the last.
+    report = Report("call_overhead-compiled-cpu", chosen, note=f"host time per call, medians of {ROUNDS} rounds")
+    for emitter in EMITTERS:
+        compiled_row(report, emitter)
 
 
 if __name__ == "__main__":

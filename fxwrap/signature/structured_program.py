@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,24 @@ _is_grad_enabled = torch.is_grad_enabled
 class _Entry:
     """The parts of a call that are the same in each.
 
-    `is_plain` is whether positional arguments are the flat inputs, `names` their names if each argument is a flat input
-    without constants. `build` returns the result from the flat outputs; None if it is their tuple.
+    `is_plain` is whether positional arguments are the flat inputs. `build` returns the result from the flat outputs;
+    None if it is their tuple. If each of the `count` arguments is a flat input and none a constant, `readers[n]` reads
+    those after the first n from keywords; otherwise it is empty.
     """
 
     flat: Callable[..., Any]
     is_plain: bool
     build: Callable[[Sequence[Any]], Any] | None
-    names: tuple[str, ...] | None
-    positional: int
+    count: int
+    readers: tuple[Callable[[Mapping[str, object]], Sequence[object]], ...]
+
+
+def _reader(names: Sequence[str]) -> Callable[[Mapping[str, object]], Sequence[object]]:
+    """Returns the fastest function that returns these items of a mapping."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    name = names[0]
+    return lambda keywords: (keywords[name],)
 
 
 class StructuredProgram(ABC):
@@ -74,14 +84,15 @@ class StructuredProgram(ABC):
         convention = self.convention
         is_plain = convention.takes_plain_arguments and not convention.constants
         build = None if convention.returns_plain_tuple else tree_builder(convention.result)
-        names = convention.arguments if convention.takes_leaves and not convention.constants else None
-        return _Entry(self.flat, is_plain, build, names, convention.positional)
+        names = convention.arguments if convention.takes_leaves and not convention.constants else ()
+        readers = [_reader(names[count:]) for count in range(min(len(names), convention.positional + 1))]
+        return _Entry(self.flat, is_plain, build, len(names), tuple(readers))
 
     def _bind(self, entry: _Entry, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> Sequence[object]:
-        names, count = entry.names, len(arguments)
-        if names is not None and count <= entry.positional and count + len(keywords) == len(names):
+        count = len(arguments)
+        if count < len(entry.readers) and count + len(keywords) == entry.count:
             try:
-                return [*arguments, *map(keywords.__getitem__, names[count:])]
+                return (*arguments, *entry.readers[count](keywords))
             except KeyError:
                 pass  # described below
         convention = self.convention

@@ -72,6 +72,8 @@ def tree_builder(spec: TreeSpec) -> Callable[[Sequence[Any]], Any]:
         return operator.itemgetter(0)
     build, context, children = pytree.SUPPORTED_NODES[spec.type].unflatten_fn, spec.context, spec.children()
     if all(child.is_leaf() for child in children):
+        if spec.type is dict:
+            return lambda leaves: dict(zip(context, leaves))
         return lambda leaves: build(leaves, context)
     parts: list[tuple[slice, Callable[[Sequence[Any]], Any]]] = []
     start = 0
