@@ -258,7 +258,7 @@ class GraphSerializer:
 
 def _standalone_content(tensor: torch.Tensor, name: str) -> str:
     """Returns the hash of a tensor's elements. Raises NotCacheable for one without plain elements."""
-    if isinstance(tensor, torch_compat.FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if not torch_compat.has_real_storage(tensor) or tensor.layout is not torch.strided:
         raise NotCacheable(f"the constant '{name}' is no dense tensor with elements")
     with torch_compat.without_fake_mode():
         return _content(tensor.detach().cpu().resolve_conj().resolve_neg())

@@ -25,7 +25,14 @@ from fxwrap.compile_cache import NotCacheable, content_key, count_compile
 from fxwrap.errors import ArtifactError, CacheError, FxwrapError
 from fxwrap.options import Options
 from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
-from fxwrap.torch_compat import FakeTensor, in_dispatched_fake_mode, symbol_expression, without_fake_mode
+from fxwrap.torch_compat import (
+    FakeTensor,
+    accept_real_tensors,
+    fresh_fake_mode,
+    in_dispatched_fake_mode,
+    symbol_expression,
+    without_fake_mode,
+)
 
 log = logging.getLogger("fxwrap.integrations")
 
@@ -155,12 +162,10 @@ def trace_subgraph(graph: GraphModule, example_inputs: Sequence[object]) -> Grap
         return Interpreter(graph).run(*inputs)
 
     # Under Dynamo, `detect_fake_mode` returns the mode of its backend's inputs, which is another one.
-    mode = next((item.fake_mode for item in example_inputs if isinstance(item, FakeTensor)), None)
-    with torch.no_grad(), preserve_node_meta():
-        if mode is None:
-            return make_fx(run, tracing_mode="fake")(*example_inputs)
-        with in_dispatched_fake_mode(mode):
-            return make_fx(run)(*example_inputs)
+    mode = next((item.fake_mode for item in example_inputs if isinstance(item, FakeTensor)), None) or fresh_fake_mode()
+    inputs = [mode.from_tensor(item) if isinstance(item, torch.Tensor) else item for item in example_inputs]
+    with torch.no_grad(), preserve_node_meta(), in_dispatched_fake_mode(mode), accept_real_tensors(mode):
+        return make_fx(run)(*inputs)
 
 
 def returns_tuple(graph: GraphModule) -> bool:

@@ -1,5 +1,8 @@
-"""A model as vLLM writes it, and its graph split as vLLM splits it: attention is a custom operator, at which the graph of
-Dynamo is cut; parameters are inputs; one symbol is the number of tokens."""
+"""A model as vLLM writes it, and its graph split as vLLM splits it.
+
+Attention is a custom operator, at which the graph of Dynamo is cut; parameters are inputs; one symbol is the number of
+tokens.
+"""
 
 from __future__ import annotations
 
