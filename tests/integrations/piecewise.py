@@ -60,7 +60,7 @@ class Layer(torch.nn.Module):
         hidden, residual = self.norm(hidden, residual)
         query, key, value = self.qkv(hidden).chunk(3, -1)
         query, key = rotate(query, angles), rotate(key, angles)
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         attention(query, key, value, output)
         hidden, residual = self.mlp_norm(self.out(output), residual)
         gate, up = self.gate_up(hidden).chunk(2, -1)

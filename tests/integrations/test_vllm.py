@@ -78,7 +78,7 @@ def recorded(function: Any, handle: Any, calls: list[Any]) -> Any:
 
     def call(*inputs: Any) -> Any:
         results = function(*inputs)
-        calls.append((handle, inputs, results))
+        calls.append((handle, inputs, tuple([item.clone() for item in results])))  # attention writes into one of them
         return results
 
     return call
