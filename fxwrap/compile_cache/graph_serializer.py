@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from fxwrap import torch_compat
+from fxwrap.artifact.tensor_file import tensor_bytes
 from fxwrap.fx_passes.effects import launches_user_kernel
 from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.source import source_of
@@ -35,10 +36,12 @@ class GraphSerializer:
     """Writes graphs as text; `devices` collects the devices of their tensors.
 
     `constants` has the graphs' own tensors and opaque objects by location: ("attr", path), ("state", name) or
-    ("literal", text).
+    ("literal", text). `standalone` writes the text for a file that has the constants and no origins: with the content
+    of every tensor, without the nodes' places in the model's source.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, standalone: bool = False) -> None:
+        self._standalone = standalone
         self.parts: list[str] = []
         self.devices: dict[torch.device, None] = {}
         self.constants: dict[tuple[str, str], object] = {}
@@ -104,8 +107,8 @@ class GraphSerializer:
                 value += f" {[(self._expression(symbol), str(steps)) for symbol, steps in bindings.items()]}"
             if RECOMPUTED in meta:
                 value += f" recomputed {meta[RECOMPUTED]}"
-            source = source_of(node)
-            parts.append(f"{node.op} {node.name} {target} {write(node.args)}{keywords}{value} {source!r}")
+            source = "" if self._standalone else f" {source_of(node)!r}"
+            parts.append(f"{node.op} {node.name} {target} {write(node.args)}{keywords}{value}{source}")
         parts.append("end")
 
     def _target(self, node: Node) -> str:
@@ -149,6 +152,8 @@ class GraphSerializer:
         number = self._constant_numbers.setdefault(id(tensor), len(self._constant_numbers))
         self.constants.setdefault(location, tensor)
         text = f"#{number} {self._tensor(tensor)}"
+        if self._standalone:
+            return f"{text} {_standalone_content(tensor, location[1])}"
         plain = tensor.is_cpu and not isinstance(tensor, torch_compat.FakeTensor) and tensor.layout is torch.strided
         plain = plain and not (tensor.is_conj() or tensor.is_neg())
         if is_literal and plain and tensor.numel() * tensor.element_size() <= MAX_HASHED_BYTES:
@@ -251,9 +256,16 @@ class GraphSerializer:
         raise NotCacheable(f"an argument is a {type(item).__name__}, which has no text form")
 
 
+def _standalone_content(tensor: torch.Tensor, name: str) -> str:
+    """Returns the hash of a tensor's elements. Raises NotCacheable for one without plain elements."""
+    if not torch_compat.has_real_storage(tensor) or tensor.layout is not torch.strided:
+        raise NotCacheable(f"the constant '{name}' is no dense tensor with elements")
+    with torch_compat.without_fake_mode():
+        return _content(tensor.detach().cpu().resolve_conj().resolve_neg())
+
+
 def _content(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(bytes(flat.tolist())).hexdigest()
+    return hashlib.sha256(tensor_bytes(tensor.detach().contiguous())).hexdigest()
 
 
 _Write: TypeAlias = Callable[[GraphSerializer, Any], str]

@@ -78,6 +78,17 @@ def backend_key(options: Options, devices: Iterable[torch.device]) -> str:
     return _digest((f"options {options.text()}", *texts, *_torch_settings(), *_versions()))
 
 
+def content_key(graph: GraphModule, options: Options) -> str:
+    """Returns a hash of all that a compiled graph depends on, for files with its constants and all compiled code.
+
+    Graphs that differ only in their nodes' places in the model's source have the same key. Raises NotCacheable with the
+    reason.
+    """
+    serializer = GraphSerializer(standalone=True)
+    serializer.add(graph, None)
+    return _digest((serializer.text(), serializer.symbols_text(), backend_key(options, serializer.devices)))
+
+
 def _digest(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
