@@ -3,6 +3,7 @@
 //   library PATH | device NAME | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
 //   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
 //   constant2 (of another version of DLPack)
+//   leak | race (defects that sanitizers report)
 //   call_in_threads THREADS CALLS | open_in_threads THREADS PATH | alive
 //
 // Tensors are raw files; `run` writes each result to FILE.0, FILE.1... An error is printed and ends it with exit code 3.
@@ -111,6 +112,8 @@ class Driver {
       else if (command == "replace_file") model().load_constants(next());
       else if (command == "call_in_threads") call_in_threads(Numbers{std::atoi(next().c_str()), std::atoi(next().c_str())});
       else if (command == "open_in_threads") open_in_threads(std::atoi(arguments.at(i).c_str()), arguments.at(i + 1)), i += 2;
+      else if (command == "leak") leak();
+      else if (command == "race") race();
       else if (command == "alive") std::printf("alive %d\n", alive.load());
       else throw std::runtime_error("unknown command " + command);
     }
@@ -201,6 +204,18 @@ class Driver {
     while (!constants_.empty() && left > 0) replace(++swaps % 2 ? old_constants_ : constants_);
     for (std::thread& thread : running) thread.join();
     std::printf("calls %d wrong %d differs %d swapped %d\n", done.load(), wrong.load(), int(before != after), int(swaps > 1));
+  }
+
+  static void leak() {
+    auto* volatile lost = new std::vector<char>(100);
+    lost = nullptr;
+  }
+
+  static void race() {
+    static int shared = 0;
+    std::thread first([] { ++shared; }), second([] { ++shared; });
+    first.join(), second.join();
+    std::printf("shared %d\n", shared);
   }
 
   void open_in_threads(int threads, const std::string& path) {

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fxwrap
+from fxwrap.artifact.archive import Archive
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
@@ -145,11 +146,22 @@ def test_two_runtimes_in_one_process(affine: Path, tmp_path: Path) -> None:
 
 def test_a_program_is_not_run_by_the_bridge_of_another_version(affine: Path, tmp_path: Path) -> None:
     """Another version's bridge is in the process, under the name that the program's library asks for."""
-    (tmp_path / "other.cpp").write_text('extern "C" void* fxwrap_engine(long) { return nullptr; }')
+    with Archive(affine) as archive:
+        (tmp_path / "program.so").write_bytes(archive.read(archive.manifest["binaries"]["native"]["library"]))
+    names = subprocess.run(
+        ["nm", "-D", "--undefined-only", tmp_path / "program.so"], capture_output=True, text=True, check=True
+    )
+    symbols = [line.split()[-1] for line in names.stdout.splitlines() if "fxwrap" in line]
+    assert len(symbols) > 2
+    functions = "".join([f'__asm__(".globl {symbol}\\n{symbol}: ret");\n' for symbol in symbols])
+    (tmp_path / "other.cpp").write_text(functions + 'extern "C" void* fxwrap_engine(long) { return nullptr; }')
     name = "-Wl,-soname,libfxwrap_bridge.so"
     run_compiler([*find_compiler().command, "-shared", "-fPIC", "other.cpp", name, "-o", "other.so"], tmp_path)
     done = drive("open", affine, LD_PRELOAD=str(tmp_path / "other.so"))
-    assert done.code == 3 and done.lines[0].startswith(f"ArtifactError: {affine}: compiled code cannot be loaded: ")
+    assert done.code == 3 and done.lines[0] == (
+        f"ArtifactError: {affine}: its code would run on the bridge of another version of fxwrap, which this process "
+        "has loaded. Use one version of fxwrap in a process"
+    )
 
 
 # --- constants --------------------------------------------------------------------------------------------------------
