@@ -1,7 +1,9 @@
 // A host of saved programs without Python and torch, for tests: it runs the commands of its arguments, one after another.
 //
-//   open PATH | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
-//   constant NAME DTYPE SIZES FILE | old_constant ... | replace | replace_file PATH | operators
+//   library PATH | device NAME | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
+//   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
+//   constant2 (of another version of DLPack)
+//   leak | race (defects that sanitizers report)
 //   call_in_threads THREADS CALLS | open_in_threads THREADS PATH | alive
 //
 // Tensors are raw files; `run` writes each result to FILE.0, FILE.1... An error is printed and ends it with exit code 3.
@@ -89,7 +91,11 @@ class Driver {
     for (size_t i = 0; i < arguments.size();) {
       const std::string command = arguments[i++];
       auto next = [&] { return arguments.at(i++); };
-      if (command == "open") models_.emplace_back(next());
+      if (command == "open") open(next());
+      else if (command == "library") libraries_.push_back(next());
+      else if (command == "device") device_ = next();
+      else if (command == "copy") options_.copy_constants = 1;
+      else if (command == "threads") options_.threads = std::atoi(next().c_str());
       else if (command == "share") models_.push_back(model().share());
       else if (command == "first") models_.erase(models_.begin() + 1, models_.end());
       else if (command == "leaves") print_leaves();
@@ -99,11 +105,15 @@ class Driver {
       else if (command == "run") write_results(next());
       else if (command == "operators") run_observed();
       else if (command == "constant") constants_.push_back(Recipe{next(), next(), next(), next()});
+      else if (command == "constant2") constants_.push_back(Recipe{next(), next(), next(), next()}), version_ = 2;
       else if (command == "old_constant") old_constants_.push_back(Recipe{next(), next(), next(), next()});
       else if (command == "replace") replace(constants_), constants_.clear();
+      else if (command == "try_replace") try_replace();
       else if (command == "replace_file") model().load_constants(next());
       else if (command == "call_in_threads") call_in_threads(Numbers{std::atoi(next().c_str()), std::atoi(next().c_str())});
       else if (command == "open_in_threads") open_in_threads(std::atoi(arguments.at(i).c_str()), arguments.at(i + 1)), i += 2;
+      else if (command == "leak") leak();
+      else if (command == "race") race();
       else if (command == "alive") std::printf("alive %d\n", alive.load());
       else throw std::runtime_error("unknown command " + command);
     }
@@ -111,6 +121,25 @@ class Driver {
 
  private:
   fxwrap::Model& model() { return models_.back(); }
+
+  void open(const std::string& path) {
+    std::vector<const char*> libraries;
+    for (const std::string& library : libraries_) libraries.push_back(library.c_str());
+    options_.libraries = libraries.data();
+    options_.library_count = int64_t(libraries.size());
+    options_.device = device_.empty() ? nullptr : device_.c_str();
+    models_.emplace_back(path, options_);
+  }
+
+  // The last constant has the version of DLPack that `constant2` selects.
+  void try_replace() {
+    try {
+      replace(constants_);
+    } catch (const fxwrap::Error& error) {
+      std::printf("%s: %s\n", error.kind().c_str(), error.what());
+    }
+    constants_.clear();
+  }
 
   std::vector<fxwrap::Value> call(const fxwrap::Model& model) {
     std::vector<fxwrap::Value> values;
@@ -149,7 +178,8 @@ class Driver {
   void replace(const std::vector<Recipe>& recipes) {  // whose `kind` is the constant's name
     std::vector<std::pair<std::string, fxwrap::Value>> constants;
     for (const Recipe& recipe : recipes) {
-      constants.emplace_back(recipe.kind, fxwrap::Value(make_tensor(recipe.dtype, recipe.sizes, recipe.file)));
+      const uint32_t version = &recipe == &recipes.back() ? version_ : 1;
+      constants.emplace_back(recipe.kind, fxwrap::Value(make_tensor(recipe.dtype, recipe.sizes, recipe.file, version)));
     }
     model().load_constants(std::move(constants));
   }
@@ -176,6 +206,18 @@ class Driver {
     std::printf("calls %d wrong %d differs %d swapped %d\n", done.load(), wrong.load(), int(before != after), int(swaps > 1));
   }
 
+  static void leak() {
+    auto* volatile lost = new std::vector<char>(100);
+    lost = nullptr;
+  }
+
+  static void race() {
+    static int shared = 0;
+    std::thread first([] { ++shared; }), second([] { ++shared; });
+    first.join(), second.join();
+    std::printf("shared %d\n", shared);
+  }
+
   void open_in_threads(int threads, const std::string& path) {
     std::atomic<int> wrong{0};
     const std::string expected = bytes_of(call(fxwrap::Model(path))[0]);
@@ -193,6 +235,10 @@ class Driver {
   std::vector<fxwrap::Model> models_;
   std::vector<Recipe> inputs_;
   std::vector<Recipe> constants_, old_constants_;
+  uint32_t version_ = 1;
+  FxwrapOpenOptions options_{};
+  std::vector<std::string> libraries_;
+  std::string device_;
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 """Runs the C runtime under sanitizers of threads and addresses: `make sanitize`.
 
-The runtime and the test driver are compiled with a sanitizer; libtorch is not. Errors in the runtime
-are reported; reports from within libraries that are not compiled with it are suppressed by the name of the library.
+The runtime and the test driver are compiled with a sanitizer; libtorch is not. Errors in the runtime are reported, and
+memory that is never released; reports from within libraries that are not compiled with it are suppressed by their name.
 
     python -m tests.artifact.sanitize [--threads 16] [--calls 100000] [--openings 32] [--sanitizers thread,address]
 """
@@ -13,49 +13,95 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 import fxwrap
-from fxwrap.runtime.native import build_runtime, find_compiler
-from fxwrap.runtime.native.runtime_library import runtime_definitions, runtime_sources
+from fxwrap.runtime import cache_folder
+from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, parallel_map, run_compiler
+from fxwrap.runtime.native.runtime_library import project_sources, runtime_definitions, runtime_sources
 from tests.artifact.native_host import SOURCE, described, tensor_commands
 from tests.artifact.programs import batch
 from tests.artifact.test_native_host import compile_affine
 
-SUPPRESSIONS = "\n".join(
-    [
-        f"{kind}:{library}"
-        for kind in ("race", "called_from_lib")
-        for library in ("libtorch_cpu.so", "libgomp.so", "libc10.so")
-    ]
-)
+SUPPRESSIONS = {
+    "thread": [f"{kind}:{library}" for kind in ("race", "called_from_lib")
+               for library in ("libtorch_cpu.so", "libgomp.so", "libc10.so")],
+    "address": [f"leak:{library}" for library in ("libtorch_cpu.so", "libc10.so", "libgomp.so")],
+}  # fmt: skip
+"""Reports that are ignored: those whose stack is in a library that is not compiled with the sanitizer."""
 
 
-def build(sanitizer: str, folder: Path) -> Path:
-    """Compiles the runtime and the driver with a sanitizer; returns the driver."""
+@dataclass(frozen=True)
+class Amounts:
+    """Numbers of threads, of calls in all, and of threads that open a file."""
+
+    threads: int
+    calls: int
+    openings: int
+
+
+@cache
+def is_available(sanitizer: str) -> bool:
+    """Returns whether the compiler has the sanitizer's library, and its programs run on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "probe.cpp").write_text("int main() {}\n")
+        command = [*find_compiler().command, f"-fsanitize={sanitizer}", "probe.cpp", "-o", "probe"]
+        compiled = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+        return compiled.returncode == 0 and subprocess.run([Path(folder) / "probe"], check=False).returncode == 0
+
+
+@cache
+def build(sanitizer: str) -> Path:
+    """Returns the driver with its runtime, compiled with a sanitizer, from the cache or now."""
     compiler, runtime = find_compiler(), build_runtime()
-    headers = [f"-I{runtime / 'include'}", f"-I{runtime_sources()[0].parents[1]}"]
-    flags = ["-std=c++20", "-O1", "-g", "-pthread", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *headers]
-    shared = ["-shared", "-fPIC", "-fvisibility=hidden", *runtime_definitions(), *map(str, runtime_sources())]
-    (folder / "libfxwrap_bridge.so").symlink_to(runtime / "libfxwrap_bridge.so")
-    library = folder / "libfxwrap_runtime.so"
-    subprocess.run([*compiler.command, *flags, *shared, "-ldl", "-o", library], check=True)
-    links = [f"-L{folder}", "-lfxwrap_runtime", f"-Wl,-rpath,{folder}"]
-    subprocess.run([*compiler.command, *flags, str(SOURCE), *links, "-o", folder / "driver"], check=True)
-    return folder / "driver"
+    headers = [f"-I{runtime / 'include'}", f"-I{runtime_sources()[0].parents[1]}", *runtime_definitions()]
+    flags = ["-std=c++20", "-O1", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *headers]
+
+    def build_all(folder: Path) -> None:
+        def compiled(source: str) -> str:
+            shared = ["-fPIC", "-fvisibility=hidden"] if source != str(SOURCE) else []
+            run_compiler([*compiler.command, *flags, *shared, "-c", source, "-o", f"{Path(source).stem}.o"], folder)
+            return f"{Path(source).stem}.o"
+
+        *library, driver = parallel_map(compiled, [*map(str, runtime_sources()), str(SOURCE)])
+        linked = [*compiler.command, f"-fsanitize={sanitizer}", "-pthread"]
+        run_compiler([*linked, "-shared", *library, "-ldl", "-o", "libfxwrap_runtime.so"], folder)
+        run_compiler([*linked, driver, "-L.", "-lfxwrap_runtime", "-Wl,-rpath,$ORIGIN", "-o", "driver"], folder)
+        (folder / "libfxwrap_bridge.so").write_bytes((runtime / "libfxwrap_bridge.so").read_bytes())
+
+    texts = [path.read_text(encoding="utf-8") for path in (*project_sources().values(), SOURCE)]
+    key = native_entry_key(compiler, str(runtime), *flags, *texts)
+    return cache_folder.find_or_build_entry(f"test-{sanitizer}-{key}", build_all) / "driver"
 
 
-def run(sanitizer: str, chosen: argparse.Namespace, folder: Path) -> bool:
-    """Runs calls, replacements and openings in threads, and some errors; returns whether the sanitizer was silent."""
-    driver, path = build(sanitizer, folder), folder / "affine.fxw"
+def run(sanitizer: str, words: Sequence[object], folder: Path) -> tuple[str, str]:
+    """Runs commands of the driver; returns its first line of output, and a failure or ""."""
+    file = folder / "suppressions"
+    file.write_text("\n".join(SUPPRESSIONS[sanitizer]))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TSAN_OPTIONS": f"suppressions={file} ignore_noninstrumented_modules=1 exitcode=66",
+        "ASAN_OPTIONS": "detect_leaks=1:exitcode=66",
+        "LSAN_OPTIONS": f"suppressions={file}:print_suppressions=0:exitcode=66",
+    }
+    command = [build(sanitizer), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    is_right = done.returncode == 3 or (done.returncode == 0 and " wrong 0" in done.stdout)
+    is_silent = is_right and "Sanitizer" not in done.stderr
+    failure = "" if is_silent else f"exit code {done.returncode}\n{done.stderr[-4000:]}"
+    return (done.stdout.splitlines() or [""])[0], failure
+
+
+def runs(sanitizer: str, amounts: Amounts, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the results of runs with calls, replacements and openings in threads, and with errors."""
+    path = folder / "affine.fxw"
     compile_affine(None).save(path, target="native")
-    suppressions = folder / "suppressions"
-    suppressions.write_text(SUPPRESSIONS)
-    options = f"suppressions={suppressions} ignore_noninstrumented_modules=1 detect_leaks=0 exitcode=66"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TSAN_OPTIONS": options.replace("detect_leaks=0", "")}
-    environment["ASAN_OPTIONS"] = "detect_leaks=0:exitcode=66"
     tensors = tensor_commands(folder, [batch()])
     old = {name: tensor.detach() for name, tensor in fxwrap.load(path).program.store.tensors.items()}
     swaps = [word for name, tensor in old.items() for word in ("old_constant", name, *described(folder, tensor))]
@@ -63,25 +109,12 @@ def run(sanitizer: str, chosen: argparse.Namespace, folder: Path) -> bool:
         swaps += ["constant", name, *described(folder, torch.randn_like(tensor))]
     damaged = folder / "damaged.fxw"
     damaged.write_bytes(path.read_bytes()[:4000])
-    runs: list[list[object]] = [
-        ["open", path, *tensors, *swaps, "call_in_threads", chosen.threads, chosen.calls // chosen.threads],
-        [*tensors, "open_in_threads", chosen.openings, path],
-        ["open", damaged],
-        ["open", path, *tensor_commands(folder, [torch.randn(3, 3)]), "run", folder / "out"],
-    ]
-    silent = True
-    for words in runs:
-        done = subprocess.run([driver, *map(str, words)], env=environment, capture_output=True, text=True, check=False)
-        fine = (
-            done.returncode in (0, 3)
-            and "Sanitizer" not in done.stderr
-            and "wrong 0" in done.stdout + " wrong 0" * (done.returncode == 3)
-        )
-        silent = silent and fine
-        print(sanitizer, "ok" if fine else f"failed ({done.returncode})", done.stdout.strip().splitlines()[:1])
-        if not fine:
-            print(done.stderr[-4000:])
-    return silent
+    calls = ["call_in_threads", amounts.threads, amounts.calls // amounts.threads]
+    yield run(sanitizer, ["open", path, *tensors, *swaps, *calls], folder)
+    yield run(sanitizer, [*tensors, "open_in_threads", amounts.openings, path], folder)
+    yield run(sanitizer, ["open", damaged], folder)
+    bad_input = tensor_commands(folder, [torch.randn(3, 3)])
+    yield run(sanitizer, ["open", path, *bad_input, "run", folder / "out"], folder)
 
 
 def main(arguments: list[str]) -> int:
@@ -92,11 +125,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--openings", type=int, default=32)
     parser.add_argument("--sanitizers", default="thread,address")
     chosen = parser.parse_args(arguments)
-    results = []
+    silent = True
     for sanitizer in chosen.sanitizers.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            results.append(run(sanitizer, chosen, Path(folder)))
-    return 0 if all(results) else 1
+            for line, failure in runs(sanitizer, Amounts(chosen.threads, chosen.calls, chosen.openings), Path(folder)):
+                print(sanitizer, f"failed: {failure}" if failure else "ok", line, flush=True)
+                silent = silent and not failure
+    return 0 if silent else 1
 
 
 if __name__ == "__main__":

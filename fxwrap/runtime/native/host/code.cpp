@@ -149,6 +149,12 @@ const Program& load_code(const Archive& archive, const std::string& entry) {
   std::string failure;
   void* library = open_library(content, "fxwrap program", failure);
   if (library == nullptr) throw archive.error("", "compiled code cannot be loaded: " + failure);
+  // The linker gives a program the first bridge that the process loaded, which may be that of another runtime.
+  auto* bridge = reinterpret_cast<Engine* (*)(int64_t)>(dlsym(library, "fxwrap_engine"));
+  if (bridge == nullptr || bridge(abi_version) == nullptr) {
+    throw archive.error("", "its code would run on the bridge of another version of fxwrap, which this process has loaded",
+                        "Use one version of fxwrap in a process");
+  }
   auto* program = static_cast<const Program*>(dlsym(library, "fxwrap_program"));
   if (program == nullptr || program->abi != abi_version) {
     throw archive.error(entry, "it is not a program of this version of fxwrap");

@@ -1,0 +1,39 @@
+// A host that passes at::Tensor values and receives them, or DLPack tensors: tensor_host MODEL.fxw
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <fxwrap/dlpack.h>
+#include <fxwrap/fxwrap.hpp>
+
+#include <cstdio>
+
+int main(int, char** arguments) {
+  fxwrap::Model model(arguments[1]);
+  const at::Tensor x = at::full({4, 16}, 0.5);
+  const at::Tensor y = model({x})[0];
+  std::printf("tensor %lld %lld %.9g uses %zu\n", (long long)y.size(0), (long long)y.size(1), y.const_data_ptr<float>()[0],
+              x.use_count());
+
+  std::vector<fxwrap::Value> inputs;
+  inputs.emplace_back(x);
+  FxwrapRunOptions options{};
+  options.size = sizeof options;
+  const std::vector<fxwrap::Value> results = model.run(std::move(inputs), options);
+  const DLManagedTensorVersioned* dlpack = results[0].dlpack();
+  std::printf("dlpack %u %.9g\n", dlpack->version.major, static_cast<float*>(dlpack->dl_tensor.data)[0]);
+
+  std::vector<std::pair<std::string, fxwrap::Value>> constants;
+  constants.emplace_back("bias", fxwrap::Value(at::zeros({16})));
+  model.load_constants(std::move(constants));
+  std::printf("replaced %.9g\n", model({x})[0].const_data_ptr<float>()[0]);
+  try {
+    model({at::zeros({4, 17})});
+  } catch (const fxwrap::Error& error) {
+    std::printf("%s: %s\n", error.kind().c_str(), error.what());
+  }
+  try {
+    results[0].tensor();
+  } catch (const fxwrap::Error& error) {
+    std::printf("%s: %s\n", error.kind().c_str(), error.what());
+  }
+}

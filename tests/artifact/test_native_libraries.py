@@ -1,0 +1,187 @@
+"""Libraries of a host beside the runtime: custom operators in C++, at::Tensor values, and a second runtime."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import fxwrap
+from fxwrap.artifact.archive import Archive
+from fxwrap.runtime import cache_folder
+from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
+from tests.artifact.native_host import described, drive, read_result, tensor_commands
+from tests.artifact.test_native_host import compile_affine
+
+HERE = Path(__file__).parent
+TORCH = Path(torch.__path__[0])
+
+
+def built(source: Path, *flags: str) -> Path:
+    """Returns a compiled library or program of the tests, from the cache."""
+    compiler = find_compiler()
+
+    def build(folder: Path) -> None:
+        run_compiler([*compiler.command, "-std=c++20", str(source), *flags, "-o", "built.so"], folder)
+
+    key = native_entry_key(compiler, *flags, source.read_text())
+    return cache_folder.find_or_build_entry(f"test-{source.stem}-{key}", build) / "built.so"
+
+
+@pytest.fixture(scope="module")
+def affine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("affine") / "affine.fxw"
+    compile_affine().save(path, target="native")
+    return path
+
+
+# --- custom operators -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """A library that registers `native_host_library::scale`, which this process loads too."""
+    flags = ("-shared", "-fPIC", "-isystem", str(TORCH / "include"), f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10")
+    path = built(HERE / "custom_operator.cpp", *flags)
+    torch.ops.load_library(str(path))
+    torch.library.register_fake("native_host_library::scale", lambda x, factor: torch.empty_like(x))
+    return path
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.native_host_library.scale(x + 1, 2.5) * 2
+
+
+@pytest.fixture(scope="module")
+def scaled(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scaled") / "scaled.fxw"
+    program = torch.export.export(Scaled(), (torch.arange(6.0),))
+    fxwrap.compile_graph(program, name="scaled", options=fxwrap.Options(emitter="cpp")).save(path, target="native")
+    return path
+
+
+def test_an_operator_of_a_library_runs_in_a_host(library: Path, scaled: Path, tmp_path: Path) -> None:
+    x = torch.arange(6.0)
+    done = drive("library", library, "open", scaled, *tensor_commands(tmp_path, [x]), "run", tmp_path / "out")
+    assert done.code == 0, (done.lines, done.errors)
+    assert torch.equal(read_result(tmp_path / "out.0", x), (x + 1) * 2.5 * 2)
+
+
+def test_an_operator_whose_library_is_missing_is_named(scaled: Path) -> None:
+    done = drive("open", scaled)
+    assert done.code == 3 and done.lines[0] == (
+        f"ArtifactError: {scaled}: its operator 'native_host_library::scale' is not registered in this process. "
+        "Pass the library that registers it as an option, or load it first"
+    )
+
+
+def test_a_library_that_cannot_be_loaded(scaled: Path, tmp_path: Path) -> None:
+    done = drive("library", tmp_path / "absent.so", "open", scaled)
+    assert done.code == 3
+    assert done.lines[0].startswith(f"ArtifactError: {scaled}: the library of custom operators cannot be loaded: ")
+    assert "absent.so" in done.lines[0]
+
+
+# --- options of open --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_for_another_device_than_the_host_expects(affine: Path) -> None:
+    assert drive("device", "cpu", "open", affine).code == 0
+    assert drive("device", "cuda:0", "open", affine).lines[0] == (
+        f"ArtifactError: {affine}: it was compiled for cpu, not for cuda:0. "
+        "Compile the model for that device, or open the file without the option"
+    )
+
+
+def test_constants_are_mapped_or_copied(affine: Path, tmp_path: Path) -> None:
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        wanted = fxwrap.load(affine).flat(x)[0]
+    for options in ([], ["copy"], ["threads", 1]):
+        done = drive(*options, "open", affine, *tensor_commands(tmp_path, [x]), "run", tmp_path / "out")
+        assert done.code == 0 and torch.equal(read_result(tmp_path / "out.0", wanted), wanted)
+
+
+# --- at::Tensor -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+def test_a_host_passes_and_receives_tensors_of_torch(affine: Path, tmp_path: Path) -> None:
+    prefix = f"-DCMAKE_PREFIX_PATH={fxwrap.cmake_prefix_path}"
+    for command in (["-S", HERE / "tensor_host", "-B", tmp_path, prefix], ["--build", tmp_path]):
+        done = subprocess.run(["cmake", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    host = subprocess.run([tmp_path / "tensor_host", affine], capture_output=True, text=True, check=True)
+    loaded, x = fxwrap.load(affine), torch.full((4, 16), 0.5)
+    with torch.no_grad():
+        first = float(loaded.flat(x)[0][0, 0])
+        with pytest.raises(fxwrap.errors.InputError) as error:
+            loaded.flat(torch.zeros(4, 17))
+        loaded.load_constants({"bias": torch.zeros(16), "weight": loaded.program.store.tensors["p_weight"]})
+        replaced = float(loaded.flat(x)[0][0, 0])
+    lines = host.stdout.splitlines()
+    assert lines[3:] == [f"InputError: {error.value}", "TypeError: the value is of another kind"]
+    words = [line.split() for line in lines[:3]]
+    assert words[0][:3] == ["tensor", "4", "16"] and words[0][4:] == ["uses", "1"] and words[1][:2] == ["dlpack", "1"]
+    numbers = torch.tensor([float(words[0][3]), float(words[1][2]), float(words[2][1])])
+    assert torch.equal(numbers, torch.tensor([first, first, replaced]))
+
+
+# --- two runtimes -----------------------------------------------------------------------------------------------------
+
+
+def test_two_runtimes_in_one_process(affine: Path, tmp_path: Path) -> None:
+    runtime = build_runtime()
+    for name in ("libfxwrap_runtime.so", "libfxwrap_bridge.so"):
+        shutil.copy(runtime / name, tmp_path / name.replace("runtime", "runtime_of_another_package"))
+    program = built(HERE / "two_runtimes.cpp", f"-I{runtime / 'include'}", "-ldl")
+    libraries = (runtime / "libfxwrap_runtime.so", tmp_path / "libfxwrap_runtime_of_another_package.so")
+    done = subprocess.run([program, *libraries, affine], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "equal\n", done.stdout + done.stderr
+
+
+def test_a_program_is_not_run_by_the_bridge_of_another_version(affine: Path, tmp_path: Path) -> None:
+    """Another version's bridge is in the process, under the name that the program's library asks for."""
+    with Archive(affine) as archive:
+        (tmp_path / "program.so").write_bytes(archive.read(archive.manifest["binaries"]["native"]["library"]))
+    names = subprocess.run(
+        ["nm", "-D", "--undefined-only", tmp_path / "program.so"], capture_output=True, text=True, check=True
+    )
+    symbols = [line.split()[-1] for line in names.stdout.splitlines() if "fxwrap" in line]
+    assert len(symbols) > 2
+    functions = "".join([f'__asm__(".globl {symbol}\\n{symbol}: ret");\n' for symbol in symbols])
+    (tmp_path / "other.cpp").write_text(functions + 'extern "C" void* fxwrap_engine(long) { return nullptr; }')
+    name = "-Wl,-soname,libfxwrap_bridge.so"
+    run_compiler([*find_compiler().command, "-shared", "-fPIC", "other.cpp", name, "-o", "other.so"], tmp_path)
+    done = drive("open", affine, LD_PRELOAD=str(tmp_path / "other.so"))
+    assert done.code == 3 and done.lines[0] == (
+        f"ArtifactError: {affine}: its code would run on the bridge of another version of fxwrap, which this process "
+        "has loaded. Use one version of fxwrap in a process"
+    )
+
+
+# --- constants --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ("type", "version", "unexpected"))
+def test_a_replacement_that_fails_halfway_leaves_all_old_constants(affine: Path, tmp_path: Path, kind: str) -> None:
+    x = torch.randn(4, 16)
+    good = ["constant", "weight", *described(tmp_path, torch.randn(16, 16))]
+    match kind:
+        case "type":
+            bad = ["constant", "bias", *described(tmp_path, torch.randn(17))]
+        case "version":
+            bad = ["constant2", "bias", *described(tmp_path, torch.randn(16))]
+        case _:
+            bad = ["constant", "other", *described(tmp_path, torch.randn(16))]
+    done = drive(
+        "open", affine, *tensor_commands(tmp_path, [x]), "run", tmp_path / "old", *good, *bad, "try_replace", "run",
+        tmp_path / "new", "alive",
+    )  # fmt: skip
+    assert done.code == 0 and len(done.lines) == 2 and done.lines[1] == "alive 0", done.lines
+    assert done.lines[0].split(": ")[0] in ("ArtifactError", "InputError")
+    assert (tmp_path / "old.0").read_bytes() == (tmp_path / "new.0").read_bytes()
