@@ -31,14 +31,14 @@ class _Limits:
 _FULL_LIMITS, _SPARE_LIMITS = _Limits(1000, 600, 100), _Limits(300, 200, 30)
 """Limits where no bytes are free, and where many exchanges are of similar sizes, so that most are not tried anyway."""
 
-_MAX_PARTLY_FILLED, _MAX_PARTLY_FILLED_LEAVES = 12, 3
+_MAX_PARTLY_FILLED, _MAX_PARTLY_FILLED_LEAVES = 12, 4
 """Number of sets of free leaves that are partly filled, and of leaves in each."""
 
 _OLD_COST = 1.0
 """Cost of an exchange of leaves that were free before."""
 
-_GAP_COST = 2.3
-"""Cost of a gap."""
+_GAP_COST = 1.0
+"""Cost of a gap, beside the coincidence that no more bytes are left over."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class _Set:
     positions: tuple[int, ...]
     has_new: bool = False
     has_old: bool = False
+
+
+_EMPTY = _Set(0, ())
 
 
 class _Finder:
@@ -136,16 +139,24 @@ class _Finder:
     def _partly_filled(self, started: tuple[int, ...], size: int) -> Iterator[Exchange]:
         """Yields exchanges of larger sets of free leaves, of which a gap is left over."""
         spare = self._query.spare
+        least = size + margin(size, self._query.tolerance) + 1
         added = 0
-        for chosen in self._between(size + margin(size, self._query.tolerance) + 1, size + spare):
+        for chosen in self._between(least, size + spare):
             if added == _MAX_PARTLY_FILLED:
-                return
+                break
             if len(chosen.positions) <= _MAX_PARTLY_FILLED_LEAVES:
                 added += 1
-                left = chosen.size - size
-                others = float(len(chosen.positions) + len(started) - 2)
-                cost = _in_units(_GAP_COST + others + float(left) / float(max(spare, 1)))
-                yield Exchange(cost + _old_cost(chosen), chosen.positions, started, left)
+                yield self._with_gap(chosen, started, size)
+        is_large = len(self._ended) > _MAX_PARTLY_FILLED_LEAVES
+        if is_large and len(started) == len(self._query.pending) and least <= self._ended_size <= size + spare:
+            yield self._with_gap(_Set(self._ended_size, tuple(self._ended), has_new=True), started, size)
+
+    def _with_gap(self, chosen: _Set, started: tuple[int, ...], size: int) -> Exchange:
+        """Returns an exchange that leaves a gap. All that ended is one set, not one of many of as many leaves."""
+        left = chosen.size - size
+        alternatives = _EMPTY if chosen.positions == tuple(self._ended) else chosen
+        cost = self._cost(alternatives, _EMPTY, left, size) + _in_units(_GAP_COST) + _old_cost(chosen)
+        return Exchange(cost, chosen.positions, started, left)
 
     def _between(self, least: int, largest: int) -> Iterator[_Set]:
         for position in range(bisect_left(self._sizes, least), len(self._sizes)):

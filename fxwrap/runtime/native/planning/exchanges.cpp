@@ -21,8 +21,8 @@ struct SetLimits {
 };
 
 constexpr SetLimits FULL_LIMITS{1000, 600, 100}, SPARE_LIMITS{300, 200, 30};
-constexpr std::size_t MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 3;
-constexpr double OLD_COST = 1.0, GAP_COST = 2.3;
+constexpr std::size_t MAX_PARTLY_FILLED = 12, MAX_PARTLY_FILLED_LEAVES = 4;
+constexpr double OLD_COST = 1.0, GAP_COST = 1.0;
 
 struct Set {
     Number size = 0;
@@ -108,8 +108,8 @@ class Finder {
                 add(named, true, pending_size_ - named.size);
         }
         if (query_.spare >= 0) {
-            add_partly_filled(false, query_.pending[0], 1);
-            if (query_.pending.size() > 1) add_partly_filled(true, pending_size_, query_.pending.size());
+            add_partly_filled(false, query_.pending[0]);
+            if (query_.pending.size() > 1) add_partly_filled(true, pending_size_);
         }
         std::vector<std::size_t> order(choices_.size());
         std::iota(order.begin(), order.end(), 0);
@@ -157,18 +157,27 @@ class Finder {
     }
 
     // Adds larger sets of free leaves, of which a gap is left over.
-    void add_partly_filled(bool is_complement, Number size, std::size_t number) {
-        const double spare = static_cast<double>(std::max<Number>(query_.spare, 1));
+    void add_partly_filled(bool is_complement, Number size) {
+        const Number least = size + margin(size, query_.tolerance) + 1;
         std::size_t added = 0;
-        for (auto set = from(size + margin(size, query_.tolerance) + 1);
+        for (auto set = from(least);
              set != free_.end() && set->size - size <= query_.spare && added < MAX_PARTLY_FILLED; ++set) {
             if (set->positions.size() > MAX_PARTLY_FILLED_LEAVES) continue;
             ++added;
-            const Number left = set->size - size;
-            const auto others = static_cast<double>(set->positions.size() + number - 2);
-            choices_.push_back({in_units(GAP_COST + others + static_cast<double>(left) / spare) + old_cost(*set), &*set,
-                                false, &pending_[0], is_complement, left});
+            add_with_gap(*set, false, is_complement, set->size - size, size);
         }
+        const bool is_large = ended_.size() > MAX_PARTLY_FILLED_LEAVES;
+        if (is_large && (is_complement || query_.pending.size() == 1) && least <= ended_size_ &&
+            ended_size_ - size <= query_.spare)
+            add_with_gap(empty_, true, is_complement, ended_size_ - size, size);
+    }
+
+    // Adds an exchange that leaves a gap. All that ended is one set, not one of many of as many leaves.
+    void add_with_gap(const Set& set, bool is_free_complement, bool is_pending_complement, Number left, Number size) {
+        const Set& alternatives = set.positions == ended_ ? empty_ : set;
+        const Number old = is_free_complement ? 0 : old_cost(set);
+        choices_.push_back({cost(alternatives, empty_, left, size) + in_units(GAP_COST) + old, &set,
+                            is_free_complement, &empty_, is_pending_complement, left});
     }
 
     Exchange exchange(const Choice& choice) const {
@@ -193,6 +202,7 @@ class Finder {
     Indices ended_;
     Number ended_size_ = 0;
     Number pending_size_ = 0;
+    Set empty_;
     std::vector<Choice> choices_;
 };
 
