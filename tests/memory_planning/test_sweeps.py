@@ -38,6 +38,16 @@ def test_exchanges_leave_a_gap_only_where_bytes_are_free() -> None:
     assert exchanges((100,), (60,), spare=30) == []
 
 
+def test_all_that_ended_may_leave_a_gap() -> None:
+    items = exchanges((10, 20, 30, 40, 50), (100, 40), spare=20)
+    assert ((0, 1, 2, 3, 4), (0, 1), 10) in {(item.ended, item.started, item.left) for item in items}
+
+
+def test_gaps_after_all_that_ended_cost_less_than_after_other_leaves() -> None:
+    costs = {item.ended: item.cost for item in exchanges((60, 40, -40), (60, 30), spare=20) if item.left == 10}
+    assert costs[0, 1] < costs[0, 2]
+
+
 def test_leaves_that_were_free_before_cost_more() -> None:
     new, old = exchanges((60,), (60,), spare=0), exchanges((-60,), (60,), spare=0)
     assert new[0].cost < old[0].cost
