@@ -226,7 +226,9 @@ def main() -> None:
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 1_000, 2_000], help="their numbers of buffers")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS_OF_PACKINGS), help="only some of them")
-    parser.add_argument("--solver", choices=("search", "cp-sat"), default="search", help="search, or CP-SAT of OR-tools (pip install ortools)")
+    parser.add_argument(
+        "--solver", choices=("search", "cp-sat"), default="search", help="search, or CP-SAT (pip install ortools)"
+    )
     parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
