@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fxwrap.torch_compat.allocation import *
+from fxwrap.torch_compat.compiled_functions import *
 from fxwrap.torch_compat.data_parallel import *
 from fxwrap.torch_compat.dispatch import *
 from fxwrap.torch_compat.distributed import *
