@@ -44,8 +44,8 @@ register_builtin_devices()
 __all__ = [
     "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram",
     "Options", "Pass", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "compiles",
-    "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower", "parse", "register_pass", "rewrite",
-    "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower",
+    "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})

@@ -22,13 +22,7 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile_cache import (
-    CacheSlot,
-    CompileRequest,
-    check_ranks_compile_alike,
-    find_slot,
-    shared_compile,
-)
+from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
@@ -38,8 +32,8 @@ from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDecline
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
-from fxwrap.report import dump_folder, graph_text
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
+from fxwrap.report import dump_folder, graph_text
 from fxwrap.signature.exported import check_examples
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
@@ -171,7 +165,9 @@ def _prepare(request: CompileRequest) -> PreparedGraph | Program:
     graph, example_inputs, options, name = request.graph, request.example_inputs, request.options, request.name
     if isinstance(graph, ExportedProgram) and is_emitted(graph):
         names = [spec.arg.name for spec in graph.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-        return from_fx(graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name)
+        return from_fx(
+            graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name
+        )
     request.events.begin_step()
     source = graph_source(graph, example_inputs, options, name)
     if options.autotune == FIRST_CALL and source.graph_module is graph:
@@ -298,10 +294,7 @@ def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) ->
 
 
 def _run_steps(
-    table: Sequence[steps.CompileStep],
-    state: steps.CompileState,
-    context: steps.CompileContext,
-    stages: list[Stage],
+    table: Sequence[steps.CompileStep], state: steps.CompileState, context: steps.CompileContext, stages: list[Stage]
 ) -> steps.CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
     for step in steps.steps_for(table, context.options):

@@ -59,7 +59,9 @@ class _Registry:
         """Returns the compiles in their order."""
         with self._lock:
             items = list(self._details.items())
-        return [CompileRecord(compiled, details) for compiled, details in sorted(items, key=lambda item: item[1].number)]
+        return [
+            CompileRecord(compiled, details) for compiled, details in sorted(items, key=lambda item: item[1].number)
+        ]
 
 
 _process = _Registry()
@@ -179,7 +181,7 @@ def dump_compile(compiled: Compiled | LoadedProgram, folder: Path) -> None:
 
 
 def compiles() -> tuple[CompileRecord, ...]:
-    """Returns the graphs that this process compiled or loaded from a cache and still holds, in the order of compiles."""
+    """Returns the graphs that this process compiled, or loaded from a cache, and still holds, in order."""
     return tuple(_process.records())
 
 

@@ -23,8 +23,8 @@ import torch
 from fxwrap.artifact.environment import environment_text
 from fxwrap.compile_cache.cache import CacheSlot
 from fxwrap.compile_cache.key import sources_hash_of_process
-from fxwrap.events import CacheReceived, CacheShared, WaitTimedOut
 from fxwrap.errors import OptionError, RankError
+from fxwrap.events import CacheReceived, CacheShared, WaitTimedOut
 from fxwrap.runtime.cache_folder import cache_folders, file_lock
 from fxwrap.torch_compat import group_store
 

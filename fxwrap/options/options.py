@@ -287,7 +287,13 @@ def _shown(annotation: Any) -> list[str]:
     origin = get_origin(annotation) or annotation
     if origin is Literal:
         return [repr(choice) for choice in get_args(annotation)]
-    names = {bool: "a bool", int: "an integer", float: "a number", collections.abc.Callable: "a function", str: "a path"}
+    names = {
+        bool: "a bool",
+        int: "an integer",
+        float: "a number",
+        collections.abc.Callable: "a function",
+        str: "a path",
+    }
     return [] if origin is types.NoneType else [names.get(origin, f"a {origin.__name__.lower()}")]
 
 

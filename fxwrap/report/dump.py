@@ -52,8 +52,8 @@ def write_dump(content: ReportContent, folder: Path) -> Path | None:
 def _warn(folder: str, reason: str) -> None:
     """Warns once for each folder and reason."""
     warnings.warn(
-        f"compiled graphs are not dumped: the folder {folder} cannot be written ({reason}); make it writable, or set the "
-        f"option 'dump' or {DUMP_ENV} to another folder",
+        f"compiled graphs are not dumped: the folder {folder} cannot be written ({reason}); make it writable, or set "
+        f"the option 'dump' or {DUMP_ENV} to another folder",
         DumpWarning,
         stacklevel=6,
     )
@@ -84,7 +84,11 @@ def _write(content: ReportContent, folder: Path) -> Path:
 def _new_folder(folder: Path, content: ReportContent) -> Path:
     """Makes the folder of a graph, which no other process, rank or graph has."""
     folder.mkdir(parents=True, exist_ok=True)
-    rank = torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
+    rank = (
+        torch.distributed.get_rank()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else None
+    )
     prefix = "" if rank is None else f"rank{rank}-"
     name = f"{prefix}{os.getpid()}-{next(_numbers):04}-{_file_name(content.title)}"
     for attempt in count():

@@ -147,7 +147,6 @@ class Pane {
       const row = event.target.closest(".row");
       if (row) this.pick(Number(row.dataset.i));
     };
-    this.show(shown);
   }
 
   show(key) {
@@ -167,6 +166,9 @@ class Pane {
     this.body.innerHTML = parts.join("") + "</div>";
     this.elements = this.body.querySelectorAll(".row");
     this.mark(selection !== null);
+    if (selection !== null) return;
+    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[key];
+    this.body.scrollTop = start ? 18 * Math.max(0, this.rows.findLastIndex(start) - 4) : 0;
   }
 
   pick(index) {
@@ -179,14 +181,18 @@ class Pane {
   }
 
   mark(scroll) {
-    let first = -1, count = 0;
+    let first = -1, firstKernel = -1, count = 0;
     this.rows.forEach((row, index) => {
       const hit = selection !== null && isHit(row);
       const element = this.elements[index];
       if (hit !== element.classList.contains("hit")) element.classList.toggle("hit", hit);
       element.classList.remove("picked");
-      if (hit) { count += 1; if (first < 0) first = index; }
+      if (!hit) return;
+      count += 1;
+      if (row.origins && firstKernel < 0) firstKernel = index;
+      if (!row.origins && first < 0) first = index;
     });
+    if (first < 0) first = firstKernel;  // a call says more than the text of its kernel
     this.count.textContent = selection !== null ? `${count} of ${this.rows.length} lines` : `${this.rows.length} lines`;
     if (scroll && first >= 0) this.scrollTo(first);
   }
@@ -280,9 +286,13 @@ function showDetails() {
 
 function coverageClass(kind, reason) {
   if (kind !== "call") return kind === "view" ? "view" : "fused";
-  return reason.includes("by design") || !reason ? "design" : "norule";
+  if (reason.includes("by design") || !reason) return "design";
+  return reason.includes("no lowering rule") ? "norule" : "declined";
 }
-const COVERAGE = [["fused", "fused"], ["view", "view, no work"], ["design", "library call, by design"], ["norule", "called for lack of a rule, or declined"]];
+const COVERAGE = [
+  ["fused", "fused"], ["view", "view, no work"], ["design", "library call, by design"], ["declined", "called, declined by its rule"],
+  ["norule", "called, no rule yet"],
+];
 
 function showCoverage() {
   const section = $("#coverage"), counted = graph.coverage.filter(row => ["fused", "view", "call"].includes(row[2]));
@@ -291,7 +301,7 @@ function showCoverage() {
     section.append(make("p", { className: "muted", textContent: "The coverage is not known: one of torch's caches had the compiled graph, or it has no operators." }));
     return;
   }
-  const groups = new Map(), totals = { fused: 0, view: 0, design: 0, norule: 0 };
+  const groups = new Map(), totals = { fused: 0, view: 0, design: 0, declined: 0, norule: 0 };
   for (const row of counted) {
     const class_ = coverageClass(row[2], row[3]), key = `${class_}\0${row[1]}\0${row[3]}`;
     totals[class_] += 1;
@@ -304,7 +314,7 @@ function showCoverage() {
   for (const [class_, title] of COVERAGE) legend.append(make("span", { className: `key ${class_}` }), `${totals[class_]} ${title}`);
   section.append(stack, legend);
   const table = make("table", {}, make("tr", {}, ...["", "operator", "count", "reason", "nodes"].map(title => make("th", { textContent: title }))));
-  const order = ["norule", "design", "fused", "view"];
+  const order = ["norule", "declined", "design", "fused", "view"];
   const sorted = [...groups.values()].sort((a, b) => order.indexOf(a.class_) - order.indexOf(b.class_) || b.rows.length - a.rows.length);
   for (const group of sorted) {
     const nodes = make("td", { className: "mono" });
@@ -580,7 +590,7 @@ function showGraph(index) {
     const key = `${file}:${line}`;
     (nodesOfPlace.get(key) || nodesOfPlace.set(key, []).get(key)).push(node);
   });
-  const lines = graph.rows ? graph.stages[graph.stages.length - 1].rows.filter(row => graph.rows[row][2]).length : 0;
+  const lines = graph.rows.length ? graph.stages[graph.stages.length - 1].rows.filter(row => graph.rows[row][2]).length : 0;
   const seconds = graph.events.reduce((sum, event) => sum + (event.event === "StepEnded" ? event.seconds : 0), 0);
   const launches = graph.kernels.reduce((sum, kernel) => sum + kernel.launches, 0);
   $("#summary").textContent = `${graph.kind}: ${graph.coverage.length} calls, ${lines} lines, ${launches} launches of ${graph.kernels.length} kernels, ` +
@@ -589,6 +599,7 @@ function showGraph(index) {
   const shown = graph.files.length ? ["source", "graph", "program", emitted] : ["graph", "program", emitted];
   panes = shown.map(key => new Pane(key));
   $("#panes").replaceChildren(...panes.map(pane => pane.element));
+  for (const pane of panes) pane.show(pane.select.value);
   showDetails();
   showSection();
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -71,10 +72,8 @@ def _calling_owners() -> Iterator[weakref.ref[Any]]:
         if frame.f_code.co_name == "compile_wrapper" and frame.f_code.co_filename.endswith("eval_frame.py"):
             root = _root_of(frame.f_locals.get("fn"))
             if root is not None:
-                try:
+                with suppress(TypeError):  # of a callable without weak references
                     yield weakref.ref(root)
-                except TypeError:  # a callable without weak references
-                    pass
         frame = frame.f_back  # type: ignore[assignment]
 
 
