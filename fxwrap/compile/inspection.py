@@ -210,18 +210,17 @@ def inspect(function: Any) -> tuple[CompileRecord, ...]:
         return tuple(own)
     if not str(getattr(target.backend, "__module__", "")).startswith("fxwrap."):
         raise InspectionError(
-            _name_of(function), f"it was compiled with the backend '{target.backend_name}'",
+            _name_of(target.root), f"it was compiled with the backend '{target.backend_name}'",
             "Compile it with torch.compile(..., backend='fxwrap')",
         )  # fmt: skip
     ids = dynamo_graph_ids(target)
     if shared := [record for record in records if record._details.dynamo.graph_id in ids]:
         return tuple(shared)
     raise InspectionError(
-        _name_of(function), "it has no compiled graph",
+        _name_of(target.root), "it has no compiled graph",
         "Call it first: torch.compile compiles at the first call. torch.compiler.reset() drops compiled graphs",
     )  # fmt: skip
 
 
 def _name_of(function: object) -> str:
-    inner = getattr(function, "_orig_mod", function)
-    return str(getattr(inner, "__qualname__", type(inner).__name__))
+    return str(getattr(function, "__qualname__", type(function).__name__))

@@ -86,6 +86,7 @@ function moduleRows() {
     if (!nodesIn.has(module)) nodesIn.set(module, []);
     nodesIn.get(module).push(node);
   });
+  if (!graph.modules.length) return [{ text: "The graph has no modules.", kind: "head" }];
   return graph.modules.map(([path, class_]) => {
     const nodes = [];
     for (const [module, own] of nodesIn) if (module === path || module.startsWith(path + ".")) nodes.push(...own);
