@@ -175,14 +175,22 @@ CLICKS = """
 const result = {};
 const row = (pane, text) => pane.rows.findIndex(item => item.text.includes(text));
 const [source, nodes, program, emitted] = panes;
-const hits = pane => pane.rows.filter((item, index) => pane.elements[index].classList.contains("hit")).map(item => item.text);
-for (const [name, pane, text] of [["node", nodes, "%_softmax:"], ["source", source, "torch.softmax(x @"], ["line", program, "kernel.launch"]]) {
+const isMarked = (pane, index) => pane.elements[index].classList.contains("hit");
+const hits = pane => pane.rows.filter((item, index) => isMarked(pane, index)).map(item => item.text);
+const clicked = [
+  ["node", nodes, "%_softmax:"], ["source", source, "torch.softmax(x @"], ["line", program, "kernel.launch"],
+];
+for (const [name, pane, text] of clicked) {
   pane.elements[row(pane, text)].click();
   result[name] = [source, nodes, program, emitted].map(hits);
 }
 document.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
 result.cleared = [source, nodes, program, emitted].flatMap(hits);
-for (const [key] of contents()) { emitted.show(key); result.panes = (result.panes || 0) + Number(emitted.rows.length > 0); }
+result.panes = 0;
+for (const [key] of contents()) {
+  emitted.show(key);
+  result.panes += Number(emitted.rows.length > 0);
+}
 result.contents = contents().length;
 for (const name of ["coverage", "memory", "compile"]) { location.hash = name; showSection(); }
 result.tables = document.querySelectorAll("table").length;
