@@ -61,7 +61,7 @@ class StepEnded(Event):
 
 @dataclass(frozen=True)
 class GraphCompiled(Event):
-    """The steps ended with a program. `steps` are the names and seconds of all of them."""
+    """The steps ended with a program. `steps` are their names and seconds; the message has those from 1 ms."""
 
     calls: int
     lines: int
@@ -71,7 +71,7 @@ class GraphCompiled(Event):
     steps: tuple[tuple[str, float], ...]
 
     def message(self, name: str) -> str:
-        steps = ", ".join([f"{step} {seconds:.3f}" for step, seconds in self.steps])
+        steps = ", ".join([f"{step} {seconds:.3f}" for step, seconds in self.steps if seconds >= 1e-3])
         return (
             f"'{name}': {self.calls} calls became {self.lines} lines with {self.launches} launches of {self.kernels} "
             f"kernels in {self.seconds:.3f} s ({steps})"
