@@ -23,10 +23,13 @@ def memory_data(program: Program, plan: MemoryPlan | None, table: OriginTable) -
             values[name] = evaluate(term, values)
     live = live_bytes(program, values)
     types, origins = _definitions(program, table)
+    pools = () if plan is None else plan.body.pools
+    pool_names = {pool.name for pool in pools}
     buffers = [
         {
             "name": item.name, "names": list(item.names), "first": item.first, "end": item.end,
-            "bytes": _bytes(item.size, values), "owner": item.owner.value, "device": str(item.device),
+            "bytes": _bytes(item.size, values), "device": str(item.device),
+            "owner": "pool" if item.name in pool_names else item.owner.value,
             "type": types.get(item.name, ""), "origin": origins.get(item.name, -1),
         }
         for item in program_live_ranges(program)
@@ -37,7 +40,7 @@ def memory_data(program: Program, plan: MemoryPlan | None, table: OriginTable) -
         "peak": live.peak,
         "position": live.position,
         "buffers": buffers,
-        "pools": [_pool_data(pool, values, types) for pool in (plan.body.pools if plan is not None else ())],
+        "pools": [_pool_data(pool, values, types) for pool in pools],
         "planned": plan is not None,
         "hints": {name: str(values[name]) for name in symbol_infos(program)},
     }

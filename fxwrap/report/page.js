@@ -505,8 +505,7 @@ function showMemory() {
       make("td", {}, make("span", { className: "meter", style: `width:${Math.max(1, 160 * bytes / Math.max(memory.peak, 1))}px` })),
       make("td", { className: "mono", textContent: type }), make("td", { textContent: lines }), make("td", { textContent: owner }), computes));
   };
-  const owners = { program: "program", operator: "operator", caller: "caller" };
-  own.slice(0, 60).forEach(item => row(`%${item.name}`, item.bytes, item.type, `${item.first} to ${item.end - 1}`, owners[item.owner], item.origin));
+  own.slice(0, 60).forEach(item => row(`%${item.name}`, item.bytes, item.type, `${item.first} to ${item.end - 1}`, item.owner, item.origin));
   if (own.length > 60) row(`${own.length - 60} smaller buffers`, own.slice(60).reduce((sum, item) => sum + item.bytes, 0), "", "", "", -1);
   if (inputs.length) row(`${inputs.length} inputs and constants`, inputBytes, "", "", "caller", -1);
   section.append(table);
@@ -515,12 +514,12 @@ function showMemory() {
     section.append(make("p", { className: "muted", textContent: memory.planned ? "The plan has no pools." : "Memory is not planned: each buffer is an allocation of its own (option memory_planning)." }));
     return;
   }
-  section.append(make("p", { className: "muted", textContent: "All pools have one scale of bytes." }));
-  const largest = Math.max(...memory.pools.map(pool => pool.bytes));
+  section.append(make("p", { className: "muted", textContent: "All pools have one scale of bytes. Lines are those of the program before the step plan_memory." }));
+  const largest = Math.max(...memory.pools.map(pool => pool.bytes)), lines = Math.max(...memory.pools.map(pool => pool.end));
   for (const pool of memory.pools) {
     section.append(make("p", {}, make("b", { textContent: pool.name }), ` on ${pool.device}: ${bytesText(pool.bytes)}, lines ${pool.first} to ${pool.end - 1}, ${pool.algorithm}`));
     const height = TOP + BOTTOM + Math.max(30, 330 * pool.bytes / Math.max(largest, 1));
-    const chart = new Chart(section, Math.max(700, Math.min(1500, window.innerWidth - 60)), height, memory.lines, 0, pool.bytes);
+    const chart = new Chart(section, Math.max(700, Math.min(1500, window.innerWidth - 60)), height, lines, 0, pool.bytes);
     chart.axes();
     pool.buffers.forEach((item, index) => {
       chart.box(item.first, item.end, item.offset, item.offset + item.bytes, PALETTE[index % PALETTE.length], { text: bufferText(item), origin: -1 });

@@ -137,6 +137,7 @@ def test_memory_is_that_of_the_program() -> None:
     for line, total in enumerate(live.at_line):
         assert sum(item["bytes"] for item in memory["buffers"] if item["first"] <= line < item["end"]) == total
     (pool,) = memory["pools"]
+    assert [item["owner"] for item in memory["buffers"] if item["name"] == pool["name"]] == ["pool"]
     assert all(item["offset"] + item["bytes"] <= pool["bytes"] for item in pool["buffers"])
 
 
