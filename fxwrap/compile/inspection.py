@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -156,6 +157,12 @@ class CompileRecord:
         text = report_page([content], content.title)
         write_file(Path(path), lambda file: file.write(text.encode("utf-8", "surrogatepass")))
 
+    def _repr_html_(self) -> str:
+        """Returns the report in a frame, which notebooks show."""
+        content = self.content()
+        page = html.escape(report_page([content], content.title))
+        return f'<iframe style="width:100%;height:700px;border:0" srcdoc="{page}"></iframe>'
+
     def __repr__(self) -> str:
         cached = ", cached" if self.cached else ""
         id_ = f" {self.compile_id}" if self.compile_id else ""
@@ -193,7 +200,7 @@ def inspect(function: Any) -> tuple[CompileRecord, ...]:
 
     Args:
         function: the result of `torch.compile(..., backend="fxwrap")`, a module after `module.compile(...)`, or a
-            `Compiled`.
+            `Compiled`, such as that of a `CompiledStep`.
 
     Raises InspectionError for a function that was never compiled or called, and for one of another backend.
     """

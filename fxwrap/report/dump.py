@@ -43,17 +43,20 @@ def write_dump(content: ReportContent, folder: Path) -> Path | None:
     try:
         return _write(content, folder)
     except OSError as error:
-        content.events.record(DumpFailed(str(folder), str(error)))
-        _warn(str(folder), error.strerror or str(error))
-        return None
+        reason = f"it cannot be written ({error.strerror or error})"
+    except Exception as error:  # noqa: BLE001  a compile does not fail for its report
+        reason = f"the report failed, which is a defect of fxwrap ({type(error).__name__}: {error})"
+    content.events.record(DumpFailed(str(folder), reason))
+    _warn(str(folder), reason)
+    return None
 
 
 @bounded_cache(64)
 def _warn(folder: str, reason: str) -> None:
     """Warns once for each folder and reason."""
     warnings.warn(
-        f"compiled graphs are not dumped: the folder {folder} cannot be written ({reason}); make it writable, or set "
-        f"the option 'dump' or {DUMP_ENV} to another folder",
+        f"a compiled graph is not dumped to the folder {folder}: {reason}; make it writable, or set the option 'dump' "
+        f"or {DUMP_ENV} to another folder",
         DumpWarning,
         stacklevel=6,
     )

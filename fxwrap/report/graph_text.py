@@ -30,7 +30,7 @@ def _node_text(node: Node) -> str:
         case "placeholder":
             return f"{result} = placeholder"
         case "output":
-            return f"return {_text(node.args[0])}"
+            return f"return {', '.join(_arguments(node))}"
         case "get_attr":
             return f"{result} = get_attr({node.target})"
         case _:

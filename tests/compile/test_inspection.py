@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import html
 import json
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile import make_backend
 from fxwrap.errors import DumpWarning, InspectionError, OptionError
 from fxwrap.events import CacheHit, CacheMiss, GraphLoaded, OperatorDeclined, StepEnded
+from fxwrap.report import report_page
 
 PLAIN = {"fuse": False}
 """Options with which nothing is compiled in C++."""
@@ -45,6 +47,14 @@ class Model(torch.nn.Module):
         if self.breaks:
             torch._dynamo.graph_break()
         return torch.softmax(y, -1)
+
+
+class Decorated:
+    """A class with a compiled method."""
+
+    @torch.compile(backend="fxwrap", options=PLAIN)
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
 
 
 def kinds(records: tuple[CompileRecord, ...]) -> list[str]:
@@ -84,7 +94,7 @@ def test_graphs_of_one_model_with_breaks_sizes_and_gradients() -> None:
     }
 
 
-@pytest.mark.parametrize("form", ["function", "module.compile", "method", "make_backend", "torch.nn"])
+@pytest.mark.parametrize("form", ["function", "module.compile", "method", "decorated", "make_backend", "torch.nn"])
 def test_every_form_of_a_compiled_function(form: str) -> None:
     x, module = torch.randn(2, 4), Model().requires_grad_(False)
     match form:
@@ -95,6 +105,8 @@ def test_every_form_of_a_compiled_function(form: str) -> None:
             module.compile(backend="fxwrap", options=PLAIN)
         case "method":
             compiled = torch.compile(module.forward, backend="fxwrap", options=PLAIN)
+        case "decorated":
+            compiled = Decorated().double
         case "make_backend":
             compiled = torch.compile(module, backend=make_backend(Options(fuse=False)))
         case _:
@@ -213,7 +225,18 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
         for _ in range(2):
             fxwrap.compile_graph(copy.deepcopy(graph), options=Options(fuse=False, dump=tmp_path / "file" / "in"))
     (warning,) = [item for item in caught if item.category is DumpWarning]
-    assert f"the folder {tmp_path / 'file' / 'in'} cannot be written (Not a directory)" in str(warning.message)
+    assert f"to the folder {tmp_path / 'file' / 'in'}: it cannot be written (Not a directory)" in str(warning.message)
+    assert "set the option 'dump' or FXWRAP_DUMP to another folder" in str(warning.message)
+
+
+def test_a_record_in_a_notebook_is_its_report() -> None:
+    graph = make_fx(lambda x: x.sin(), tracing_mode="fake")(torch.randn(3))
+    compiled = fxwrap.compile_graph(graph, options=Options(fuse=False), name="waves")
+    (record,) = fxwrap.inspect(compiled)
+    frame, start, rest = record._repr_html_().partition('srcdoc="')
+    page, end, _ = rest.partition('"')
+    assert frame.startswith("<iframe ") and start and end and "<" not in page
+    assert html.unescape(page) == report_page([record.content()], "waves")
 
 
 def test_a_dump_is_a_path() -> None:
