@@ -263,13 +263,13 @@ class WaitTimedOut(Event):
 
 @dataclass(frozen=True)
 class GraphLoaded(Event):
-    """The program came from one of torch's caches, or from a precompiled file."""
+    """The program came from one of torch's caches, from a precompiled file, or from a serving host's cache."""
 
     logger = "fxwrap.cache"
     level = logging.DEBUG
 
     def message(self, name: str) -> str:
-        return f"'{name}' was loaded from torch's cache"
+        return f"'{name}' was loaded, not compiled"
 
 
 @dataclass(frozen=True)

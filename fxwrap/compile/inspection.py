@@ -175,7 +175,7 @@ def record_compile(compiled: Compiled, name: str, graph: str, events: EventLog) 
 
 
 def record_loaded(loaded: LoadedProgram) -> CompileRecord:
-    """Adds a graph that one of torch's caches had to `compiles`."""
+    """Adds a graph that a file or one of torch's caches had to `compiles`."""
     events = EventLog(loaded.program.name)
     events.record(GraphLoaded())
     _process.add(loaded, loaded.program.name, "", events)
