@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fxwrap.artifact import LoadedProgram, load, parse
     from fxwrap.artifact.environment import environment_key
     from fxwrap.comparison import compare
-    from fxwrap.compile import Compiled, GraphInfo, Stage, compile_graph
+    from fxwrap.compile import Compiled, CompileRecord, GraphInfo, Stage, compile_graph, compiles, inspect
     from fxwrap.compile.saving import save
     from fxwrap.compile_cache import CompileCounts, compile_counts
     from fxwrap.converters.cpp import to_cpp
@@ -42,16 +42,17 @@ __version__ = "0.1.0"
 register_builtin_devices()
 
 __all__ = [
-    "CompileCounts", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram", "Options", "Pass",
-    "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "default_decompositions",
-    "devices", "environment_key", "from_fx", "fx", "load", "load_step", "lower", "parse", "register_pass", "rewrite",
-    "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram",
+    "Options", "Pass", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "compiles",
+    "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower",
+    "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
 
 _MODULES = {
     "CompileCounts": "fxwrap.compile_cache",
+    "CompileRecord": "fxwrap.compile",
     "Compiled": "fxwrap.compile",
     "CompiledStep": "fxwrap.training",
     "EmittedProgram": "fxwrap.converters.emitted_program",
@@ -65,9 +66,11 @@ _MODULES = {
     "compile_counts": "fxwrap.compile_cache",
     "compile_graph": "fxwrap.compile",
     "compile_step": "fxwrap.training",
+    "compiles": "fxwrap.compile",
     "default_decompositions": "fxwrap.fx_passes",
     "environment_key": "fxwrap.artifact.environment",
     "from_fx": "fxwrap.converters.from_fx",
+    "inspect": "fxwrap.compile",
     "load": "fxwrap.artifact",
     "load_step": "fxwrap.training",
     "lower": "fxwrap.lowering",

@@ -293,6 +293,18 @@ class RankError(FxwrapError):
     """Ranks of a process group whose programs call different collectives, or none until a timeout."""
 
 
+@dataclass
+class InspectionError(FxwrapError):
+    """A function without compiled graphs to inspect."""
+
+    function: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"cannot inspect '{self.function}': {self.reason}. {self.remedy}"
+
+
 class CommandError(FxwrapError):
     """An invalid command line."""
 
@@ -315,6 +327,10 @@ class PassWarning(UserWarning):
 
 class CommunicationFusionWarning(UserWarning):
     """Collectives are not fused with the operators beside them, for lack of hardware; results are the same."""
+
+
+class DumpWarning(UserWarning):
+    """The folder for dumps cannot be written; compiled graphs work."""
 
 
 class CacheWarning(UserWarning):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A row may import every row above it in this table, and never its neighbours in the same
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "torch_compat", "caching", "garbage_collection"),  # level 0
+    ("errors", "torch_compat", "caching", "garbage_collection", "events"),  # level 0
     ("symbolic",),
     ("devices",),
     ("options",),
@@ -33,7 +33,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("fx_passes", "passes", "memory_planning", "matching"),  # level 3
     ("converters", "lowering"),  # level 4
     ("tuning", "user_passes"),  # level 5
-    ("artifact",),
+    ("artifact", "report"),
     ("compile_cache",),
     ("compile",),
     ("rewrite", "fx", "training"),  # level 6

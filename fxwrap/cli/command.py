@@ -17,12 +17,13 @@ from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, read_program_f
 from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
 from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
-from fxwrap.compile import emit, plan_program_memory
+from fxwrap.compile import emit, inspect, plan_program_memory
 from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.passes.provenance import provenance
+from fxwrap.report import report_page
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries
 from fxwrap.torch_compat import quiet_fake_errors
@@ -53,6 +54,7 @@ examples:
   python -m fxwrap show mypackage.layers:attention --inputs "f32[2, 8, 16], bool[2, 8]" --training
   python -m fxwrap emit model.py:make_model --emitter cpp -o model.cpp
   python -m fxwrap plan model.py:make_model --training --svg memory.svg
+  python -m fxwrap report model.py:make_model --training -o report.html
   python -m fxwrap compare model.py:make_model --training
   python -m fxwrap inspect model.fxw
   python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
@@ -87,11 +89,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="show | emit | plan | compare | passes | inspect | run | export-cmake | build"
+        required=True, metavar="show | emit | plan | report | compare | passes | inspect | run | export-cmake | build"
     )
     _add_show(commands)
     _add_emit(commands)
     _add_plan(commands)
+    _add_report(commands)
     _add_compare(commands)
     description = "list every step of a compile, with the option that turns it on"
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
@@ -178,6 +181,13 @@ def _add_plan(commands: _Commands) -> None:
     command.add_argument("--svg", metavar="FILE", help="draw the memory of one graph over its lines to FILE")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_plan)
+
+
+def _add_report(commands: _Commands) -> None:
+    summary = "write one HTML page: source, graph, program, kernels, emitted code, coverage and memory, linked"
+    command = _add_command(commands, "report", summary, "model.py:make_model --training -o report.html")
+    command.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    command.set_defaults(run=_report, stages=True, graph=None)
 
 
 def _add_compare(commands: _Commands) -> None:
@@ -310,6 +320,16 @@ def _plan(chosen: argparse.Namespace) -> int:
             _write(Path(chosen.json), plan_to_json(plan))
         if chosen.svg:
             _write(Path(chosen.svg), plan_svg(plan, values))
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    contents = [record.content() for graph in _graphs(chosen) for record in inspect(graph.compiled)]
+    if not contents:
+        raise CommandError(f"'{chosen.target}' has no graph to report")
+    title = chosen.target.rpartition(":")[2]
+    _write(Path(chosen.output), report_page(contents, title))
+    print(f"{chosen.output}: {len(contents)} graphs")
     return 0
 
 

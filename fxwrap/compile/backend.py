@@ -24,6 +24,7 @@ from fxwrap.torch_compat import (
     aot_autograd,
     aot_graph_info,
     autograd_cache,
+    begin_dynamo_compile,
     boxed_call,
     cacheable_compiler,
     is_aot_compiling,
@@ -99,6 +100,7 @@ def make_backend(
     """
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
+        begin_dynamo_compile(graph_module)
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
         subclassed = [position for position, item in enumerate(example_inputs) if _is_subclassed(item)]
@@ -171,7 +173,9 @@ class _GraphCompiler:
                     "runs, such as the GraphModule that it received"
                 )
             entry = boxed_function(function)
-            return boxed_call(with_plain_inputs(entry, negative) if negative else entry)
+            call = boxed_call(with_plain_inputs(entry, negative) if negative else entry)
+            call.compiled = compiled  # type: ignore[attr-defined]  # holds it for `fxwrap.compiles`
+            return call
         entry = graph_entry(compiled, static_inputs, negative)
         return savable_graph(entry, compiled, static_inputs, negative) if self.savable else boxed_call(entry)
 

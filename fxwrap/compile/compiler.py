@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import time
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,36 +15,30 @@ from torch.fx import GraphModule
 from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
 from fxwrap.compile.group_speeds import with_group_speeds
+from fxwrap.compile.inspection import dump_compile, record_compile
 from fxwrap.compile.kernels import (
     KernelFailure,
     compile_program_kernels,
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
-from fxwrap.compile_cache import (
-    CacheSlot,
-    CompileRequest,
-    check_ranks_compile_alike,
-    count_compile,
-    find_slot,
-    shared_compile,
-)
+from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
+from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
+from fxwrap.report import dump_folder, graph_text
 from fxwrap.signature.exported import check_examples
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.user_passes import run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
-
-log = logging.getLogger("fxwrap.compile")
 
 
 def compile_graph(
@@ -96,14 +88,19 @@ def compile_graph(
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
         options = with_group_speeds((options or Options()).resolve_devices(), graph)
+        events = EventLog(name)
+        text = graph_text(graph)
         request = CompileRequest(
-            graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs
+            graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
         slot = find_slot(request)
         if slot is None:
             compiled = _compile_request(request, None, compiled_by_key)
         else:
             compiled = _load_or_compile(request, slot, compiled_by_key)
+        record_compile(compiled, name, text, events)
+        if (folder := dump_folder(options.dump)) is not None:
+            dump_compile(compiled, folder)
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled
@@ -114,11 +111,12 @@ def _load_or_compile(
 ) -> Compiled:
     """Returns the cached result, or that of another process that compiles the graph now, or compiles it."""
     check_ranks_compile_alike(slot)
-    compiled = _load_from_cache(slot, request.graph, compiled_by_key)
+    reads_cache = dump_folder(request.options.dump) is None  # a dump shows every step of the compile
+    compiled = _load_from_cache(slot, request.graph, compiled_by_key) if reads_cache else None
     if compiled is not None:
         return compiled
     with shared_compile(slot) as has_entry:
-        if has_entry:
+        if has_entry and reads_cache:
             compiled = _load_from_cache(slot, request.graph, compiled_by_key)
         return compiled or _compile_request(request, slot, compiled_by_key)
 
@@ -128,14 +126,13 @@ def _compile_request(
 ) -> Compiled:
     """Compiles a graph, and stores the result in its slot if it can be cached."""
     graph, options = request.graph, request.options
-    count_compile("compiled")
+    nodes = (graph.graph_module if isinstance(graph, ExportedProgram) else graph).graph.nodes
+    request.events.record(GraphLowered(sum([node.op == "call_function" for node in nodes])))
     warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
-    prepared = _prepare(
-        graph, request.example_inputs, options, request.name, request.flexible_stride_outputs, request.ownership
-    )
+    prepared = _prepare(request)
     context = steps.CompileContext(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
-        gpu_tuner() if options.autotune else None, signature=_signature(graph),
+        gpu_tuner() if options.autotune else None, signature=_signature(graph), events=request.events,
     )  # fmt: skip
     compiled, is_reproducible = _compile(context)
     compiled.is_reproducible = is_reproducible
@@ -160,29 +157,28 @@ def _export(
     return torch.export.export(module, tuple(example_inputs or ()), dict(example_kwargs or {}))
 
 
-def _prepare(
-    graph: GraphModule | ExportedProgram,
-    example_inputs: Sequence[object] | None,
-    options: Options,
-    name: str,
-    flexible_stride_outputs: Collection[int],
-    ownership: Mapping[int, Ownership],
-) -> PreparedGraph | Program:
+def _prepare(request: CompileRequest) -> PreparedGraph | Program:
     """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes.
 
     An exported program that fxwrap emitted is imported: its graph launches kernels that cannot be lowered again.
     """
+    graph, example_inputs, options, name = request.graph, request.example_inputs, request.options, request.name
     if isinstance(graph, ExportedProgram) and is_emitted(graph):
         names = [spec.arg.name for spec in graph.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-        return from_fx(graph, ownership={names[position]: item for position, item in ownership.items()}, name=name)
+        return from_fx(
+            graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name
+        )
+    request.events.begin_step()
     source = graph_source(graph, example_inputs, options, name)
     if options.autotune == FIRST_CALL and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again.
         source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))
     source = run_source_passes(options.passes_at(FX_BEFORE_LOWERING), source, example_inputs, check=options.verify)
+    request.events.end_step("import_graph")
     return prepare_graph(
-        source, example_inputs, options, fused_operators=RULES, flexible_stride_outputs=flexible_stride_outputs
-    )
+        source, example_inputs, options, fused_operators=RULES,
+        flexible_stride_outputs=request.flexible_stride_outputs, events=request.events,
+    )  # fmt: skip
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
@@ -211,7 +207,7 @@ def _load_from_cache(
         emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
         emitted = emit(entry.program, options.emitter, fake_inputs, options.fx_form)
-    if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options)):
+    if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options), slot.request.events):
         return None
     stages = [Stage("cache", entry.program)]
     return Compiled(
@@ -256,20 +252,21 @@ def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
         attempt = _attempt(replace(context, declined_nodes=attempt.declined_nodes | nodes))
         failures += attempt.failures
     if failures:
-        warn_kernel_failures(failures)
+        warn_kernel_failures(failures, context.events)
     return attempt.compiled, attempt.is_cacheable and not failures
 
 
 def _attempt(context: steps.CompileContext) -> _Attempt:
     options, fake_inputs = context.options, context.fake_inputs
-    times, stages = StepTimes(), list[Stage]()
-    state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages, times)
+    events, stages = context.events, list[Stage]()
+    events.begin_step()
+    state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
     same = _same_program(state.program, options, context.compiled_by_key) if options.cacheable else None
     if same is not None:
         return _Attempt(same)
-    state = _run_steps(steps.EMISSION_STEPS, state, context, stages, times)
+    state = _run_steps(steps.EMISSION_STEPS, state, context, stages)
     assert state.emitted is not None
-    times.log_summary(state.program, len(state.coverage))
+    _record_result(state, events)
     recompile = None
     if _autotunes_on_first_call(state.program, context):
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
@@ -289,7 +286,7 @@ def _autotunes_on_first_call(program: Program, context: steps.CompileContext) ->
 
 def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) -> Compiled:
     """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
-    log.info("'%s' is compiled again for the sizes of its first call: %s", context.prepared.name, dict(symbols))
+    context.events.record(Recompiled(tuple(symbols.items())))
     options = context.options.replace(autotune=True, symbol_hints={**context.options.symbol_hints, **symbols})
     with without_fake_mode():
         compiled, _ = _compile(replace(context, options=options, compiled_by_key=None, tuner=gpu_tuner()))
@@ -297,20 +294,17 @@ def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) ->
 
 
 def _run_steps(
-    table: Sequence[steps.CompileStep],
-    state: steps.CompileState,
-    context: steps.CompileContext,
-    stages: list[Stage],
-    times: StepTimes,
+    table: Sequence[steps.CompileStep], state: steps.CompileState, context: steps.CompileContext, stages: list[Stage]
 ) -> steps.CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
     for step in steps.steps_for(table, context.options):
         before, state = state.program, step.run(state, context)
-        if state.program is not before and state.program != before:
+        changed = state.program is not before and state.program != before
+        if changed:
             stages.append(Stage(step.name, state.program))
             if context.options.verify:
                 _verify_after(stages[-1])
-        times.end(step.name)
+        context.events.end_step(step.name, changed)
     return state
 
 
@@ -321,27 +315,16 @@ def _verify_after(stage: Stage) -> None:
         raise VerifyError(error.rule, f"after pass '{stage.pass_name}': {error.reason}", error.context) from None
 
 
-class StepTimes:
-    """The seconds of each step of a compile, in order."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    def end(self, step: str) -> None:
-        """Records the end of a step; the next one begins."""
-        now = time.perf_counter()
-        self._seconds[step] = now - self._last
-        self._last = now
-
-    def log_summary(self, program: Program, calls: int) -> None:
-        """Logs the compile of a graph with this many calls, at level INFO."""
-        if not log.isEnabledFor(logging.INFO):
-            return
-        lines = list(program.lines())
-        launches = sum([isinstance(line, Launch) for line in lines])
-        seconds = ", ".join([f"{step} {seconds:.3f}" for step, seconds in self._seconds.items()])
-        log.info(
-            "'%s': %d calls became %d lines with %d launches of %d kernels in %.3f s (%s)",
-            program.name, calls, len(lines), launches, len(program.kernels), sum(self._seconds.values()), seconds,
-        )  # fmt: skip
+def _record_result(state: steps.CompileState, events: EventLog) -> None:
+    """Records the operators that are called for a reason, and the size of the program."""
+    for item in state.coverage:
+        if item.kind == "call" and item.reason:
+            events.record(OperatorDeclined(item.node, item.operator, item.reason, item.location))
+    lines = list(state.program.lines())
+    seconds = events.step_seconds()
+    events.record(
+        GraphCompiled(
+            calls=len(state.coverage), lines=len(lines), launches=sum([isinstance(line, Launch) for line in lines]),
+            kernels=len(state.program.kernels), seconds=sum(seconds.values()), steps=tuple(seconds.items()),
+        )
+    )  # fmt: skip

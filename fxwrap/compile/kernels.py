@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.devices import find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
+from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
 from fxwrap.lines import Launch
 from fxwrap.options import Options
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -23,8 +24,6 @@ from fxwrap.runtime.native import build_bridge, find_prebuilt_program, precompil
 from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.symbolic import Number, evaluate
 from fxwrap.wrapper_ir import Program, Value, hints_with_fallback
-
-log = logging.getLogger("fxwrap.kernels")
 
 
 @dataclass(frozen=True)
@@ -62,15 +61,17 @@ def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
 _MANY_CALLS = 24
 
 
-def compile_program_kernels(program: Program, emitted: EmittedProgram, emitter: str) -> list[KernelFailure]:
-    """Compiles all kernels of a program for its emitter; returns those that fail.
+def compile_program_kernels(
+    program: Program, emitted: EmittedProgram, emitter: str, events: EventLog
+) -> list[KernelFailure]:
+    """Compiles all kernels of a program for its emitter, and records it; returns those that fail.
 
     C++ kernels are linked into emitted C++, so that is built as a whole. Raises NativeBuildError if the build fails and
     no kernel is the reason.
     """
     if emitter == "cpp" and find_prebuilt_program(emitted.source) is not None:
         return []
-    launches: dict[str, list[Launch]] = {}
+    start, launches = time.perf_counter(), dict[str, list[Launch]]()
     for line in program.lines():
         if isinstance(line, Launch):
             launches.setdefault(line.kernel, []).append(line)
@@ -90,6 +91,9 @@ def compile_program_kernels(program: Program, emitted: EmittedProgram, emitter: 
         failures += _compile(linked, launches)
         if not failures:
             _ = emitted.boxed  # raises the error of the build, since no kernel is its reason
+    if uses:
+        failed = tuple([failure.kernel for failure in failures])
+        events.record(KernelsCompiled(tuple(uses), failed, time.perf_counter() - start))
     return failures
 
 
@@ -127,18 +131,16 @@ def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> Ker
     return KernelFailure(kernel, error, nodes if has_origins else frozenset(), tuple(operators))
 
 
-def warn_kernel_failures(failures: Sequence[KernelFailure]) -> None:
+def warn_kernel_failures(failures: Sequence[KernelFailure], events: EventLog) -> None:
     """Warns once of kernels that failed to compile, with their operators and the reasons."""
     kernels = _abbreviate([f"@{failure.kernel}" for failure in failures])
     operators = _abbreviate([name for failure in failures for name in failure.operators])
     reasons = _abbreviate([str(failure.error).strip() for failure in failures], "\n", 2)
     for failure in failures:
-        log.info("the kernel @%s failed, and its operators are called: %s", failure.kernel, failure.error)
-    warnings.warn(
-        f"the kernels {kernels} cannot be compiled, and their operators ({operators}) are called instead: {reasons}",
-        FusionWarning,
-        stacklevel=3,
-    )
+        events.record(KernelFailed(failure.kernel, failure.operators, str(failure.error)))
+    text = f"the kernels {kernels} cannot be compiled, and their operators ({operators}) are called instead: {reasons}"
+    events.record(WarningIssued(FusionWarning.__name__, text))
+    warnings.warn(text, FusionWarning, stacklevel=3)
 
 
 def _abbreviate(items: Sequence[str], separator: str = ", ", most: int = 8) -> str:

@@ -16,11 +16,13 @@ import torch
 from fxwrap.artifact import load_content, program_content
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile_cache import NotCacheable, backend_key, count_compile, is_enabled
+from fxwrap.compile.inspection import dump_compile, record_loaded
+from fxwrap.compile_cache import NotCacheable, backend_key, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
 from fxwrap.converters.intercepted_calls import accept_fake_tensors
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
+from fxwrap.report import dump_folder
 from fxwrap.runtime.cache_folder import distrust_reason
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.torch_compat import (
@@ -59,6 +61,8 @@ def _check_usable(options: Options) -> None:
     """Raises NotCacheable with the reason why AOTAutograd's cache is not used."""
     if not options.compile_cache or not is_enabled():
         raise NotCacheable("the compile cache is disabled")
+    if dump_folder(options.dump) is not None:
+        raise NotCacheable("a dump shows every step of the compile")
     if options.autotune == FIRST_CALL:
         raise NotCacheable("kernels are timed at the first call")
     job = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -126,7 +130,9 @@ def load_graph(content: bytes) -> PrecompiledGraph:
     with without_fake_mode():
         loaded = load_content(content, "a precompiled graph")
     static_inputs, negative_inputs = _call_description(loaded)
-    count_compile("loaded")
+    record_loaded(loaded)
+    if (folder := dump_folder(None)) is not None:
+        dump_compile(loaded, folder)
     return precompiled_graph(
         lambda: graph_entry(loaded, static_inputs, negative_inputs), lambda: content, load_graph
     )  # fmt: skip

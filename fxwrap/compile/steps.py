@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -14,6 +14,8 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
+from fxwrap.errors import FusionWarning
+from fxwrap.events import EventLog, WarningIssued
 from fxwrap.fx_passes import PreparedGraph
 from fxwrap.lines import Return
 from fxwrap.lowering import Lowered, NodeCoverage, lower_prepared
@@ -63,6 +65,7 @@ class CompileContext:
         tuner: selects the configurations of kernels; None without autotuning.
         declined_nodes: names of nodes that become extern calls.
         signature: that of the exported program that is compiled, None for a GraphModule.
+        events: the log of the compile.
     """
 
     prepared: PreparedGraph | Program
@@ -74,6 +77,7 @@ class CompileContext:
     tuner: Tuner | None = None
     declined_nodes: frozenset[str] = frozenset()
     signature: ExportedSignature | None = None
+    events: EventLog = field(default_factory=lambda: EventLog("program"))
 
     @property
     def autotunes_now(self) -> bool:
@@ -129,12 +133,14 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
         print_kernel=print_kernel if tuner is None else tuner.print_kernel,
     )  # fmt: skip
     lowered: Lowered = lower(declined_nodes=context.declined_nodes)
-    if tuner is not None and context.autotunes_now and tuner.tune():
+    if tuner is not None and context.autotunes_now and tuner.tune(context.events):
         lowered = lower(declined_nodes=lowered.declined_nodes)
     program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
     if not context.options.verify:
         verify(program)  # the passes rely on the rules of the IR, so the first program is verified in any case
-    return CompileState(program, lowered.coverage, lowered.declined_nodes, lowered.warned)
+    for text in lowered.warnings:
+        context.events.record(WarningIssued(FusionWarning.__name__, text))
+    return CompileState(program, lowered.coverage, lowered.declined_nodes, bool(lowered.warnings))
 
 
 def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:
@@ -194,7 +200,7 @@ def _emit(state: CompileState, context: CompileContext) -> CompileState:
 
 def _compile_kernels(state: CompileState, context: CompileContext) -> CompileState:
     assert state.emitted is not None, "kernels are compiled after emission"
-    failures = compile_program_kernels(state.program, state.emitted, effective_emitter(context.options))
+    failures = compile_program_kernels(state.program, state.emitted, effective_emitter(context.options), context.events)
     return replace(state, failures=tuple(failures))
 
 

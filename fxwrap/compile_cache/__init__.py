@@ -5,7 +5,6 @@ from fxwrap.compile_cache.cache import find_slot as find_slot
 from fxwrap.compile_cache.cache import is_enabled as is_enabled
 from fxwrap.compile_cache.counts import CompileCounts as CompileCounts
 from fxwrap.compile_cache.counts import compile_counts as compile_counts
-from fxwrap.compile_cache.counts import count_compile as count_compile
 from fxwrap.compile_cache.entry import CachedCompile as CachedCompile
 from fxwrap.compile_cache.graph_serializer import NotCacheable as NotCacheable
 from fxwrap.compile_cache.key import CompileRequest as CompileRequest

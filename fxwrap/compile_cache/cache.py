@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from fxwrap.compile_cache.counts import count_compile
 from fxwrap.compile_cache.entry import CachedCompile, entry_content, read_entry
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.compile_cache.key import CompileRequest, Key, make_key
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.events import CacheBypassed, CacheEntryUnusable, CacheHit, CacheMiss, CacheStored, NotCached
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
@@ -61,7 +61,7 @@ class CacheSlot:
 
     def load(self) -> CachedCompile | None:
         """Returns the cached compile; None, with a log message, where it is missing or damaged."""
-        name, start = self.request.name, time.perf_counter()
+        events, start = self.request.events, time.perf_counter()
         for folder in cache_folders():
             path = folder / self._file
             file = open_cache_file(path)
@@ -72,22 +72,21 @@ class CacheSlot:
                     graph = self.key.graph
                     cached = read_entry(path, file, self.key.digest, graph.constants, list(graph.devices))
             except (ArtifactError, OSError) as error:
-                log.warning("the cache entry of '%s' is unusable, and it is compiled again: %s", name, error)
+                events.record(CacheEntryUnusable(str(error)))
                 continue
             mark_used(path)
-            log.info("'%s' was loaded from the cache in %.3f s: %s", name, time.perf_counter() - start, self.key.digest)
-            count_compile("loaded")
+            events.record(CacheHit(self.key.digest, time.perf_counter() - start))
             return cached
-        log.info("'%s' is not in the cache: %s", name, self.key.digest)
+        events.record(CacheMiss(self.key.digest))
         return None
 
     def store(
         self, program: Program, emitted: EmittedProgram, coverage: Sequence[NodeCoverage], plan: MemoryPlan | None
     ) -> None:
         """Writes a compile into the cache, or logs why it cannot be cached."""
-        name = self.request.name
+        events = self.request.events
         if self.key.graph.symbols_text() != self.key.symbols:
-            log.info("'%s' is not cached: compiling it changed its symbols in the ShapeEnv", name)
+            events.record(NotCached("compiling it changed its symbols in the ShapeEnv"))
             return
         cached, emitter = CachedCompile(program, tuple(coverage), plan), self.request.options.emitter
         try:
@@ -95,9 +94,9 @@ class CacheSlot:
             content = entry_content(self.key.digest, cached, emitter, emitted, graph.constants, list(graph.devices))
             write_cache_file(cache_folders()[-1], self._file, content)
         except (NotCacheable, FxwrapError, OSError) as error:
-            log.info("'%s' is not cached: %s", name, error)
+            events.record(NotCached(str(error)))
             return
-        log.info("'%s' is cached: %s", name, self.key.digest)
+        events.record(CacheStored(self.key.digest))
         if next(_write_numbers) % _CHECK_EVERY == 0:
             evict_cache()
 
@@ -115,7 +114,7 @@ class CacheSlot:
         try:
             write_cache_file(cache_folders()[-1], self._file, content)
         except (FxwrapError, OSError) as error:
-            log.info("'%s' is not cached: %s", self.request.name, error)
+            self.request.events.record(NotCached(str(error)))
             return False
         return True
 
@@ -128,7 +127,7 @@ def find_slot(request: CompileRequest) -> CacheSlot | None:
     try:
         key = make_key(request)
     except NotCacheable as reason:
-        log.info("'%s' bypasses the cache: %s", request.name, reason)
+        request.events.record(CacheBypassed(str(reason)))
         return None
     log.debug("the key of '%s' took %.3f s", request.name, time.perf_counter() - start)
     return CacheSlot(request, key, _inodes(key.digest))

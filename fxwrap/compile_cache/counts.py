@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from fxwrap.events import CacheHit, CacheReceived, CacheShared, GraphLoaded, GraphLowered, WaitTimedOut, event_count
 from fxwrap.runtime.compiler_runs import compiler_runs
 
 
@@ -38,23 +38,10 @@ def _values(counts: CompileCounts) -> tuple[int, ...]:
     return (counts.compiled, counts.loaded, counts.received, counts.shared, counts.timeouts, counts.compiler_runs)
 
 
-class _Counts:
-    """The counts of this process."""
-
-    def __init__(self) -> None:
-        self.now = CompileCounts()
-        self.lock = threading.Lock()
-
-
-_process = _Counts()
-
-
 def compile_counts() -> CompileCounts:
     """Returns the counts of this process; their difference to earlier ones covers the time in between."""
-    return replace(_process.now, compiler_runs=compiler_runs())
-
-
-def count_compile(event: str) -> None:
-    """Adds one to a count; `event` is a field of `CompileCounts`."""
-    with _process.lock:
-        _process.now = replace(_process.now, **{event: getattr(_process.now, event) + 1})
+    return CompileCounts(
+        compiled=event_count(GraphLowered), loaded=event_count(CacheHit, GraphLoaded),
+        received=event_count(CacheReceived), shared=event_count(CacheShared), timeouts=event_count(WaitTimedOut),
+        compiler_runs=compiler_runs(),
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from fxwrap.artifact.environment import environment_text
 from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CUDA, DEVICE_SPECS, find_language, registered_spec
+from fxwrap.events import EventLog
 from fxwrap.options import FX_BEFORE_LOWERING, FX_EMITTED, Options
 from fxwrap.runtime.native import binary_target, compiler_identity
 from fxwrap.wrapper_ir import Ownership
@@ -26,7 +27,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """The arguments of `compile_graph`."""
+    """The arguments of `compile_graph`, and the log of the compile."""
 
     graph: GraphModule | ExportedProgram
     example_inputs: Sequence[object] | None
@@ -35,6 +36,7 @@ class CompileRequest:
     name: str
     flexible_stride_outputs: Collection[int]
     static_inputs: Collection[int] = ()
+    events: EventLog = field(default_factory=lambda: EventLog("program"), compare=False)
 
 
 @dataclass(frozen=True)

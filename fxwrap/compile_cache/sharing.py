@@ -22,9 +22,9 @@ import torch
 
 from fxwrap.artifact.environment import environment_text
 from fxwrap.compile_cache.cache import CacheSlot
-from fxwrap.compile_cache.counts import count_compile
 from fxwrap.compile_cache.key import sources_hash_of_process
 from fxwrap.errors import OptionError, RankError
+from fxwrap.events import CacheReceived, CacheShared, WaitTimedOut
 from fxwrap.runtime.cache_folder import cache_folders, file_lock
 from fxwrap.torch_compat import group_store
 
@@ -87,8 +87,7 @@ def _claim(stack: ExitStack, slot: CacheSlot, wait_s: float) -> IO[bytes] | None
         log.info("the compile of '%s' has no lock: %s", name, error)
         return None
     if lock is None:
-        count_compile("timeouts")
-        log.warning("'%s' is compiled by process %d itself after %.0f s", name, os.getpid(), wait_s)
+        slot.request.events.record(WaitTimedOut(f"process {os.getpid()}", wait_s))
     return lock
 
 
@@ -117,23 +116,21 @@ class _Exchange:
             self.store.wait([f"{digest}/entry"], timedelta(seconds=self.wait_s))
             content = self.store.get(f"{digest}/entry")
         except RuntimeError as error:  # the time is over, or the store's host is gone
-            count_compile("timeouts")
-            log.warning("'%s' is compiled by rank %d itself after %.0f s: %s", name, self.rank, self.wait_s, error)
+            self.slot.request.events.record(WaitTimedOut(f"rank {self.rank}", self.wait_s, str(error)))
             return False
         if content == _NO_ENTRY:
             log.info("'%s' has no entry that ranks could share", name)
             return False
         if not self.slot.write(content):
             return False
-        count_compile("received")
-        log.info("'%s' was compiled by another rank: %s", name, digest)
+        self.slot.request.events.record(CacheReceived(digest))
         return True
 
     def publish(self, content: bytes | None) -> None:
         """Sends an entry to the ranks that wait, or that there is none."""
         self.store.set(f"{self.slot.key.digest}/entry", _NO_ENTRY if content is None else content)
         if content is not None:
-            count_compile("shared")
+            self.slot.request.events.record(CacheShared(self.slot.key.digest))
 
     def check_agreement(self) -> None:
         """Compares versions and options with those of the rank that came first."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from fxwrap.events import EventLog
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.fake_propagation import fake_values
@@ -81,6 +82,7 @@ def prepare_graph(
     *,
     fused_operators: Collection[str] = frozenset(),
     flexible_stride_outputs: Collection[int] = (),
+    events: EventLog | None = None,
 ) -> PreparedGraph:
     """Imports a graph, propagates fake tensors and runs the FX passes; the result is the input of lowering.
 
@@ -93,6 +95,7 @@ def prepare_graph(
         name: the program's name.
         fused_operators: names of the overloads with a lowering rule.
         flexible_stride_outputs: positions of outputs whose strides may change.
+        events: the log of the compile.
 
     Raises GraphError for a graph that cannot be compiled.
     """
@@ -101,8 +104,11 @@ def prepare_graph(
         flexible_stride_outputs = range(len(tree_flatten(source.output.args)[0]))
     prepared = _with_fakes(source, example_inputs, flexible_stride_outputs)
     context = FxPassContext(options, fused_operators, example_inputs)
+    events = events or EventLog(name)
+    events.end_step("propagate_fakes")
     for step in enabled_steps(FX_PASSES, options):
         prepared = step.run(prepared, context)
+        events.end_step(step.name)
     return prepared
 
 

@@ -20,8 +20,8 @@ from torch.fx.traceback import preserve_node_meta
 
 from fxwrap.artifact import load_content, program_content
 from fxwrap.artifact.loaded import LoadedProgram
-from fxwrap.compile import Compiled, compile_graph
-from fxwrap.compile_cache import NotCacheable, content_key, count_compile
+from fxwrap.compile import Compiled, compile_graph, record_loaded
+from fxwrap.compile_cache import NotCacheable, content_key
 from fxwrap.errors import ArtifactError, CacheError, FxwrapError
 from fxwrap.options import Options
 from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
@@ -128,7 +128,7 @@ class SubgraphCompiler:
             if not isinstance(call, dict) or type(call.get("returns_tuple")) is not bool or call.get("key") != key:
                 raise ArtifactError(str(path), "manifest.json", "it is not the subgraph of this name", "Delete it")
             function = _function(loaded, call["returns_tuple"])
-        count_compile("loaded")
+        record_loaded(loaded)
         return Subgraph(function, key)
 
     def _compile(self, traced: GraphModule, options: Options, key: str, is_tuple: bool) -> Subgraph:

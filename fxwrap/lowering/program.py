@@ -96,13 +96,13 @@ def lower(
 class Lowered:
     """A program, the outcome of each call of its graph, and the nodes whose kernels were declined.
 
-    `warned` is whether a warning named any of these nodes.
+    `warnings` are the texts of warnings that named any of these nodes.
     """
 
     program: Program
     coverage: tuple[NodeCoverage, ...]
     declined_nodes: frozenset[str]
-    warned: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def lower_with_coverage(
@@ -133,17 +133,17 @@ def lower_prepared(
     `declined_nodes` are names of nodes that become extern calls although they have lowering rules; `print_kernel`
     chooses how kernels are printed.
     """
-    warned = False
+    issued: list[str] = []
     while True:
         try:
             request = LoweringRequest(options, declined_nodes, print_kernel)
-            return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warned=warned)
+            return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warnings=tuple(issued))
         except KernelDeclined as error:
             if error.nodes <= declined_nodes or (options.fallback == "error" and not error.expected):
                 raise
             if not error.expected:
-                warned = True
-                warnings.warn(f"{error}; these operators are called instead", FusionWarning, stacklevel=4)
+                issued.append(f"{error}; these operators are called instead")
+                warnings.warn(issued[-1], FusionWarning, stacklevel=4)
             declined_nodes |= error.nodes
 
 

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from os import PathLike, fspath
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fxwrap.devices import CPU, DEVICE_SPECS, FX, DeviceSpec, check_languages, registered_specs
@@ -98,6 +99,9 @@ class Options:
             allocations.
         check_memory: runs the program in the interpreter and checks its memory: allocations and freed memory are filled
             with NaN or a pattern, and MemoryCheckError names a line that uses memory twice.
+        dump: a folder into which each graph writes its FX graph, the program after each step, kernels, emitted text,
+            plan, provenance, events and a report; see `fxwrap.compiles`. The environment variable FXWRAP_DUMP is its
+            default. It changes neither results nor cache keys; graphs are compiled, not loaded from a cache.
         compile_cache: whether results are loaded from and stored in the cache folder. The environment variable
             FXWRAP_COMPILE_CACHE=0 turns it off for a process.
         kernels: the form of generated kernels: "text" in the device's kernel language, or "subgraph": regions, the ATen
@@ -140,6 +144,7 @@ class Options:
     memory_slack: float = 0.0
     check_memory: bool = False
     compile_cache: bool = True
+    dump: str | None = None
     kernels: Literal["text", "subgraph"] = "text"
     choose_kernel_form: Callable[..., str] | None = None
     devices: tuple[DeviceSpec, ...] | None = None
@@ -229,10 +234,10 @@ class Options:
     def text(self) -> str:
         """Returns the options that are not at their default, as sorted `name=value` pairs: equal options, equal text.
 
-        Functions appear as module and qualified name. `compile_cache` is omitted: it does not change results.
+        Functions appear as module and qualified name. `compile_cache` and `dump` are omitted: they change no results.
         """
         parts = []
-        for name in sorted(type(self).__dataclass_fields__.keys() - {"compile_cache"}):
+        for name in sorted(type(self).__dataclass_fields__.keys() - {"compile_cache", "dump"}):
             value = getattr(self, name)
             if value != getattr(_DEFAULTS, name) and not (name == "devices" and value == DEVICE_SPECS):
                 parts.append(f"{name}={_describe(value)}")
@@ -260,7 +265,7 @@ def _type_check(annotation: Any) -> Callable[[object], bool]:
 
     def accepts(value: object) -> bool:
         if isinstance(value, str):
-            return value in choices
+            return value in choices or str in accepted
         if isinstance(value, bool):
             return bool in accepted
         return isinstance(value, accepted)
@@ -282,7 +287,13 @@ def _shown(annotation: Any) -> list[str]:
     origin = get_origin(annotation) or annotation
     if origin is Literal:
         return [repr(choice) for choice in get_args(annotation)]
-    names = {bool: "a bool", int: "an integer", float: "a number", collections.abc.Callable: "a function"}
+    names = {
+        bool: "a bool",
+        int: "an integer",
+        float: "a number",
+        collections.abc.Callable: "a function",
+        str: "a path",
+    }
     return [] if origin is types.NoneType else [names.get(origin, f"a {origin.__name__.lower()}")]
 
 
@@ -298,6 +309,7 @@ _CONVERSIONS: Mapping[str, Callable[[Any], object]] = {
     "preserve_ops": partial(overload_names, "preserve_ops"),
     "cuda_graph_exclude": partial(overload_or_kernel_names, "cuda_graph_exclude"),
     "devices": _as_devices,
+    "dump": lambda path: fspath(path) if isinstance(path, PathLike) else path,
     "passes": normalize_passes,
 }
 

@@ -1,8 +1,8 @@
 """The gate to PyTorch's private API: no other module of fxwrap names a private part of torch.
 
 Each item states why the public API is not enough. `docs/versions.md` lists the releases of torch that are
-tested; an item that only some of them need says so. Modules that import SymPy, which takes as long as all of fxwrap,
-are imported when one of their names is first used: a process that only runs programs does without.
+tested; an item that only some of them need says so. Modules of the compiler alone are imported when one of their names
+is first used: a process that only runs programs does without them, and without SymPy, which some of them import.
 """
 
 from importlib import import_module
@@ -25,17 +25,18 @@ from fxwrap.torch_compat.tensors import *
 from fxwrap.torch_compat.training import *
 
 if TYPE_CHECKING:
+    from fxwrap.torch_compat.compiled_functions import *
     from fxwrap.torch_compat.fake_tensors import *
     from fxwrap.torch_compat.symbols import *
     from fxwrap.torch_compat.triton import *
 
-_MODULES_WITH_SYMPY = ("fake_tensors", "symbols", "triton")
+_COMPILER_MODULES = ("fake_tensors", "symbols", "triton", "compiled_functions")
 
 
 def __getattr__(name: str) -> object:
-    """Returns a name of the modules with SymPy. Raises AttributeError for an unknown name."""
+    """Returns a name of the modules of the compiler. Raises AttributeError for an unknown name."""
     if not name.startswith("_"):
-        for module in _MODULES_WITH_SYMPY:
+        for module in _COMPILER_MODULES:
             names = vars(import_module(f"{__name__}.{module}"))
             if name in names:
                 item: object = names[name]

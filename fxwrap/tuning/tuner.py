@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import logging
 import math
 import statistics
 import threading
@@ -19,6 +18,7 @@ from fxwrap.converters.base import Handler
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable, disable_autograd_and_autocast
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.errors import FxwrapError, TuningWarning
+from fxwrap.events import EventLog, KernelTuned
 from fxwrap.lines import ExtensionLine
 from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.runtime.cache_folder import cache_folders
@@ -34,8 +34,6 @@ from fxwrap.tuning.task import (
     time_on_gpu,
 )
 from fxwrap.wrapper_ir import Block, Program
-
-log = logging.getLogger("fxwrap.tuning")
 
 _FORMAT = 1
 MIN_SECONDS = 1e-6
@@ -102,8 +100,12 @@ class Tuner:
         self._tasks[key] = make_tuning_task(key, request, list(dict.fromkeys([default, *others])))
         return default
 
-    def tune(self) -> bool:
-        """Times pending kernels and writes their records; returns whether any differs from its default."""
+    def tune(self, events: EventLog | None = None) -> bool:
+        """Times pending kernels and writes their records; returns whether any differs from its default.
+
+        `events` is the log of the compile.
+        """
+        events = events or EventLog("kernels")
         tasks, self._tasks = list(self._tasks.values()), {}
         changed = False
         for task, samples in zip(tasks, self._timer(tasks) if tasks else (), strict=True):
@@ -115,10 +117,7 @@ class Tuner:
             self._known[task.key] = record
             self._used[task.key] = record.fingerprint
             changed |= record.fingerprint != fingerprint(task.candidates[0])
-            log.info(
-                "%d configurations of kernel %s timed: fastest %.1f us, default %.1f us",
-                len(task.candidates), task.key, record.seconds * 1e6, record.default_seconds * 1e6,
-            )  # fmt: skip
+            events.record(KernelTuned(task.key, len(task.candidates), record.seconds, record.default_seconds))
         return changed
 
     def add_tuning_header(self, program: Program) -> Program:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -362,3 +364,23 @@ def read_values(path: Path) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array) for name, array in numpy.load(path).items()}
     read: dict[str, torch.Tensor] = torch.load(path) if path.suffix == ".pt" else load_file(path)
     return read
+
+
+def test_report_writes_one_page_of_all_graphs(
+    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path, fresh_dynamo: None
+) -> None:
+    path = tmp_path / "report.html"
+    arguments = ["report", f"{model}:make_model", "--training", "--option", "fuse=false", "-o", str(path)]
+    assert run(capsys, *arguments) == (0, f"{path}: 2 graphs\n", "")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert data is not None
+    graphs = json.loads(data[1])["graphs"]
+    assert [graph["name"] for graph in graphs] == ["forward 0/0", "backward 0/0"]
+    assert all(graph["graph"] and graph["stages"][0]["name"] == "lower" for graph in graphs)
+    assert any(Path(file["name"]).name == Path(model).name for file in graphs[0]["files"]) or graphs[0]["modules"]
+
+
+def test_report_needs_a_graph_and_a_folder(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / "report.html"
+    code, _, error = run(capsys, "report", f"{model}:scale", "--option", "fuse=false", "-o", str(missing))
+    assert code == 2 and f"the folder '{missing.parent}' does not exist; create it first" in error

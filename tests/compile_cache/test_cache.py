@@ -211,8 +211,8 @@ def test_the_compile_log_reports_hits_and_misses(cache_folder: Path, caplog: pyt
         compiled(CALLS, name="layer")
     (text,) = [record.getMessage() for record in caplog.records if record.name == "fxwrap.compile"]
     assert text.startswith("'layer': 3 calls became 7 lines with 0 launches of 0 kernels in "), text
-    steps = [step.split()[0] for step in text.partition("(")[2].split(", ")]
-    assert steps[0] == "lower" and steps[-2:] == ["emit", "compile_kernels"]
+    steps = dict([step.split() for step in text.partition("(")[2].rstrip(")").split(", ")])
+    assert "lower" in steps and all(float(seconds) >= 1e-3 for seconds in steps.values())
 
 
 def test_the_command_line_shows_stages_of_cached_programs(

@@ -1,0 +1,55 @@
+"""The content of a report, as data: the results of a compile without the objects that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxwrap.events import EventLog
+from fxwrap.lowering import NodeCoverage
+from fxwrap.memory_planning import MemoryPlan
+from fxwrap.wrapper_ir import Program
+
+__all__ = ["ReportContent"]
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """A compiled graph.
+
+    Fields:
+        name: the program's name.
+        kind: "inference", "forward" or "backward" under torch.compile, else "graph".
+        compile_id: Dynamo's id of the compile ("0/0"), "" outside torch.compile.
+        graph: the text of the FX graph that was compiled, "" for a graph from torch's caches.
+        options: the options that are not at their default.
+        emitter: the name of the emitter that runs.
+        source: the emitted text that runs.
+        cached: whether the program came from a cache.
+        stages: the programs after each step that changed them, by step; the last one runs.
+        coverage: the outcome of each call of the graph.
+        plan: the memory plan, if there is one.
+        events: the log of the compile.
+    """
+
+    name: str
+    kind: str
+    compile_id: str
+    graph: str
+    options: str
+    emitter: str
+    source: str
+    cached: bool
+    stages: tuple[tuple[str, Program], ...]
+    coverage: tuple[NodeCoverage, ...]
+    plan: MemoryPlan | None
+    events: EventLog
+
+    @property
+    def program(self) -> Program:
+        """The program that runs."""
+        return self.stages[-1][1]
+
+    @property
+    def title(self) -> str:
+        """The name and the compile id."""
+        return f"{self.name} {self.compile_id}" if self.compile_id else self.name
