@@ -32,6 +32,8 @@ from torch._prims_common import elementwise_dtypes as elementwise_dtypes
 from torch.fx.node import has_side_effect
 from torch.torch_version import TorchVersion
 
+from fxwrap.torch_compat.symmetric_memory import load_symmetric_memory_operators
+
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
 
@@ -111,9 +113,12 @@ def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
 def operator_overload(target: str) -> OpOverload:
     """Returns the overload "namespace.name.overload".
 
-    Raises LookupError when torch has no such operator: the library that registers it was not imported.
+    Raises LookupError when torch has no such operator: the library that registers it was not imported. Those over
+    symmetric memory are defined when one is looked up.
     """
     namespace, _, rest = target.partition(".")
+    if namespace == "symm_mem":
+        load_symmetric_memory_operators()
     name, _, overload = rest.rpartition(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     if not isinstance(operator, OpOverload):

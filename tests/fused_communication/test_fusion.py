@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +157,34 @@ def test_training_on_two_ranks(tmp_path: Path) -> None:
     """A Llama with sequence parallelism: forward and backward fuse, in every emitter."""
     for number, results in enumerate(run_ranks("tests.fused_communication.rank", tmp_path)):
         assert results == {"training": ""}, f"rank {number}:\n" + results["training"]
+
+
+_LOAD = """
+import sys, torch, fxwrap
+from tests.support.jobs import fake_job
+
+with fake_job(4):
+    for path in sys.argv[1:]:
+        try:
+            fxwrap.load(path)(torch.rand(3, 8), torch.rand(8, 5), torch.rand(8, 6))
+        except NotImplementedError as error:
+            print(str(error).partition(" with arguments")[0])
+"""
+
+
+def test_a_saved_program_is_loaded_where_nothing_imported_the_operators(tmp_path: Path) -> None:
+    """The call then finds the operator, which has no kernel for CPUs."""
+    paths = []
+    with operators_on_cpu():
+        for emitter in ("python", "cpp"):
+            options = Options(passes=[FUSION], emitter=emitter, compile_cache=False)
+            graph = make_fx(rows, tracing_mode="fake")(ROWS, B, C)
+            paths.append(str(tmp_path / f"{emitter}.fxw"))
+            fxwrap.compile_graph(graph, [ROWS, B, C], options=options).save(paths[-1])
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD, *paths], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert run.stdout.splitlines() == ["Could not run 'symm_mem::fused_all_gather_matmul'"] * 2, run.stderr
 
 
 # --- all_reduce + residual + RMSNorm ----------------------------------------------------------------------------------
