@@ -208,6 +208,7 @@ class Driver {
 
   static void leak() {
     auto* volatile lost = new std::vector<char>(100);
+    std::printf("lost %zu\n", lost->size());
     lost = nullptr;
   }
 

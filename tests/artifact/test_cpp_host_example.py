@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fxwrap
+from fxwrap.runtime.native import find_compiler
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp_host"
 
@@ -78,13 +79,18 @@ def test_the_server_answers_and_replaces_its_weights(built: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
-def test_pkg_config_describes_the_runtime(built: Path) -> None:
+def test_a_host_is_built_with_pkg_config(built: Path) -> None:
     prefix = Path(fxwrap.cmake_prefix_path)
     done = subprocess.run(
         ["pkg-config", "--cflags", "--libs", "fxwrap"], check=True, capture_output=True, text=True,
         env={"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig"), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
-    assert "-lfxwrap_runtime" in done.stdout and "include" in done.stdout
+    compiler = find_compiler()
+    host = built / "by_pkg_config"
+    command = [*compiler.command, "-std=c++17", EXAMPLE / "host.cpp", *done.stdout.split(), "-o", host]
+    subprocess.run(command, check=True, capture_output=True)
+    run = subprocess.run([host, built / "model.fxw"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("input input: f32 of rank 2 on cpu\n")
 
 
 def test_the_runtime_is_installed_into_a_prefix(built: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def build_runtime() -> Path:
     """
     compiler, bridge = find_compiler(), build_bridge().folder
     texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_unit_files(), *_HEADERS, *_shipped())]
-    key = native_entry_key(compiler, str(bridge), *_FLAGS, *texts)
+    key = native_entry_key(compiler, str(bridge), *_FLAGS, *runtime_definitions(), *texts)
     return cache_folder.find_or_build_entry(f"runtime-{key}", lambda folder: _build(compiler, bridge, folder))
 
 
