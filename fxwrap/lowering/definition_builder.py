@@ -211,10 +211,13 @@ class DefinitionBuilder:
             return "a user's lowering replaces it"
         if schema.name in self.options.preserve_ops:
             return "the options preserve it"
+        library_call = None if schema.name in RULES else library_call_reason(schema.name)
+        if library_call is not None:  # attention may draw random numbers, too
+            return library_call
         if not schema.is_pure:
             return "it writes its operands, draws random numbers or has another effect"
         if schema.name not in RULES:
-            return library_call_reason(schema.name) or "it has no lowering rule yet"
+            return "it has no lowering rule yet"
         results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
         tensors = [*results, *definitions_in(arguments)]
         devices = {item.device for item in tensors}

@@ -86,3 +86,11 @@ def test_the_command_line_names_wrong_inputs_and_folders(tmp_path: Path, capsys:
 def test_library_calls_are_by_design(name: str, reason: str | None) -> None:
     expected = None if reason is None else f"a library call, by design: {reason}"
     assert library_call_reason(f"aten.{name}.default") == expected
+
+
+def test_the_coverage_of_attention() -> None:
+    """torch marks it as random, for its dropout."""
+    q = torch.rand(1, 2, 8, 16)
+    graph = make_fx(torch.nn.functional.scaled_dot_product_attention)(q, q, q)
+    (row,) = fxwrap.compile_graph(graph, [q, q, q], options=Options(emitter="interpreter")).coverage
+    assert (row.kind, row.reason) == ("call", "a library call, by design: attention")
