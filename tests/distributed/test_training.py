@@ -16,9 +16,10 @@ import torch
 from tests.conftest import NO_SECOND_CUDA
 from tests.distributed.processes import run_ranks
 from tests.distributed.training_cases import CASES, GPU_CASES
+from tests.support.long_form import LONG
 
-IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_ddp", "whole_step_of_fsdp")
-"""Cases that `test_two_ranks.py` has nothing like."""
+IN_SUITE = ("fsdp_of_blocks", "experts", "whole_step_of_fsdp", *(("whole_step_of_ddp",) if LONG else ()))
+"""Cases that `test_two_ranks.py` has nothing like; `tests/training/test_data_parallel.py` has steps with DDP."""
 
 
 def run_cases(names: Sequence[str], folder: Path, world_size: int, device: str = "cpu") -> None:

@@ -19,20 +19,12 @@ from fxwrap.errors import ArtifactError, RankError, StepError
 from fxwrap.options import Options
 from tests.distributed.cases import Mlp, simple_fsdp
 from tests.support.jobs import fake_job
+from tests.training.saved_step import train
+from tests.training.steps import mlp
 from tests.training.test_errors import Trainer
-from tests.training.test_steps import STEPS, Training, mlp, tensors_of
 
 OPTIONS = Options(emitter="python")
 X = torch.ones(4, 8)
-
-
-def train(training: Training, step: Callable[..., Any]) -> dict[str, Tensor]:
-    """Returns the losses of steps, and the state after them."""
-    losses = []
-    for number in range(STEPS):
-        torch.manual_seed(number)
-        losses.append(step(*training.inputs(number)))
-    return {"losses": torch.stack(losses), **tensors_of(training)}
 
 
 def test_a_saved_step_goes_on_in_another_process(tmp_path: Path) -> None:
@@ -41,23 +33,12 @@ def test_a_saved_step_goes_on_in_another_process(tmp_path: Path) -> None:
     compiled = fxwrap.compile_step(training.step, training.inputs(0))
     compiled.save(tmp_path / "step.fxw")
     results = train(training, compiled)
-    command = [sys.executable, "-m", "tests.training.test_saved_steps", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.training.saved_step", str(tmp_path)]
     subprocess.run(command, check=True)
     loaded = torch.load(tmp_path / "results.pt")
     assert loaded.keys() == results.keys()
     for name, value in results.items():
         assert torch.equal(loaded[name], value), name
-
-
-def go_on(folder: Path) -> None:
-    """Trains with the saved step and a new model, in a process that traces nothing."""
-    training = mlp()
-    before = fxwrap.compile_counts()
-    step = fxwrap.load_step(folder / "step.fxw", training.step, binaries="required")
-    results = train(training, step)
-    assert fxwrap.compile_counts() == before
-    assert "torch._functorch.aot_autograd" not in sys.modules
-    torch.save(results, folder / "results.pt")
 
 
 def test_a_loaded_step_is_saved_again(tmp_path: Path) -> None:
@@ -132,7 +113,3 @@ def test_results_that_no_file_can_hold(tmp_path: Path) -> None:
     compiled = fxwrap.compile_step(step, (X,), options=OPTIONS)
     with pytest.raises(StepError, match="its arguments or results cannot be saved"):
         compiled.save(tmp_path / "step.fxw")
-
-
-if __name__ == "__main__":
-    go_on(Path(sys.argv[1]))

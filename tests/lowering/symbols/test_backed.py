@@ -105,6 +105,7 @@ def test_one_training_program_covers_all_sizes() -> None:
     assert len(check_all_sizes(function, calls, training=True)) == 2
 
 
+@pytest.mark.long
 def test_gpt2_is_compiled_once_for_batch_and_length() -> None:
     """Four sizes, forward and backward, without another compile; the benchmark of dynamic sizes takes twenty."""
     model = MODELS["gpt2"].build(0, layers=1)
