@@ -41,7 +41,7 @@ class CUDAPiecewiseBackend:
 
 
 def make_backend(platform: Any, graph: Any, folder: str, index: int, total: int) -> Any:
-    """Returns the piecewise backend of a subgraph that the compiler "eager" has compiled, as SGLang's `make_backend`."""
+    """Returns the piecewise backend of a subgraph that the compiler "eager" has compiled."""
     manager = SimpleNamespace(cache_dir=folder, disable_cache=False)
     backend_class = platform.get_piecewise_backend_cls()
     return backend_class(
