@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -54,7 +55,7 @@ def measure(backend: str, emitter: str, libraries: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     words = torch.randint(0, 1000, (1, 32))
-    options = {"emitter": emitter} if backend == "fxwrap" else None
+    options: dict[str, Any] | None = {"emitter": emitter} if backend == "fxwrap" else None
     with torch.no_grad(), installed_libraries(Path(libraries or "/nonexistent")):
         wanted = model(words).logits
         compiled = torch.compile(model, backend=backend, options=options)
@@ -101,7 +102,7 @@ def report_compiles(chosen: argparse.Namespace, libraries: Path) -> None:
 
     note = f"Llama, 2 layers, 32 tokens; medians of {chosen.processes} processes, one for builds from sources"
     report = Report("first_compile", chosen, "cpu", note)
-    cases = [("inductor", "", "fresh", None, False)]
+    cases: list[tuple[str, str, str, Path | None, bool]] = [("inductor", "", "fresh", None, False)]
     for emitter in chosen.emitters.split(","):
         for name, folder, warm in (("warm", libraries, True), ("wheel", libraries, False), ("sources", None, False)):
             cases.append(("fxwrap", emitter, name, folder, warm))
