@@ -34,6 +34,7 @@ from tests.support.long_form import LONG
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
 HAS_CUDA = "replaces the CUDA driver, so it needs a machine without CUDA devices"
+NO_ACCELERATE = "needs the package accelerate, which the Trainer of transformers imports"
 NO_CHROMIUM = "needs the browser Chromium"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
@@ -45,9 +46,9 @@ NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do n
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
     {
-        *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CLANG, NO_SCRIPT_CLASSES),
+        *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES),
         *(() if LONG else (NOT_LONG,)),
-        *(() if "CI" in os.environ else (NO_CHROMIUM, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
+        *(() if "CI" in os.environ else (NO_ACCELERATE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
     }
 )
 

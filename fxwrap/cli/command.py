@@ -25,7 +25,7 @@ from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.passes.provenance import provenance
 from fxwrap.report import report_page
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries
+from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries, package_runtime
 from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import print_program, symbol_values
 
@@ -344,7 +344,7 @@ def _build(chosen: argparse.Namespace) -> int:
     elif chosen.package is None:
         print(build_bridge().folder, build_planner().parent, sep="\n")
     else:
-        print(*package_libraries(Path(chosen.package)), sep="\n")
+        print(*package_libraries(Path(chosen.package)), package_runtime(Path(chosen.package)), sep="\n")
     return 0
 
 

@@ -23,7 +23,7 @@ import torch
 import fxwrap
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, parallel_map, run_compiler
-from fxwrap.runtime.native.runtime_library import project_sources, runtime_definitions, runtime_sources
+from fxwrap.runtime.native.runtime_library import project_sources, runtime_sources, write_runtime_target
 from tests.artifact.native_host import SOURCE, described, tensor_commands
 from tests.artifact.programs import batch
 from tests.artifact.test_native_host import compile_affine
@@ -59,7 +59,7 @@ def is_available(sanitizer: str) -> bool:
 def build(sanitizer: str) -> Path:
     """Returns the driver with its runtime, compiled with a sanitizer, from the cache or now."""
     compiler, runtime = find_compiler(), build_runtime()
-    headers = [f"-I{runtime / 'include'}", f"-I{runtime_sources()[0].parents[1]}", *runtime_definitions()]
+    headers = [f"-I{runtime / 'include'}", f"-I{runtime_sources()[0].parents[1]}"]
     flags = ["-std=c++20", "-O1", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *headers]
 
     def build_all(folder: Path) -> None:
@@ -72,6 +72,7 @@ def build(sanitizer: str) -> Path:
         linked = [*compiler.command, f"-fsanitize={sanitizer}", "-pthread"]
         run_compiler([*linked, "-shared", *library, "-ldl", "-o", "libfxwrap_runtime.so"], folder)
         run_compiler([*linked, driver, "-L.", "-lfxwrap_runtime", "-Wl,-rpath,$ORIGIN", "-o", "driver"], folder)
+        write_runtime_target(folder)
         (folder / "libfxwrap_bridge.so").write_bytes((runtime / "libfxwrap_bridge.so").read_bytes())
 
     texts = [path.read_text(encoding="utf-8") for path in (*project_sources().values(), SOURCE)]

@@ -362,12 +362,16 @@ def package_libraries(target: Path) -> list[Path]:
         _packaged_bridge(): lambda folder: _link_bridge(compiler, objects, folder, finds_torch=False),
         _packaged_planner(): lambda folder: shutil.copy(planner, folder),
     }
-    for name, build in entries.items():
-        cache_folder.remove_path(target / name)
-        (target / name).mkdir(parents=True)
-        build(target / name)
-        cache_folder.seal_entry(target / name, name)
-    return [target / name for name in entries]
+    return [package_entry(target, name, build) for name, build in entries.items()]
+
+
+def package_entry(target: Path, name: str, build: Callable[[Path], object]) -> Path:
+    """Builds a folder of a wheel's libraries with the table of their hashes, and returns it."""
+    cache_folder.remove_path(target / name)
+    (target / name).mkdir(parents=True)
+    build(target / name)
+    cache_folder.seal_entry(target / name, name)
+    return target / name
 
 
 def _packaged_bridge() -> str:
@@ -382,6 +386,11 @@ def _packaged_planner() -> str:
 def _planner_digest() -> str:
     texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)]
     return _digest(*_PLANNER_FLAGS, *texts)
+
+
+def native_digest(*parts: str) -> str:
+    """Returns the hash of texts in keys of the cache."""
+    return _digest(*parts)
 
 
 def native_entry_key(compiler: Compiler, *parts: str) -> str:

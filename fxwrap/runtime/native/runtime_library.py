@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,16 @@ from fxwrap.runtime.native.build import (
     binary_target,
     bridge_source_names,
     build_bridge,
+    native_digest,
     native_entry_key,
+    package_entry,
 )
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.packaged import find_packaged_entry
 
 RUNTIME_LIBRARY = "libfxwrap_runtime.so"
+RUNTIME_TARGET = "libfxwrap_runtime.target"
+"""The file beside the library that names its versions and the folder of libtorch."""
 
 _SOURCE_FOLDER = Path(__file__).parent
 _INCLUDE_FOLDER = _SOURCE_FOLDER.parents[1] / "include"
@@ -34,12 +40,32 @@ _TEMPLATES = _SOURCE_FOLDER / "cmake"
 def build_runtime() -> Path:
     """Returns the folder of the runtime: its library, the bridge, `include/`, and files for CMake and pkg-config.
 
-    It is built now unless it is in the cache. Raises as `build_bridge`.
+    It is put together now unless it is in the cache, with the library of the wheel or one that is compiled now. Raises
+    as `build_bridge`.
     """
-    compiler, bridge = find_compiler(), build_bridge().folder
-    texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_unit_files(), *_HEADERS, *_shipped())]
-    key = native_entry_key(compiler, str(bridge), *_FLAGS, *runtime_definitions(), *texts)
-    return cache_folder.find_or_build_entry(f"runtime-{key}", lambda folder: _build(compiler, bridge, folder))
+    bridge, packaged = build_bridge().folder, find_packaged_entry(_packaged_runtime(), (RUNTIME_LIBRARY,))
+    compiler = find_compiler() if packaged is None else None
+    origin = str(packaged) if compiler is None else native_entry_key(compiler)
+    key = native_digest(origin, str(bridge), str(binary_target()), _torch_folder(), _sources_digest())
+
+    def build(folder: Path) -> None:
+        if compiler is None:
+            assert packaged is not None
+            shutil.copyfile(packaged / RUNTIME_LIBRARY, folder / RUNTIME_LIBRARY)
+        else:
+            _compile(compiler, folder)
+        shutil.copyfile(bridge / BRIDGE_LIBRARIES[0], folder / BRIDGE_LIBRARIES[0])
+        shutil.copytree(_INCLUDE_FOLDER, folder / "include")
+        write_runtime_target(folder)
+        _write_package_files(folder, folder, folder / "lib")
+
+    return cache_folder.find_or_build_entry(f"runtime-{key}", build)
+
+
+def package_runtime(target: Path) -> Path:
+    """Compiles the library of a wheel into a folder of `target`, and returns that; see `package_libraries`."""
+    compiler = find_compiler()
+    return package_entry(target, _packaged_runtime(), lambda folder: _compile(compiler, folder))
 
 
 def cmake_prefix_path() -> str:
@@ -50,7 +76,8 @@ def cmake_prefix_path() -> str:
 def install_runtime(prefix: Path) -> list[Path]:
     """Copies the runtime to a prefix as `make install` would, and returns the files. Raises OSError."""
     source, copied = build_runtime(), []
-    places = {RUNTIME_LIBRARY: "lib", BRIDGE_LIBRARIES[0]: "lib", "include/fxwrap": "include/fxwrap"}
+    libraries = dict.fromkeys((RUNTIME_LIBRARY, RUNTIME_TARGET, BRIDGE_LIBRARIES[0]), "lib")
+    places = {**libraries, "include/fxwrap": "include/fxwrap"}
     for name, target in places.items():
         files = [source / name] if (source / name).is_file() else sorted((source / name).iterdir())
         (prefix / target).mkdir(parents=True, exist_ok=True)
@@ -70,21 +97,20 @@ def runtime_sources() -> list[Path]:
     return [_SOURCE_FOLDER / name for name in _unit_files()]
 
 
-def runtime_definitions() -> list[str]:
-    """Returns the compiler flags that define the versions that compiled programs must be for."""
+def write_runtime_target(folder: Path) -> None:
+    """Writes the file that the runtime reads in its folder: the versions that compiled programs must be for, and the
+    folder of libtorch."""
     target = binary_target()
-    definitions = [f'-DFXWRAP_TARGET_{name.upper()}="{target[name]}"' for name in ("torch", "bridge", "machine")]
-    return [*definitions, f'-DFXWRAP_TORCH_LIBRARIES="{_torch_folder()}/lib"']
+    lines = [*[str(target[name]) for name in ("torch", "bridge", "machine")], f"{_torch_folder()}/lib"]
+    (folder / RUNTIME_TARGET).write_text("".join([f"{line}\n" for line in lines]), encoding="utf-8")
 
 
-def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
-    definitions = runtime_definitions()
-
+def _compile(compiler: Compiler, folder: Path) -> None:
     def compiled(unit: str) -> str:
         source, result = _SOURCE_FOLDER / unit, f"{Path(unit).stem}.o"
+        names = f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap"
         run_compiler(
-            [*compiler.command, *_FLAGS, *definitions, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result],
-            folder,
+            [*compiler.command, *_FLAGS, names, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result], folder
         )
         return result
 
@@ -93,9 +119,16 @@ def _build(compiler: Compiler, bridge: Path, folder: Path) -> None:
     run_compiler([*compiler.command, "-shared", "-pthread", *objects, *libraries, "-o", RUNTIME_LIBRARY], folder)
     for item in objects:
         (folder / item).unlink()
-    shutil.copyfile(bridge / BRIDGE_LIBRARIES[0], folder / BRIDGE_LIBRARIES[0])
-    shutil.copytree(_INCLUDE_FOLDER, folder / "include")
-    _write_package_files(folder, folder, folder / "lib")
+
+
+def _packaged_runtime() -> str:
+    return f"runtime-{native_digest(*_FLAGS, platform.system(), platform.machine(), _sources_digest())}"
+
+
+@cache
+def _sources_digest() -> str:
+    names = (*_unit_files(), *_HEADERS, *_shipped())
+    return native_digest(*_FLAGS, *[(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in names])
 
 
 def _write_package_files(prefix: Path, libraries: Path, target: Path) -> list[Path]:

@@ -15,13 +15,6 @@ namespace fxwrap::host {
 namespace {
 
 #ifndef FXWRAP_LINKED_ENGINE
-// Set by the build: the versions that compiled programs must be for.
-constexpr const char* target_torch = FXWRAP_TARGET_TORCH;
-constexpr const char* target_bridge = FXWRAP_TARGET_BRIDGE;
-constexpr const char* target_machine = FXWRAP_TARGET_MACHINE;
-
-constexpr const char* torch_libraries = FXWRAP_TORCH_LIBRARIES;  // the folder of the build's libtorch
-
 constexpr const char* engine_library = "libfxwrap_bridge.so";
 
 std::string folder_of_runtime() {
@@ -32,11 +25,33 @@ std::string folder_of_runtime() {
   return slash == std::string::npos ? "" : path.substr(0, slash + 1);
 }
 
+// The lines of the file beside the runtime, which its installation writes: the library itself is the same for all builds
+// of a release of torch, and in every folder.
+struct Target {
+  std::string torch, bridge, machine;  // the versions that compiled programs must be for
+  std::string torch_libraries;         // the folder of libtorch
+};
+
+const Target& installed_target() {
+  static const Target result = [] {
+    Target read;
+    const std::string path = folder_of_runtime() + "libfxwrap_runtime.target";
+    std::ifstream file(path);
+    for (std::string* line : {&read.torch, &read.bridge, &read.machine, &read.torch_libraries}) {
+      if (!std::getline(file, *line)) {
+        throw Failure("ImportError", "'" + path + "' is missing or damaged. Install the runtime again");
+      }
+    }
+    return read;
+  }();
+  return result;
+}
+
 Engine& open_engine() {
   const std::string path = folder_of_runtime() + engine_library;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {  // a bridge of a wheel does not know the folder of libtorch
-    dlopen((std::string(torch_libraries) + "/libtorch_cpu.so").c_str(), RTLD_LAZY | RTLD_GLOBAL);
+    dlopen((installed_target().torch_libraries + "/libtorch_cpu.so").c_str(), RTLD_LAZY | RTLD_GLOBAL);
     library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   }
   if (library == nullptr) throw Failure("ImportError", std::string("the runtime cannot load libtorch: ") + dlerror());
@@ -120,8 +135,9 @@ Engine& load_engine() {
 std::string incompatibility_reason(const Json&) { return "this runtime only runs the program that is linked with it"; }
 #else
 std::string incompatibility_reason(const Json& target) {
-  const std::pair<const char*, const char*> here[] = {
-      {"torch", target_torch}, {"bridge", target_bridge}, {"machine", target_machine}};
+  const Target& installed = installed_target();
+  const std::pair<const char*, std::string> here[] = {
+      {"torch", installed.torch}, {"bridge", installed.bridge}, {"machine", installed.machine}};
   for (const auto& [name, text] : here) {
     const std::string& wanted = target.at(name).string();
     if (wanted != text) return "it is for " + std::string(name) + " " + written(wanted) + ", not " + written(text);
