@@ -33,6 +33,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     run_cases(IN_SUITE, tmp_path, 2)
 
 
+@pytest.mark.long  # `rank.py` has the same on two ranks
 def test_four_ranks(tmp_path: Path) -> None:
     run_cases(["fsdp_and_tensor_parallel"], tmp_path, 4)
 

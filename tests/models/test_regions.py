@@ -74,6 +74,7 @@ def test_inlined_regions_compute_what_the_graph_does(name: str, dynamic: bool) -
                 assert_equal(captured, run(*copy_inputs(captured.inputs)), expected)
 
 
+@pytest.mark.long  # `test_equal_layers_share_their_kernels` is of kernels, one of which each region is
 def test_the_number_of_regions_does_not_grow_with_layers() -> None:
     counts = []
     for layers in (2, 3):
