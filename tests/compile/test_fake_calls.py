@@ -216,6 +216,15 @@ def test_vmapped_programs(tmp_path: Path, emitter: str) -> None:
         torch.testing.assert_close(results, torch.vmap(function, in_dims=(0, None))(x, w))
 
 
+@every_emitter
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_traced_programs(tmp_path: Path, emitter: str, tracing_mode: str) -> None:
+    x, w = torch.rand(3, 8), torch.rand(8, 5)
+    for program in programs(function, emitter, tmp_path):
+        traced = make_fx(lambda x, w, program=program: program(x, w), tracing_mode=tracing_mode)(x, w)
+        torch.testing.assert_close(traced(x, w), function(x, w))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "fxwrap"])
 def test_functionalized_functions(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """AOTAutograd rejects functional inputs; a graph from its cache would read their memory."""

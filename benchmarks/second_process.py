@@ -1,0 +1,160 @@
+"""Seconds from the start of a process to its first result, when an earlier process has compiled the model: GPT-2.
+
+Beside TorchInductor with its caches, and beside the floor: a process that imports torch, builds the model and runs it
+without a compile. Both backends use torch's own mechanisms:
+
+- caches: `torch.compile` with the caches on disk, AOTAutograd's and the backend's;
+- precompile: `torch._dynamo.config.caching_precompile` with `torch.compiler.load_cache_artifacts`;
+- aot: a file of `aot_compile`, loaded with `torch.compiler.load_compiled_function`.
+
+Each mechanism and backend has cache folders of its own, which its first process fills (the column "first process");
+fxwrap's bridge is there already, as in an installed wheel.
+The later processes run in turn, one of each, in every round. A result that differs from eager's ends the script.
+Run: `python benchmarks/second_process.py [--rounds 5] [--layers 12] [--modes caches,precompile,aot] [--record]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+MODES = ("caches", "precompile", "aot")
+BACKENDS = ("inductor", "fxwrap")
+
+
+def run_job(mode: str, backend: str, layers: int, folder: Path, first: bool) -> dict[str, float]:
+    """Runs the model in this process; returns the error of the result and the time when it was there."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers)).eval()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(tokens, use_cache=False).logits
+            return logits
+
+    model = Logits()
+    tokens = torch.randint(0, 50257, (1, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        function = model if mode == "floor" else prepared(mode, backend, model, tokens, folder, first)
+        result = function(tokens)
+        end = time.time()
+        error = (result - model(tokens)).norm() / result.norm()
+    if first and mode == "precompile":
+        artifacts = torch.compiler.save_cache_artifacts()
+        assert artifacts is not None
+        (folder / "artifacts.bin").write_bytes(artifacts[0])
+    return {"end": end, "error": error.item()}
+
+
+def prepared(mode: str, backend: str, model: Any, tokens: Any, folder: Path, first: bool) -> Callable[[Any], Any]:
+    """Returns the compiled model by a mechanism; the first process of it saves."""
+    import torch
+    from torch._dynamo import config
+
+    if mode != "aot":
+        if mode == "precompile":
+            config.caching_precompile = True
+        if mode == "precompile" and not first:
+            torch.compiler.load_cache_artifacts((folder / "artifacts.bin").read_bytes())
+        compiled: Callable[[Any], Any] = torch.compile(model, backend=backend, dynamic=False)
+        return compiled
+    if hasattr(config, "enable_aot_compile"):
+        config.enable_aot_compile = True
+    path = folder / "compiled.pt"
+    if first:
+        options = {
+            "guard_filter_fn": lambda guards: [item.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for item in guards]
+        }
+        source = torch.compile(model, backend=backend, dynamic=False, fullgraph=True, options=options)
+        source.forward.aot_compile(((tokens,), {})).save_compiled_function(str(path))
+    with path.open("rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    return lambda tokens: loaded(model, tokens)
+
+
+def measure(mode: str, backend: str, layers: int, folder: Path, first: bool = False) -> float:
+    """Returns the seconds from the start of a process to its first result."""
+    environment = {
+        **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"), "FXWRAP_CACHE_DIR": str(folder / "fxwrap"),
+        "FXWRAP_COMPILE_CACHE": "1",
+    }  # fmt: skip
+    job = json.dumps([mode, backend, layers, str(folder), first])
+    start = time.time()
+    process = subprocess.run(
+        [sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    result = json.loads(process.stdout.splitlines()[-1])
+    if not result["error"] < 1e-4:
+        raise SystemExit(f"{mode} with {backend}: the result differs from eager's by {result['error']}")
+    return float(result["end"] - start)
+
+
+def main() -> None:
+    """Prints the table, or runs one process of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write benchmarks/results/NAME.json")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.job:
+        mode, backend, layers, folder, first = json.loads(chosen.job)
+        print(json.dumps(run_job(mode, backend, layers, Path(folder), first)))
+        return
+    # These import torch, which the processes import when they want it.
+    from benchmarks.results import Cell, Report
+    from fxwrap.runtime.native import build_bridge
+
+    report = Report("second_process", chosen, note=f"medians of {chosen.rounds} rounds")
+    modes = chosen.modes.split(",")
+    with tempfile.TemporaryDirectory() as name:
+        sides = [("floor", ""), *[(mode, backend) for mode in modes for backend in BACKENDS]]
+        folders = {side: Path(name) / "-".join(side) for side in sides}
+        bridge = build_bridge().folder
+        for folder in folders.values():
+            shutil.copytree(bridge, folder / "fxwrap" / bridge.name)
+        first = {side: measure(*side, chosen.layers, folders[side], first=True) for side in sides}
+        times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
+        for _ in range(chosen.rounds):
+            for side in sides:
+                times[side].append(measure(*side, chosen.layers, folders[side]))
+    medians = {side: statistics.median(samples) for side, samples in times.items()}
+    floor = medians["floor", ""]
+    for mode in modes:
+        inductor, ours = medians[mode, "inductor"], medians[mode, "fxwrap"]
+        cells: dict[str, Cell] = {
+            "mechanism": mode,
+            "first process, Inductor, s": first[mode, "inductor"],
+            "first process, fxwrap, s": first[mode, "fxwrap"],
+            "floor, s": floor,
+            "later, Inductor, s": inductor,
+            "later, fxwrap, s": ours,
+            "fxwrap / Inductor": ours / inductor,
+            "beyond the floor, Inductor, s": inductor - floor,
+            "beyond the floor, fxwrap, s": ours - floor,
+        }
+        report.add(cells, {"-".join(side): times[side] for side in sides if side[0] in ("floor", mode)})
+
+
+if __name__ == "__main__":
+    main()
