@@ -79,10 +79,10 @@ def prepared(mode: str, backend: str, model: Any, tokens: Any, folder: Path, fir
         config.enable_aot_compile = True
     path = folder / "compiled.pt"
     if first:
-        options = {
+        options: dict[str, Any] = {
             "guard_filter_fn": lambda guards: [item.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for item in guards]
         }
-        source = torch.compile(model, backend=backend, dynamic=False, fullgraph=True, options=options)
+        source: Any = torch.compile(model, backend=backend, dynamic=False, fullgraph=True, options=options)
         source.forward.aot_compile(((tokens,), {})).save_compiled_function(str(path))
     with path.open("rb") as file:
         loaded = torch.compiler.load_compiled_function(file)

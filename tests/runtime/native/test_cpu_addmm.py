@@ -38,7 +38,9 @@ class Addmms(torch.nn.Module):
 def test_results_are_those_of_eager_bit_for_bit(dtype: torch.dtype) -> None:
     inputs = [tensor for triple in cases(dtype) for tensor in triple]
     program = torch.export.export(Addmms(), tuple(inputs))
-    compiled = fxwrap.compile_graph(program, options=fxwrap.Options(emitter="cpp", preserve_ops=("aten.addmm.default",)))
+    compiled = fxwrap.compile_graph(
+        program, options=fxwrap.Options(emitter="cpp", preserve_ops=("aten.addmm.default",))
+    )
     versions = [tensor._version for tensor in inputs]
     with torch.no_grad():
         for result, expected in zip(compiled.flat(*inputs), Addmms()(*inputs), strict=True):
@@ -50,7 +52,9 @@ def test_results_are_those_of_eager_bit_for_bit(dtype: torch.dtype) -> None:
 def test_small_biases_are_neither_expanded_nor_copied() -> None:
     bias, left, right = cases(torch.float32)[0]
     program = torch.export.export(Addmms(), (bias, left, right))
-    compiled = fxwrap.compile_graph(program, options=fxwrap.Options(emitter="cpp", preserve_ops=("aten.addmm.default",)))
+    compiled = fxwrap.compile_graph(
+        program, options=fxwrap.Options(emitter="cpp", preserve_ops=("aten.addmm.default",))
+    )
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         compiled.flat(bias, left, right)
     counts = {event.key: event.count for event in profiled.key_averages()}
