@@ -28,28 +28,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 MODES = ("caches", "precompile", "aot")
 BACKENDS = ("inductor", "fxwrap")
 
 
+class Logits(torch.nn.Module):
+    """GPT-2 with random weights, from tokens to logits."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers)).eval()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns the logits."""
+        logits: torch.Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+
 def run_job(mode: str, backend: str, layers: int, folder: Path, first: bool) -> dict[str, float]:
     """Runs the model in this process; returns the error of the result and the time when it was there."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    class Logits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = GPT2LMHeadModel(GPT2Config(n_layer=layers)).eval()
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.model(tokens, use_cache=False).logits
-            return logits
-
-    model = Logits()
+    model = Logits(layers)
     tokens = torch.randint(0, 50257, (1, 128), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         function = model if mode == "floor" else prepared(mode, backend, model, tokens, folder, first)
@@ -65,7 +70,6 @@ def run_job(mode: str, backend: str, layers: int, folder: Path, first: bool) -> 
 
 def prepared(mode: str, backend: str, model: Any, tokens: Any, folder: Path, first: bool) -> Callable[[Any], Any]:
     """Returns the compiled model by a mechanism; the first process of it saves."""
-    import torch
     from torch._dynamo import config
 
     if mode != "aot":
@@ -121,7 +125,6 @@ def main() -> None:
         mode, backend, layers, folder, first = json.loads(chosen.job)
         print(json.dumps(run_job(mode, backend, layers, Path(folder), first)))
         return
-    # These import torch, which the processes import when they want it.
     from benchmarks.results import Cell, Report
     from fxwrap.runtime.native import build_bridge
 
