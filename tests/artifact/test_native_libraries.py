@@ -136,8 +136,8 @@ def test_a_host_passes_and_receives_tensors_of_torch(affine: Path, tmp_path: Pat
 
 def test_two_runtimes_in_one_process(affine: Path, tmp_path: Path) -> None:
     runtime = build_runtime()
-    for name in ("libfxwrap_runtime.so", "libfxwrap_bridge.so"):
-        shutil.copy(runtime / name, tmp_path / name.replace("runtime", "runtime_of_another_package"))
+    for name in ("libfxwrap_runtime.so", "libfxwrap_runtime.target", "libfxwrap_bridge.so"):
+        shutil.copy(runtime / name, tmp_path / name.replace("runtime.so", "runtime_of_another_package.so"))
     program = built(HERE / "two_runtimes.cpp", f"-I{runtime / 'include'}", "-ldl")
     libraries = (runtime / "libfxwrap_runtime.so", tmp_path / "libfxwrap_runtime_of_another_package.so")
     done = subprocess.run([program, *libraries, affine], capture_output=True, text=True, check=False)

@@ -358,6 +358,7 @@ def test_cuda_runtime() -> None:
 # --- no code compares names -----------------------------------------------------------------------------------------
 
 ABOUT_TORCH = {
+    "artifact.cmake_export": "the main function that it writes makes example tensors on the CPU",
     "comparison.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
@@ -367,6 +368,7 @@ ABOUT_TORCH = {
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "runtime.group_speeds": "torch names the models of CUDA devices, and waits for all devices but the CPU",
+    "runtime.symmetric_memory": "torch has symmetric memory on CUDA devices",
     "runtime.unusual_inputs": "meta tensors have no generator",
     "torch_compat.allocation": "torch has two private allocators",
     "torch_compat.data_parallel": "FSDP2 moves inputs to all devices but the CPU",
