@@ -30,7 +30,7 @@ def extrema(*tensors: Tensor) -> list[Tensor]:
         for dim in range(x.dim()):
             for function in (torch.max, torch.min, torch.cummax, torch.cummin, torch.sort):
                 results += function(x, dim)
-            results += [x.argmax(dim), x.argmin(dim), *torch.aminmax(x, dim=dim), *torch.topk(x, 2, dim)]
+            results += [x.argmax(dim), x.argmin(dim), *torch.topk(x, 2, dim)]
         results += [x.argmax(), x.argmin()]
     return results
 
