@@ -20,10 +20,12 @@ from fxwrap.compile.inspection import dump_compile, record_loaded
 from fxwrap.compile_cache import NotCacheable, backend_key, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
 from fxwrap.converters.intercepted_calls import accept_fake_tensors
+from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
 from fxwrap.report import dump_folder
 from fxwrap.runtime.cache_folder import distrust_reason
+from fxwrap.runtime.native import find_bridge
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.torch_compat import (
     autograd_cache_folder,
@@ -112,6 +114,8 @@ def savable_graph(
     def read_content() -> bytes:
         if not compiled.is_reproducible and not is_precompiling():
             raise cache_bypass("its compile had side effects")
+        if not is_precompiling() and find_bridge() is None and _has_cpp_kernels(compiled):
+            raise cache_bypass("the C++ bridge, which its file contains, is not compiled yet")
         call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}
         with without_fake_mode():  # AOTAutograd's is active
             return program_content(
@@ -120,6 +124,10 @@ def savable_graph(
             )  # fmt: skip
 
     return precompiled_graph(lambda: entry, content, load_graph)
+
+
+def _has_cpp_kernels(compiled: Compiled) -> bool:
+    return any(language_traits(kernel.language).links_into_cpp for kernel in compiled.program.kernels)
 
 
 def load_graph(content: bytes) -> PrecompiledGraph:

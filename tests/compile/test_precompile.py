@@ -175,3 +175,19 @@ def test_refused_options(torch_caches: Path, option: str) -> None:
     emitter = {"emitter": "fx"} if option == "on_graph" else {}
     with pytest.raises(OptionError, match=f"cannot save graphs with the option '{option}'"):
         aot_compile(Classifier(), {option: value, **emitter})
+
+
+def test_a_first_compile_does_not_wait_for_the_bridge_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[object] = []
+
+    def content(*arguments: object, **_keywords: object) -> bytes:
+        saved.append(arguments)
+        raise ArtifactError("", "", "it is not saved here", "")
+
+    monkeypatch.setattr("fxwrap.compile.precompile.program_content", content)
+    x = torch.rand(5)
+    for bridge, count in ((None, 0), (Path(), 1)):
+        monkeypatch.setattr("fxwrap.compile.precompile.find_bridge", lambda bridge=bridge: bridge)
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(lambda x: x.sin() * 3.0, backend="fxwrap")(x), x.sin() * 3.0)
+        assert len(saved) == count

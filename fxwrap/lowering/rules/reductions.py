@@ -165,7 +165,7 @@ def _extremum_and_position(call: OperatorCall, x: Definition, dim: int) -> Lower
 
 @lowering_rule("aten.aminmax.default")
 def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
-    """Returns zeros of either sign: finding the first of equal elements takes three times as long."""
+    """Returns zeros of either sign: finding the first of equal elements takes more than twice as long."""
     _check_not_empty(call, x, dim)
     low, high = call.results
     return _extremum(call, "min", x, dim, low), _extremum(call, "max", x, dim, high)
