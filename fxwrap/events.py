@@ -334,10 +334,6 @@ class EventLog:
         self.record(StepEnded(step, now - self._mark, changed))
         self._mark = time.perf_counter()
 
-    def step_seconds(self) -> dict[str, float]:
-        """Returns the seconds of each step, of all attempts together."""
-        return step_seconds(self.events)
-
     def to_json(self) -> str:
         """Returns one object for each event: its class as "event", its fields, and the seconds since the start."""
         rows = [{"at_s": round(at, 6), **event.to_dict()} for at, event in self._events]

@@ -28,7 +28,7 @@ from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
-from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled
+from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, step_seconds
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
@@ -93,11 +93,7 @@ def compile_graph(
         request = CompileRequest(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
-        slot = find_slot(request)
-        if slot is None:
-            compiled = _compile_request(request, None, compiled_by_key)
-        else:
-            compiled = _load_or_compile(request, slot, compiled_by_key)
+        compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
         record_compile(compiled, name, text, events)
         if (folder := dump_folder(options.dump)) is not None:
             dump_compile(compiled, folder)
@@ -107,9 +103,11 @@ def compile_graph(
 
 
 def _load_or_compile(
-    request: CompileRequest, slot: CacheSlot, compiled_by_key: MutableMapping[str, Compiled] | None
+    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None
 ) -> Compiled:
     """Returns the cached result, or that of another process that compiles the graph now, or compiles it."""
+    if slot is None:
+        return _compile_request(request, None, compiled_by_key)
     check_ranks_compile_alike(slot)
     reads_cache = dump_folder(request.options.dump) is None  # a dump shows every step of the compile
     compiled = _load_from_cache(slot, request.graph, compiled_by_key) if reads_cache else None
@@ -126,9 +124,9 @@ def _compile_request(
 ) -> Compiled:
     """Compiles a graph, and stores the result in its slot if it can be cached."""
     graph, options = request.graph, request.options
-    nodes = (graph.graph_module if isinstance(graph, ExportedProgram) else graph).graph.nodes
-    request.events.record(GraphLowered(sum([node.op == "call_function" for node in nodes])))
-    warm_up_kernel_compilers(graph.graph_module if isinstance(graph, ExportedProgram) else graph, options)
+    graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
+    request.events.record(GraphLowered(sum([node.op == "call_function" for node in graph_module.graph.nodes])))
+    warm_up_kernel_compilers(graph_module, options)
     prepared = _prepare(request)
     context = steps.CompileContext(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
@@ -321,7 +319,7 @@ def _record_result(state: steps.CompileState, events: EventLog) -> None:
         if item.kind == "call" and item.reason:
             events.record(OperatorDeclined(item.node, item.operator, item.reason, item.location))
     lines = list(state.program.lines())
-    seconds = events.step_seconds()
+    seconds = step_seconds(events.events)
     events.record(
         GraphCompiled(
             calls=len(state.coverage), lines=len(lines), launches=sum([isinstance(line, Launch) for line in lines]),

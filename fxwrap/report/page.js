@@ -206,9 +206,9 @@ class Pane {
   find(text) {
     let first = -1;
     this.rows.forEach((row, index) => {
-      const found = text !== "" && row.text.toLowerCase().includes(text);
-      this.elements[index].classList.toggle("found", found);
-      if (found && first < 0) first = index;
+      const matches = text !== "" && row.text.toLowerCase().includes(text);
+      this.elements[index].classList.toggle("matches", matches);
+      if (matches && first < 0) first = index;
     });
     if (first >= 0) this.scrollTo(first);
   }

@@ -75,7 +75,7 @@ KERNEL_FLAGS = (
     *_WIDEST_VECTORS,
 )
 _KERNEL_HEADER = "kernel.h"
-_PLATFORM = (platform.system(), platform.machine())
+PLATFORM = (platform.system(), platform.machine())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def compile_cpp(
     compiler = find_compiler()
     bridge = build_bridge().folder if with_bridge else None
     stem = re.sub(r"\W+", "_", name) or "program"
-    key = _digest(
+    key = native_digest(
         _toolchain_key(compiler),
         _bridge_digest(),
         str(bridge),
@@ -145,7 +145,7 @@ def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
     emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
         return run_compiler(_unit_command(compiler, source, path), path.parent)
-    key = _digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _cpu_description())
+    key = native_digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _cpu_description())
 
     def build(folder: Path) -> None:
         unit = folder / _UNIT
@@ -183,7 +183,7 @@ _PRECOMPILED_OBJECT = Path("program.o")
 
 
 def _precompiled_name(compiler: Compiler, source_text: str) -> str:
-    return f"programs/ahead-{_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
+    return f"programs/ahead-{native_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
 
 
 def _claim_precompiled(compiler: Compiler, source_text: str, target: Path) -> bool:
@@ -234,8 +234,10 @@ def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
 
 def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     compiler = find_compiler()
-    common = _digest(_toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description())
-    return [f"kernels/{_digest(common, symbol)}" for symbol in symbols]
+    common = native_digest(
+        _toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description()
+    )
+    return [f"kernels/{native_digest(common, symbol)}" for symbol in symbols]
 
 
 def bridge_source_names() -> list[str]:
@@ -278,7 +280,7 @@ def build_bridge(in_background: bool = False) -> BridgeBuild:
 
 
 def _bridge_name(compiler: Compiler) -> str:
-    return f"bridge-{_digest(_toolchain_key(compiler), _bridge_digest())}"
+    return f"bridge-{native_digest(_toolchain_key(compiler), _bridge_digest())}"
 
 
 def _compile_bridge_units(compiler: Compiler, in_background: bool = False) -> list[Path]:
@@ -311,7 +313,7 @@ def _compile_bridge_unit(compiler: Compiler, unit: Sequence[str]) -> Path:
         run_compiler([*compiler.command, *flags, "-c", source.name, "-o", _UNIT.with_suffix(".o").name], folder)
         source.unlink()
 
-    key = _digest(_toolchain_key(compiler), *_BRIDGE_FLAGS, *unit, *texts)
+    key = native_digest(_toolchain_key(compiler), *_BRIDGE_FLAGS, *unit, *texts)
     return cache_folder.find_or_build_entry(f"units/{key}", build) / _UNIT.with_suffix(".o")
 
 
@@ -336,7 +338,7 @@ def build_planner() -> Path:
     if packaged is not None:
         return packaged / _PLANNER
     compiler = find_compiler()
-    name = f"planner-{_digest(_toolchain_key(compiler), _planner_digest())}"
+    name = f"planner-{native_digest(_toolchain_key(compiler), _planner_digest())}"
     return cache_folder.find_or_build_entry(name, lambda folder: _build_planner(compiler, folder)) / _PLANNER
 
 
@@ -375,27 +377,22 @@ def package_entry(target: Path, name: str, build: Callable[[Path], object]) -> P
 
 
 def _packaged_bridge() -> str:
-    return f"bridge-{_digest(_bridge_digest(), *_COMMON_FLAGS, *torch_identity(), *_PLATFORM)}"
+    return f"bridge-{native_digest(_bridge_digest(), *_COMMON_FLAGS, *torch_identity(), *PLATFORM)}"
 
 
 def _packaged_planner() -> str:
-    return f"planner-{_digest(_planner_digest(), *_COMMON_FLAGS, *_PLATFORM)}"
+    return f"planner-{native_digest(_planner_digest(), *_COMMON_FLAGS, *PLATFORM)}"
 
 
 @cache
 def _planner_digest() -> str:
     texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)]
-    return _digest(*_PLANNER_FLAGS, *texts)
-
-
-def native_digest(*parts: str) -> str:
-    """Returns the hash of texts in keys of the cache."""
-    return _digest(*parts)
+    return native_digest(*_PLANNER_FLAGS, *texts)
 
 
 def native_entry_key(compiler: Compiler, *parts: str) -> str:
     """Returns the key in the cache of something compiled against the bridge."""
-    return _digest(_toolchain_key(compiler), *parts)
+    return native_digest(_toolchain_key(compiler), *parts)
 
 
 def _toolchain_key(compiler: Compiler) -> str:
@@ -417,7 +414,7 @@ def _toolchain_key(compiler: Compiler) -> str:
 @cache
 def _bridge_digest() -> str:
     files = (*_HEADERS, *[file for unit in (*_BRIDGE_UNITS, *_BINDING_UNITS) for file in unit])
-    return _digest(*_BRIDGE_FLAGS, *((_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in files))
+    return native_digest(*_BRIDGE_FLAGS, *((_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in files))
 
 
 @cache
@@ -437,7 +434,8 @@ def _cpu_description() -> str:
     return "\n".join(next((s for s in lines if s.startswith(key)), "") for key in ("model name", "flags", "Features"))
 
 
-def _digest(*parts: str) -> str:
+def native_digest(*parts: str) -> str:
+    """Returns the hash of texts in keys of the cache and names of packaged libraries."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -455,8 +453,8 @@ def binary_target() -> dict[str, str | list[str]]:
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": str(sysconfig.get_config_var("SOABI")),
-        "bridge": _digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
-        "machine": " ".join(_PLATFORM),
+        "bridge": native_digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
+        "machine": " ".join(PLATFORM),
         "libc": platform.libc_ver()[1],
         "instructions": _cpu_instruction_sets(),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native.build import (
     BRIDGE_LIBRARIES,
+    PLATFORM,
     binary_target,
     bridge_source_names,
     build_bridge,
@@ -122,7 +122,7 @@ def _compile(compiler: Compiler, folder: Path) -> None:
 
 
 def _packaged_runtime() -> str:
-    return f"runtime-{native_digest(*_FLAGS, platform.system(), platform.machine(), _sources_digest())}"
+    return f"runtime-{native_digest(_sources_digest(), *PLATFORM)}"
 
 
 @cache
