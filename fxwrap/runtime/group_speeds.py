@@ -32,10 +32,13 @@ log = logging.getLogger("fxwrap.collectives")
 MEASURE_ENV = "FXWRAP_MEASURE_GROUPS"
 """The environment variable that turns measurements off, with "0" on all ranks."""
 
-_LARGE_BYTES: Mapping[str, int] = {"cpu": 4 << 20, "cuda": 32 << 20}
+_LARGE_BYTES: Mapping[str, int] = {"cpu": 4 << 20, "cuda": 64 << 20}
 """The bytes of a large all_gather's result, by device type."""
 
-_REPEATS = 8
+_REPEATS = 4
+_CALLS = 4
+"""How many collectives run one after the other. A single one mostly waits for its launch and the end of its kernel."""
+
 _DEVICE = "device"
 _STORE = "fxwrap/group_speed"
 
@@ -123,25 +126,39 @@ def measure(group: ProcessGroup) -> GroupSpeed:
     """Returns the speed of a group: a collective call of all its ranks, of some milliseconds."""
     device, size, operators = _device(group), group.size(), torch.ops._c10d_functional
     small = torch.zeros(1, device=device)
-    latency = _fastest(lambda: dist.all_reduce(small, group=group), device)
     part = torch.zeros(_LARGE_BYTES.get(device.type, 4 << 20) // (4 * size), device=device)
+
+    def reduce() -> object:
+        return operators.wait_tensor(operators.all_reduce_(small, "sum", group.group_name))
 
     def gather() -> object:
         return operators.wait_tensor(operators.all_gather_into_tensor(part, size, group.group_name))
 
-    seconds = _fastest(gather, device)
-    return GroupSpeed(_rounded(latency), _rounded(4 * part.numel() * size / max(seconds - latency, seconds / 10)))
+    return speed_of(_fastest(reduce, device), _fastest(gather, device), 4 * part.numel() * size)
+
+
+def speed_of(small_s: float, large_s: float, large_bytes: int) -> GroupSpeed:
+    """Returns the speed of a group from the seconds of a small collective and of one of some bytes.
+
+    The latency is at most half of the large collective's time: otherwise their difference is noise, and a bandwidth
+    from it, which may be any number, would allow buckets of any size.
+    """
+    return GroupSpeed(_rounded(small_s), _rounded(large_bytes / max(large_s - small_s, large_s / 2)))
 
 
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of the fastest of several runs, since other load only adds time."""
+    """Returns the seconds of one call in the fastest of several sequences, since other load only adds time."""
     times = []
+    run()
     for _ in range(_REPEATS):
-        start = time.perf_counter()
-        run()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append((time.perf_counter() - start) / _CALLS)
     return min(times)
 
 
