@@ -6,11 +6,12 @@ import hashlib
 import os
 
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fxwrap.options import Options
 from fxwrap.runtime.group_speeds import MEASURE_ENV, chosen_speed
-from fxwrap.torch_compat import OpOverload, process_group
+from fxwrap.torch_compat import process_group
+from fxwrap.wrapper_ir import is_collective
 
 
 def with_group_speeds(options: Options, graph: GraphModule | ExportedProgram) -> Options:
@@ -23,7 +24,7 @@ def with_group_speeds(options: Options, graph: GraphModule | ExportedProgram) ->
     if is_off or options.collective_speeds is not None:
         return options
     module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
-    calls = [node for node in module.graph.nodes if _is_collective(node)]
+    calls = [node for node in module.graph.nodes if is_collective(node.target)]
     names = sorted({str(item) for node in calls for item in (*node.args, *node.kwargs.values()) if type(item) is str})
     groups = {name: group for name in names if (group := process_group(name)) is not None}
     text = "\n".join([str(node.target) for node in calls])
@@ -31,7 +32,3 @@ def with_group_speeds(options: Options, graph: GraphModule | ExportedProgram) ->
     chosen = {name: speed for name, group in groups.items() if (speed := chosen_speed(group, fingerprint)) is not None}
     speeds = {name: (speed.latency_s, speed.bytes_per_s) for name, speed in chosen.items()}
     return options.replace(collective_speeds=speeds) if speeds else options
-
-
-def _is_collective(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"

@@ -111,8 +111,8 @@ class _Bucketing:
         match line.arguments, line.results:
             case (Value(type=TensorType() as type_), *others), (Value(type=TensorType() as result) as value,):
                 spec = self.specs.get(type_.device.type)
-                if spec is None or type_.dtype != result.dtype:
-                    return None
+                if spec is None or type_.dtype != result.dtype or type_.dtype.is_complex:
+                    return None  # coalesced forms take no complex tensors
                 if name not in spec.coalesced_collectives and not self._can_concatenate(name, type_, value):
                     return None
                 kind = _Kind(line.operator, tuple(others), line.group, type_.dtype, type_.device)

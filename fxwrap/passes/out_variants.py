@@ -9,6 +9,7 @@ from fxwrap.passes.bucket_collectives import unused_name
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
+    Operand,
     Program,
     Result,
     TensorType,
@@ -48,11 +49,18 @@ _IN_PLACE: Mapping[str, str] = {
 }
 """Collectives with an in-place form. Their functional forms copy the operands first."""
 
+_INTO_TENSORS: Mapping[str, str] = {
+    "_c10d_functional.all_gather_into_tensor_coalesced.default": "fxwrap.all_gather_into_tensors.default",
+    "_c10d_functional.reduce_scatter_tensor_coalesced.default": "fxwrap.reduce_scatter_into_tensors.default",
+}
+"""Coalesced collectives, for which torch has no out variant, and the forms that write their last operand."""
+
 
 def use_out_variants(program: Program) -> Program:
     """Returns the program with out variants of matmuls and collectives that write to `memory.alloc` lines.
 
-    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. Only for
+    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. Coalesced
+    all_gathers and reduce_scatters write a list of `memory.alloc` lines. Only for
     results that the program frees and whose type is contiguous. Results are bitwise equal. Linear in the number of
     lines.
     """
@@ -77,20 +85,21 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
             buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
             lines.append(Alloc(buffer, origin=line.origin))
             lines.append(line.replace(operator=_COLLECTIVES[line.operator], outs=(buffer,), aliases=(buffer,)))
-        elif isinstance(line, StartCollective) and (pairs := _in_place_pairs(line, freed)):
+        elif isinstance(line, StartCollective) and (pairs := _written_pairs(line, freed)):
             for operand, result in pairs:
-                is_last = uses.ends_with(position, operand.name) and [item for item, _ in pairs].count(operand) == 1
-                is_owned = operand.name in freed and operand.name not in buffers
-                if is_last and is_owned and operand.type == result.type:
-                    buffers[result.name] = operand
-                    freed.remove(operand.name)  # it lives as long as the result
-                    continue
+                if operand is not None and operand.type == result.type and operand.name not in buffers:
+                    is_last = uses.ends_with(position, operand.name) and [item for item, _ in pairs].count(operand) == 1
+                    if is_last and operand.name in freed:
+                        buffers[result.name] = operand
+                        freed.remove(operand.name)  # it lives as long as the result
+                        continue
                 buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
                 lines.append(Alloc(buffer, origin=line.origin))
-                lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
+                if operand is not None:
+                    lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
             pending = {result.name for _, result in pairs}
             in_flight |= dict.fromkeys(pending, pending)
-            lines.append(_in_place(line, tuple([buffers[result.name] for _, result in pairs])))
+            lines.append(_writing(line, tuple([buffers[result.name] for _, result in pairs])))
         elif isinstance(line, WaitCollective) and line.pending.name in in_flight:
             in_flight[line.pending.name].discard(line.pending.name)
             lines.append(line)
@@ -151,11 +160,17 @@ class _Uses:
         return self._last.get(name) == position and not any(start < position < wait for start, wait in reads)
 
 
-def _in_place_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value, Value]]:
-    """Returns the operands and results of a collective that can run in place, none for another one."""
-    if line.operator not in _IN_PLACE or line.stream != 0 or any(line.aliases):
+def _written_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value | None, Value]]:
+    """Returns the results of a collective that can write buffers of the block, none for another one.
+
+    Each is with the operand that its buffer holds first, if the collective runs in place.
+    """
+    if line.operator not in (*_IN_PLACE, *_INTO_TENSORS) or line.stream != 0 or any(line.aliases):
         return []
-    operands, results = values_in(line.arguments[:1]), values_in(line.results)
+    results = values_in(line.results)
+    operands: list[Value] | list[None] = [None] * len(results)
+    if line.operator in _IN_PLACE:
+        operands = values_in(line.arguments[:1])
     types = [value.tensor_type for value in results]
     if not freed.issuperset([item.name for item in results]) or not all(
         item.is_contiguous and not item.layout for item in types
@@ -164,8 +179,11 @@ def _in_place_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value,
     return list(zip(operands, results, strict=True)) if len(operands) == len(results) else []
 
 
-def _in_place(line: StartCollective, buffers: tuple[Value, ...]) -> StartCollective:
-    """Returns a collective in its in-place form, on these operands."""
+def _writing(line: StartCollective, buffers: tuple[Value, ...]) -> StartCollective:
+    """Returns a collective in the form that writes these buffers."""
+    if line.operator in _INTO_TENSORS:
+        arguments: tuple[Operand, ...] = (*line.arguments, buffers)
+        return line.replace(operator=_INTO_TENSORS[line.operator], arguments=arguments, writes=buffers, aliases=buffers)
     first = buffers if isinstance(line.arguments[0], tuple) else buffers[0]
     arguments = (first, *line.arguments[1:])
     return line.replace(operator=_IN_PLACE[line.operator], arguments=arguments, writes=buffers, aliases=buffers)

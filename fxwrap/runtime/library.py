@@ -21,7 +21,7 @@ from fxwrap import torch_compat
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
 from fxwrap.errors import KernelTextError
-from fxwrap.runtime import devices, symmetric_memory, tensors
+from fxwrap.runtime import collectives, devices, symmetric_memory, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -405,6 +405,28 @@ def _synchronize_device(device: torch.device | None = None) -> None:
     torch.accelerator.synchronize(device)
 
 
+# --- collectives ----------------------------------------------------------------------------------------------------
+
+
+def _all_gather_functionalised(inputs: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+    return _collective_functionalised("all_gather_into_tensor_coalesced", inputs, arguments)
+
+
+def _reduce_scatter_functionalised(inputs: Sequence[torch.Tensor], *arguments: Any) -> list[torch.Tensor]:
+    return _collective_functionalised("reduce_scatter_tensor_coalesced", inputs, arguments)
+
+
+def _collective_functionalised(name: str, inputs: Sequence[torch.Tensor], arguments: Sequence[Any]) -> list[Any]:
+    """Awaits the results, since nothing else may read them before; later waits have no effect."""
+    outs, operators = arguments[-1], torch.ops._c10d_functional
+    contents = [torch_compat.unwrap_functional_tensor(tensor) for tensor in inputs]
+    with torch_compat.exclude_functionalisation():
+        results = [operators.wait_tensor(item) for item in getattr(operators, name)(contents, *arguments[:-1])]
+    for out, content in zip(outs, results, strict=True):
+        torch_compat.replace_functional_tensor(out, content)
+    return list(outs)
+
+
 # --- registration ---------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +458,17 @@ _OPERATORS = (
     _Operator(
         f"allocate_symmetric({_TYPE}, Device device, str group) -> Tensor",
         symmetric_memory.allocate, _allocate_symmetric_fake,
+    ),
+    _Operator(
+        "all_gather_into_tensors(Tensor[] inputs, int group_size, Any group_name, Tensor(a!)[] outs) -> Tensor(a!)[]",
+        collectives.all_gather_into_tensors, collectives.into_tensors_fake, _all_gather_functionalised,
+        has_side_effect=True,
+    ),
+    _Operator(
+        "reduce_scatter_into_tensors(Tensor[] inputs, str reduce_op, int group_size, Any group_name, "
+        "Tensor(a!)[] outs) -> Tensor(a!)[]",
+        collectives.reduce_scatter_into_tensors, collectives.into_tensors_fake, _reduce_scatter_functionalised,
+        has_side_effect=True,
     ),
     _Operator(f"reuse(Tensor(a) memory, {_TYPE}) -> Tensor(a)", _reuse, _reuse, _reuse_functionalised),
     _Operator("pool(SymInt size, Device device) -> Tensor", _pool, _pool),

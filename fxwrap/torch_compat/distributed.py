@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,33 @@ def group_store(group: ProcessGroup, prefix: str) -> Any:
 
     backend, store = distributed_c10d._world.pg_map.get(group, (None, None))
     return None if backend == "fake" or store is None else distributed_c10d.PrefixStore(prefix, store)
+
+
+def start_coalesced(
+    outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], reduction: str | None, group: Any
+) -> None:
+    """Starts one all_gather of several tensors into others, or with a reduction one reduce_scatter, in a group.
+
+    `_c10d_functional.wait_tensor` waits for each of `outs`, whose storages must differ from those of other results in
+    flight.
+    Why: functional collectives have no such form, and the calls of process groups that they make, whose names torch
+    changed in 2.13, and the table of works in flight are not public.
+    """
+    from torch._C import _distributed_c10d
+    from torch.distributed import distributed_c10d
+
+    if isinstance(group, str):
+        group = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type, attr-defined]
+    if reduction is None:
+        start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+        work = start(list(outs), list(inputs))
+    else:
+        options = torch.distributed.ReduceScatterOptions()
+        options.reduceOp = getattr(torch.distributed.ReduceOp, reduction.upper())
+        start = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+        work = start(list(outs), list(inputs), options)
+    for out in outs:
+        _distributed_c10d._register_work(out, work)
 
 
 def store_timeout(store: Any) -> timedelta:

@@ -53,21 +53,25 @@ def last_uses(lines: Sequence[LineBase], arguments: Iterable[Value] = ()) -> dic
     """Returns the position of the last use of each root of a block, by the root's name.
 
     A line uses the roots of all values that it defines, reads, writes or consumes. Roots in flight, and their operands,
-    are used until the wait. An unused argument has position -1.
+    are used until the wait, of several results of one collective the last one. An unused argument has position -1.
     """
     root_of = {value.name: value.name for value in arguments}
+    memory_of = dict(root_of)  # the slice of a pool that a value is in, else its root
     last = dict.fromkeys(root_of, -1)
-    in_flight: dict[str, list[str]] = {}
+    in_flight: dict[str, list[str]] = {}  # by memory
     for position, line in enumerate(lines):
         roots = [root_of[value.name] for value in used(line)]
         for value in defined(line):
             base = line.alias_of(value)
             root_of[value.name] = value.name if base is None else root_of[base.name]
+            has_content = line.results_initialized or line.zeroed
+            memory_of[value.name] = value.name if base is None or not has_content else memory_of[base.name]
             if line.is_async_start:
-                in_flight[root_of[value.name]] = roots
+                in_flight[memory_of[value.name]] = roots
             last[root_of[value.name]] = position
         if line.is_async_wait:
-            roots = [*roots, *(operand for root in roots for operand in in_flight.pop(root, ()))]
+            pending = [memory_of[value.name] for value in reads(line)]
+            roots = [*roots, *(operand for memory in pending for operand in in_flight.pop(memory, ()))]
         for root in roots:
             last[root] = position
     return last

@@ -20,9 +20,11 @@ _ASSERTION_OPERATORS = frozenset({
     "aten._assert_scalar.default", "aten._assert_async.default", "aten._assert_async.msg",
     "aten._assert_tensor_metadata.default",
 })  # fmt: skip
-_COMMUNICATING_NAMESPACES = frozenset({"_c10d_functional", "c10d", "c10d_functional", "symm_mem"})
+_COLLECTIVES = "_c10d_functional"
+_INTO_TENSORS = frozenset({"fxwrap.all_gather_into_tensors.default", "fxwrap.reduce_scatter_into_tensors.default"})
+_COMMUNICATING_NAMESPACES = frozenset({_COLLECTIVES, "c10d", "c10d_functional", "symm_mem"})
 _COMMUNICATING_OPERATORS = frozenset({
-    "fxwrap_runtime.matmuls_reduce_scatter.default", "fxwrap_runtime.one_shot_all_reduce.default",
+    *_INTO_TENSORS, "fxwrap_runtime.matmuls_reduce_scatter.default", "fxwrap_runtime.one_shot_all_reduce.default",
 })  # fmt: skip
 _PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
 
@@ -144,6 +146,13 @@ def operator_schema(overload: OpOverload) -> OperatorSchema:
 def is_assertion(target: object) -> bool:
     """Returns whether an operator only raises an error if a condition is false."""
     return isinstance(target, OpOverload) and operator_name(target) in _ASSERTION_OPERATORS
+
+
+def is_collective(target: object) -> bool:
+    """Returns whether an operator starts a collective or point-to-point communication, or waits for it."""
+    if not isinstance(target, OpOverload):
+        return False
+    return target.namespace == _COLLECTIVES or operator_name(target) in _INTO_TENSORS
 
 
 def operator_name(overload: OpOverload) -> str:

@@ -24,9 +24,7 @@ from fxwrap.torch_compat import (
     storage_identity,
     torch_schema,
 )
-from fxwrap.wrapper_ir.operators import used_result_indices
-
-COLLECTIVES = "_c10d_functional"
+from fxwrap.wrapper_ir.operators import is_collective, used_result_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ def import_operator_call(importer: GraphImporter, node: Node) -> None:
         operands = CallOperands(ir.operator_schema(operator), arguments, keywords, ())
     _check_mutated_operands(node, operands)
     schema = operands.schema
-    if operator.namespace == COLLECTIVES:
+    if is_collective(operator):
         _import_collective(importer, node, operator, operands)
     elif schema.is_out_variant:
         effects = schema.effects(operands.devices())

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from fxwrap import torch_compat
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.emitted_program import EmittedProgram
-from fxwrap.converters.from_fx.calls import COLLECTIVES, import_getitem, import_operator_call
+from fxwrap.converters.from_fx.calls import import_getitem, import_operator_call
 from fxwrap.converters.from_fx.control import CONTROL, find_absorbed_nodes, import_replayed_call
 from fxwrap.converters.from_fx.effects import EFFECTS, import_wait
 from fxwrap.converters.from_fx.functional import FUNCTIONAL, import_as_write
@@ -304,7 +304,7 @@ def import_call(importer: GraphImporter, node: Node) -> None:
     elif target is operator.getitem:
         _import_getitem(importer, node)
     elif isinstance(target, torch_compat.OpOverload):
-        is_wait = target.namespace == COLLECTIVES and torch_compat.operator_name(target) == "wait_tensor"
+        is_wait = ir.is_collective(target) and torch_compat.operator_name(target) == "wait_tensor"
         (import_wait if is_wait else import_operator_call)(importer, node)
     elif isinstance(target, torch_compat.HigherOrderOperator):
         raise failure(node, "no line of a program represents this operator", "Decompose it into calls first")

@@ -15,9 +15,8 @@ from fxwrap.lowering.builder import Builder, FakeValue, Keywords
 from fxwrap.lowering.in_flight import Pending
 from fxwrap.torch_compat import OpOverload, operator_name
 from fxwrap.wrapper_ir import Operand, Result, Value, map_leaves, values_in
-from fxwrap.wrapper_ir.operators import OperatorSchema, operator_schema
+from fxwrap.wrapper_ir.operators import OperatorSchema, is_collective, operator_schema
 
-_NAMESPACE = "_c10d_functional"
 _WAIT = "wait_tensor"
 _POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
 """Communication between two ranks. A rank may wait only after it started its part of both directions."""
@@ -178,7 +177,7 @@ def _group(operand: Operand) -> str:
 
 
 def _is_call(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == _NAMESPACE
+    return is_collective(node.target)
 
 
 def _is_wait(node: Node) -> bool:
