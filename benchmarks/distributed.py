@@ -56,7 +56,9 @@ SYMMETRIC = "fxwrap symmetric"
 SIDES = ("eager", "inductor", "fxwrap", SYMMETRIC, "fxwrap step")
 START = time.perf_counter()
 _PROFILED_STEPS = 5
-_MEASURED = "measured steps"
+_MARKER = "spin_kernel"
+"""A part of the name of the kernel of `torch.cuda._sleep`."""
+
 _COMMUNICATION = ("ncclDevKernel", "Memcpy PtoP", "barrier_kernel", "shot_all_reduce")
 """Parts of the names of kernels that communicate: those of NCCL, and of symmetric memory."""
 
@@ -78,6 +80,7 @@ class Job:
     tokens: Tensor
     name: str
     models: dict[tuple[bool, bool], tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
+    unbucketed: dict[bool, int] = field(default_factory=dict)
 
     @property
     def parallelism(self) -> Parallelism:
@@ -104,10 +107,14 @@ class Job:
         step = train_step(forward, optimizer)
         return fxwrap.compile_step(step, (self.tokens,)) if side == "fxwrap step" else step
 
-    def uncompiled_step(self, side: str) -> Step:
-        """Returns the step of a side's model in eager."""
-        model, optimizer = self._model(side == "eager", is_local=False)
-        return torch.no_grad()(model) if isinstance(model, DecodingLlama) else train_step(model, optimizer)
+    def unbucketed_collectives(self, side: str) -> int:
+        """Returns the number of collectives of a side's model in eager."""
+        is_eager = side == "eager"
+        if is_eager not in self.unbucketed:
+            model, optimizer = self._model(is_eager, is_local=False)
+            step = torch.no_grad()(model) if isinstance(model, DecodingLlama) else train_step(model, optimizer)
+            self.unbucketed[is_eager], _ = profiled(step, self.tokens, count=1)
+        return self.unbucketed[is_eager]
 
     def _model(self, is_eager: bool, is_local: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         key = (is_eager, is_local)
@@ -194,35 +201,34 @@ def _synchronise(tokens: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def profiled(step: Step, tokens: Tensor) -> tuple[int, float]:
+def profiled(step: Step, tokens: Tensor, count: int = _PROFILED_STEPS) -> tuple[int, float]:
     """Returns the number of collectives of a step, and on GPUs the seconds of exposed communication of this rank.
 
-    On GPUs both are the mean of several steps in sequence. A step and a barrier precede them in the profile: the start
-    of a profiler delays ranks differently, and a collective that waits for another rank would count as exposed.
+    On GPUs both are the mean of `count` steps in sequence. A step, a barrier and a marker precede them in the profile:
+    the start of a profiler delays ranks differently, and a collective that waits for another rank would count as
+    exposed. Operators are not recorded, since that delays the host, and takes long to read.
     """
     if not tokens.is_cuda:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step(tokens)
         return len([event for event in profile.events() if event.name.startswith("gloo:")]), 0.0
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(tokens)
         _synchronise(tokens)
         dist.barrier()
+        torch.cuda._sleep(1000)  # type: ignore[no-untyped-call]
         _synchronise(tokens)
-        with torch.profiler.record_function(_MEASURED):
-            for _ in range(_PROFILED_STEPS):
-                step(tokens)
-            _synchronise(tokens)
-    events = profile.events()
+        for _ in range(count):
+            step(tokens)
+        _synchronise(tokens)
     device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-    begin = min([event.time_range.start for event in events if event.name == _MEASURED and event.device_type != device])
-    kernels = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    kernels = [event for event in kernels if event.time_range.start >= begin and event.name != _MEASURED]
+    kernels = [event for event in profile.events() if event.device_type == device and not event.is_user_annotation]
+    begin = max([event.time_range.end for event in kernels if _MARKER in event.name])
+    kernels = [event for event in kernels if event.time_range.start >= begin]
     collectives = [event for event in kernels if any(name in event.name for name in _COMMUNICATION)]
     others = [event for event in kernels if not any(name in event.name for name in ("nccl", *_COMMUNICATION))]
     intervals = [[(event.time_range.start, event.time_range.end) for event in part] for part in (collectives, others)]
-    return round(len(collectives) / _PROFILED_STEPS), uncovered(*intervals) / 1e6 / _PROFILED_STEPS
+    return round(len(collectives) / count), uncovered(*intervals) / 1e6 / count
 
 
 def uncovered(intervals: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:
@@ -281,17 +287,17 @@ def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
     for _ in range(job.chosen.rounds):
         for name, step in steps.items():
             times[name].append(seconds(step, job.tokens))
+    progress(f"{job.name}, {side.name}: timed")
     count, exposed = profiled(side.step, job.tokens)
     if "local" in times:
         exposed = min(times["side"]) - min(times["local"])
-    unbucketed, _ = profiled(job.uncompiled_step(side.name), job.tokens)
     peak = peak_bytes(side.step, job.tokens)
     median = statistics.median(times["side"])
     base_times = times.get("base", times["side"])
     ratio = statistics.median([one / other for one, other in zip(times["side"], base_times, strict=True)])
     row: dict[str, str | int | float | None] = {
         "parallelism": job.name, "side": side.name, "ms": round(1e3 * median, 2), f"/ {base.name}": round(ratio, 3),
-        "collectives": count, "unbucketed": unbucketed,
+        "collectives": count, "unbucketed": job.unbucketed_collectives(side.name),
         "exposed, ms": round(1e3 * exposed, 2), "exposed": round(exposed / median, 3),
         "peak, MB": None if peak is None else round(peak, 1),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.lines import ExternCall, Free, Launch, PoolSlice, StartCollective, WaitCollective
 from fxwrap.options import EMITTERS, Options
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Program, live_bytes
 from tests.support.versions import is_before
 
 C10D = torch.ops._c10d_functional
@@ -210,6 +210,38 @@ def test_buffers_of_collectives_are_pooled_and_reused_after_the_wait(group: str)
         assert pools
         assert all([item.pool.name for item in slices.values()].count(pool) > 1 for pool in pools)
         torch.testing.assert_close(compiled(x)[0], function(x), rtol=0, atol=0)
+
+
+def test_buckets_write_slices_of_pools_and_need_less_memory(group: str) -> None:
+    """Each layer gathers two tensors and scatters two; pools hold all of them, one layer after the other."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            gathered = C10D.all_gather_into_tensor_coalesced([x @ x, x.sin()], 1, group)
+            first, second = [C10D.wait_tensor(item) for item in gathered]
+            scattered = C10D.reduce_scatter_tensor_coalesced([first @ second, second.cos()], "sum", 1, group)
+            first, second = [C10D.wait_tensor(item) for item in scattered]
+            x = (first * second).tanh()
+        return x
+
+    x, options = torch.rand(64, 64), Options(memory_planning="auto", fuse=False, compile_cache=False)
+    for variant in (*[{"emitter": emitter} for emitter in EMITTERS], {"check_memory": True}):
+        compiled = fxwrap.compile_graph(graph_of(function, x), (x,), options=options.replace(**variant))
+        program = compiled.program
+        slices = {line.result.name for line in program.lines() if isinstance(line, PoolSlice)}
+        starts = [line for line in program.lines() if isinstance(line, StartCollective)]
+        names = ["fxwrap.all_gather_into_tensors.default", "fxwrap.reduce_scatter_into_tensors.default"]
+        assert [start.operator for start in starts] == names * 3
+        assert sum([value.name in slices for start in starts for value in start.writes]) >= 10
+        torch.testing.assert_close(compiled(x)[0], function(x), rtol=0, atol=0)
+        assert fxwrap.parse(str(program)) == program
+        unplanned = fxwrap.compile_graph(
+            graph_of(function, x), (x,), options=options.replace(memory_planning="none", **variant)
+        )
+        assert live_bytes(program).peak <= live_bytes(unplanned.program).peak
+        if compiled.graph_module is not None:
+            again = fxwrap.verify(fxwrap.from_fx(compiled.graph_module))
+            torch.testing.assert_close(fxwrap.run(again, [x])[0], function(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

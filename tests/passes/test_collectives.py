@@ -68,6 +68,13 @@ def test_gathers_without_a_coalesced_form_stay() -> None:
     assert bucket_collectives(program, {"cpu": spec}) is program
 
 
+def test_complex_tensors_are_not_in_buckets() -> None:
+    """Coalesced forms do not take them."""
+    text = read_section(GOLDENS / "bucket_collectives_gathers_are_coalesced.txt", "input").replace("f32", "c64")
+    program = fxwrap.verify(fxwrap.parse(text))
+    assert "c64" in text and bucket_collectives(program, {"cpu": CPU}) is program
+
+
 MEMORY = """program @p(%x: owned f32[{size}]@cpu, %a: borrowed f32[512]@cpu) {{
   %y = extern.call @aten.sin.default(%x) : f32[{size}]@cpu
   memory.free(%x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxwrap
-from fxwrap.lines import Alloc, Free, StartCollective
+from fxwrap.lines import Alloc, Free, PoolSlice, StartCollective
 from fxwrap.memory_planning import apply_plan, plan_memory, program_live_ranges
 from fxwrap.memory_planning.live_ranges import MemoryOwner
 from fxwrap.passes.out_variants import OUT_VARIANTS, use_out_variants
@@ -141,3 +141,46 @@ def test_operands_that_a_collective_in_flight_reads_are_copied() -> None:
     changed = verify(use_out_variants(parsed(text.replace("control.return(%o)", "control.return(%o, %h)"))))
     starts = [line for line in changed.lines() if isinstance(line, StartCollective)]
     assert [[value.name for value in line.writes] for line in starts][:2] == [[], ["s_buffer"]]
+
+
+COALESCED = """
+program @p(%x: borrowed f32[8, 8]@cpu) {
+  %a = extern.call @aten.mm.default(%x, %x) : f32[8, 8]@cpu
+  %s = extern.call @aten.sum.default(%a) : f32[]@cpu
+  memory.free(%a)
+  [%g, %h] = collective.start @_c10d_functional.all_gather_into_tensor_coalesced.default([%x, %x], 2, "0") group="0" : [f32[16, 8]@cpu, f32[16, 8]@cpu]
+  %v = collective.wait(%g) group="0" : f32[16, 8]@cpu
+  %m = extern.call @aten.sum.default(%v) : f32[]@cpu
+  %w = collective.wait(%h) group="0" : f32[16, 8]@cpu
+  %n = extern.call @aten.sum.default(%w) : f32[]@cpu
+  memory.free(%g)
+  memory.free(%h)
+  %b = extern.call @aten.mm.default(%x, %x) : f32[8, 8]@cpu
+  [%r, %q] = collective.start @_c10d_functional.reduce_scatter_tensor_coalesced.default([%b, %x], "avg", 2, "0") group="0" : [f32[4, 8]@cpu, f32[4, 8]@cpu]
+  %y = collective.wait(%q) group="0" : f32[4, 8]@cpu
+  %z = collective.wait(%r) group="0" : f32[4, 8]@cpu
+  memory.free(%b)
+  %o = extern.call @aten.add.Tensor(%y, %z) : f32[4, 8]@cpu
+  memory.free(%r)
+  memory.free(%q)
+  control.return(%s, %m, %n, %o)
+}
+"""  # noqa: E501
+
+
+def test_coalesced_collectives_write_slices_of_a_pool() -> None:
+    """The gathered tensors, 1024 bytes, are the peak: nothing else is allocated meanwhile."""
+    filled = verify(use_out_variants(parsed(COALESCED)))
+    starts = [line for line in filled.lines() if isinstance(line, StartCollective)]
+    operators = ["fxwrap.all_gather_into_tensors.default", "fxwrap.reduce_scatter_into_tensors.default"]
+    assert [line.operator for line in starts] == operators
+    assert [[value.name for value in line.writes] for line in starts] == [
+        ["g_buffer", "h_buffer"], ["r_buffer", "q_buffer"]
+    ]  # fmt: skip
+    assert all(line.writes == line.aliases == line.arguments[-1] for line in starts)
+    frees = [line.root.name for line in filled.lines() if isinstance(line, Free)]
+    assert frees == ["a", "g_buffer", "h_buffer", "b", "r_buffer", "q_buffer"]
+    planned = verify(apply_plan(filled, plan_memory(filled, alignment=cache_line)))
+    assert 1024 <= live_bytes(planned, include_inputs=False).peak < 1024 + 64
+    slices = {line.result.name for line in planned.lines() if isinstance(line, PoolSlice)}
+    assert slices == {"a", "g_buffer", "h_buffer", "b", "r_buffer", "q_buffer"}
