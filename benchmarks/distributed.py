@@ -216,7 +216,7 @@ def profiled(step: Step, tokens: Tensor, count: int = _PROFILED_STEPS) -> tuple[
         step(tokens)
         _synchronise(tokens)
         dist.barrier()
-        torch.cuda._sleep(1000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(1000)
         _synchronise(tokens)
         for _ in range(count):
             step(tokens)

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import EMITTERS, Options
+from tests.distributed.overlap_rank import check_pooled_buckets
 from tests.distributed.training_cases import CASES
 from tests.distributed.training_rank import check
 from tests.fused_communication.rank import check_training
@@ -79,6 +80,7 @@ def check_one_shot_all_reduce() -> None:
 
 
 CHECKS: Mapping[str, Callable[[], None]] = {
+    "pooled_buckets": lambda: check_pooled_buckets(torch.device("cuda", torch.cuda.current_device())),
     "fused_communication": check_fused_communication,
     "one_shot_all_reduce": check_one_shot_all_reduce,
     "fused_training": lambda: check_training(torch.device("cuda", torch.cuda.current_device())),

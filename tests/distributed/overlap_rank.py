@@ -20,7 +20,7 @@ import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.errors import RankError
 from fxwrap.fused_communication import CommunicationFusion
-from fxwrap.lines import ExternCall, StartCollective
+from fxwrap.lines import ExternCall, PoolSlice, StartCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
@@ -59,11 +59,11 @@ def starts(program: Program) -> int:
     return sum(isinstance(line, StartCollective) for line in program.lines())
 
 
-def check_fsdp(rank: int) -> None:
+def check_fsdp(rank: int, options: Options = OVERLAPPED) -> None:
     """A model of 12 blocks: at least 5 times fewer collectives, and the same bits."""
     model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(12)]), init_mesh())
     SameBits.programs.clear()
-    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBits), fullgraph=True)
+    compiled = torch.compile(model, backend=make_backend(options, SameBits), fullgraph=True)
     compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
     assert [starts(before) for before, _ in SameBits.programs] == [72, 72]
     for _, after in SameBits.programs:
@@ -218,6 +218,45 @@ def check_fused_communication(rank: int) -> None:
             torch.testing.assert_close(list(compiled(*inputs)), list(expected))
 
 
+def sharded(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """Two layers that gather their weights, and scatter what would be gradients of them."""
+    size, group = torch.distributed.get_world_size(), torch.distributed.group.WORLD.group_name
+    scattered = []
+    for first, second in zip(weights[::2], weights[1::2], strict=True):
+        gathered = [C10D.wait_tensor(C10D.all_gather_into_tensor(item, size, group)) for item in (first, second)]
+        x = (x @ gathered[0]).relu() @ gathered[1].t()
+        pending = C10D.reduce_scatter_tensor_coalesced([x.t() @ x, x.t() * 2], "sum", size, group)
+        scattered += [C10D.wait_tensor(item) for item in pending]
+    return x, *[item + 1 for item in scattered]
+
+
+def check_pooled_buckets(device: torch.device) -> None:
+    """Buckets write slices of pools, also several at a time, in every emitter; results have the same bits."""
+    generator = torch.Generator(device).manual_seed(torch.distributed.get_rank())
+    size = 8 // torch.distributed.get_world_size()
+    weights = [torch.randn(size, 6, generator=generator, device=device) for _ in range(4)]
+    x = torch.randn(16, 8, generator=generator, device=device)
+    graph = make_fx(lambda *inputs: sharded(inputs[:-1], inputs[-1]), tracing_mode="fake")(*weights, x)
+    expected = fxwrap.compile_graph(graph, (*weights, x), options=PLAIN)(*weights, x)
+    for emitter in EMITTERS:
+        options = OVERLAPPED.replace(emitter=emitter, memory_planning="auto")
+        compiled = fxwrap.compile_graph(graph, (*weights, x), options=options)
+        slices = {line.result.name for line in compiled.program.lines() if isinstance(line, PoolSlice)}
+        operators = [line.operator for line in compiled.program.lines() if isinstance(line, StartCollective)]
+        written = [
+            value.name
+            for line in compiled.program.lines()
+            if isinstance(line, StartCollective)
+            for value in line.writes
+        ]
+        assert "fxwrap.all_gather_into_tensors.default" in operators, compiled.program
+        assert "fxwrap.reduce_scatter_into_tensors.default" in operators, compiled.program
+        assert slices.intersection(written), compiled.program
+        for _ in range(3):
+            for one, other in zip(compiled(*weights, x), expected, strict=True):
+                assert torch.equal(one, other), emitter
+
+
 SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
@@ -244,6 +283,8 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "compiled_alone": check_compiled_alone,
     "point_to_point": check_point_to_point,
     "fused_communication": check_fused_communication,
+    "pooled_buckets": lambda rank: check_pooled_buckets(torch.device("cpu")),
+    "pooled_fsdp": lambda rank: check_fsdp(rank, OVERLAPPED.replace(memory_planning="auto")),
     "random": lambda rank: check_random(rank, sample_size(30)),
 }
 
