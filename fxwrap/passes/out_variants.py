@@ -35,13 +35,6 @@ OUT_VARIANTS: Mapping[str, str] = {
 Out variants of most others (convolutions, norms, attention) compute a temporary and copy it.
 """
 
-
-_COLLECTIVES: Mapping[str, str] = {
-    "_c10d_functional.all_gather_into_tensor.default": "_c10d_functional.all_gather_into_tensor_out.default",
-    "_c10d_functional.reduce_scatter_tensor.default": "_c10d_functional.reduce_scatter_tensor_out.default",
-}
-"""Collectives with an out variant."""
-
 _IN_PLACE: Mapping[str, str] = {
     "_c10d_functional.all_reduce.default": "_c10d_functional.all_reduce_.default",
     "_c10d_functional.all_reduce_coalesced.default": "_c10d_functional.all_reduce_coalesced_.default",
@@ -50,19 +43,23 @@ _IN_PLACE: Mapping[str, str] = {
 """Collectives with an in-place form. Their functional forms copy the operands first."""
 
 _INTO_TENSORS: Mapping[str, str] = {
+    "_c10d_functional.all_gather_into_tensor.default": "fxwrap.all_gather_into_tensors.default",
+    "_c10d_functional.reduce_scatter_tensor.default": "fxwrap.reduce_scatter_into_tensors.default",
     "_c10d_functional.all_gather_into_tensor_coalesced.default": "fxwrap.all_gather_into_tensors.default",
     "_c10d_functional.reduce_scatter_tensor_coalesced.default": "fxwrap.reduce_scatter_into_tensors.default",
 }
-"""Coalesced collectives, for which torch has no out variant, and the forms that write their last operand."""
+"""Collectives, and their form for lists of operands that writes its last argument.
+
+torch has out variants without lists only, and with them a wait for one slice of a pool waits for all in the pool.
+"""
 
 
 def use_out_variants(program: Program) -> Program:
     """Returns the program with out variants of matmuls and collectives that write to `memory.alloc` lines.
 
-    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. Coalesced
-    all_gathers and reduce_scatters write a list of `memory.alloc` lines. Only for
-    results that the program frees and whose type is contiguous. Results are bitwise equal. Linear in the number of
-    lines.
+    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. All_gathers
+    and reduce_scatters write a list of `memory.alloc` lines. Only for results that the program frees and whose type is
+    contiguous. Results are bitwise equal. Linear in the number of lines.
     """
     names = {value.name for line in program.lines() for value in defined(line)}
     functions = tuple([(name, _use_out_variants_in(block, names)) for name, block in program.functions])
@@ -81,10 +78,6 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
         if isinstance(line, ExternCall) and (result := _replaceable_result(line, freed)) is not None:
             lines.append(Alloc(result, origin=line.origin))
             lines.append(line.replace(results=(), target=OUT_VARIANTS[line.target], outs=(result,)))
-        elif isinstance(line, StartCollective) and (result := _collective_result(line, freed)) is not None:
-            buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
-            lines.append(Alloc(buffer, origin=line.origin))
-            lines.append(line.replace(operator=_COLLECTIVES[line.operator], outs=(buffer,), aliases=(buffer,)))
         elif isinstance(line, StartCollective) and (pairs := _written_pairs(line, freed)):
             for operand, result in pairs:
                 if operand is not None and operand.type == result.type and operand.name not in buffers:
@@ -119,13 +112,6 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
 def _replaceable_result(line: ExternCall, freed: set[str]) -> Value | None:
     """Returns the result of a call that an allocation of the block can replace, or None."""
     if line.target not in OUT_VARIANTS or line.outs or line.stream != 0 or line.effect_set:
-        return None
-    return _freed_result(line.results, line.aliases, freed)
-
-
-def _collective_result(line: StartCollective, freed: set[str]) -> Value | None:
-    """Returns the result of a collective that an allocation of the block can replace, or None."""
-    if line.operator not in _COLLECTIVES or line.stream != 0:
         return None
     return _freed_result(line.results, line.aliases, freed)
 
@@ -182,8 +168,12 @@ def _written_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value |
 def _writing(line: StartCollective, buffers: tuple[Value, ...]) -> StartCollective:
     """Returns a collective in the form that writes these buffers."""
     if line.operator in _INTO_TENSORS:
-        arguments: tuple[Operand, ...] = (*line.arguments, buffers)
-        return line.replace(operator=_INTO_TENSORS[line.operator], arguments=arguments, writes=buffers, aliases=buffers)
+        operands = line.arguments[0] if isinstance(line.arguments[0], tuple) else line.arguments[:1]
+        arguments: tuple[Operand, ...] = (operands, *line.arguments[1:], buffers)
+        results = (tuple(values_in(line.results)),)
+        return line.replace(
+            results=results, operator=_INTO_TENSORS[line.operator], arguments=arguments, writes=buffers, aliases=buffers
+        )
     first = buffers if isinstance(line.arguments[0], tuple) else buffers[0]
     arguments = (first, *line.arguments[1:])
     return line.replace(operator=_IN_PLACE[line.operator], arguments=arguments, writes=buffers, aliases=buffers)

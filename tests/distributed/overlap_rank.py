@@ -225,7 +225,7 @@ def sharded(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
     for first, second in zip(weights[::2], weights[1::2], strict=True):
         gathered = [C10D.wait_tensor(C10D.all_gather_into_tensor(item, size, group)) for item in (first, second)]
         x = (x @ gathered[0]).relu() @ gathered[1].t()
-        pending = C10D.reduce_scatter_tensor_coalesced([x.t() @ x, x.t() * 2], "sum", size, group)
+        pending = C10D.reduce_scatter_tensor_coalesced([x.t() @ x, x.t().contiguous() * 2], "sum", size, group)
         scattered += [C10D.wait_tensor(item) for item in pending]
     return x, *[item + 1 for item in scattered]
 
@@ -257,6 +257,27 @@ def check_pooled_buckets(device: torch.device) -> None:
                 assert torch.equal(one, other), emitter
 
 
+def check_waits_in_a_pool(rank: int) -> None:
+    """A wait for one slice of a pool waits for no other collective in the pool, which rank 1 starts only after it."""
+    groups = [torch.distributed.new_group() for _ in range(2)]
+    x, pool = torch.arange(4.0) + rank, torch.zeros(64, dtype=torch.uint8)
+    outs = [pool[offset : offset + 32].view(torch.float32) for offset in (0, 32)]
+
+    def start(number: int) -> Tensor:
+        name = groups[number].group_name
+        (result,) = torch.ops.fxwrap.all_gather_into_tensors([x], WORLD_SIZE, name, [outs[number]])
+        return result
+
+    pending = [start(number) for number in range(2 - rank)]
+    C10D.wait_tensor(pending[0])
+    torch.distributed.barrier()
+    if rank == 1:
+        pending.append(start(1))
+    C10D.wait_tensor(pending[1])
+    for out in outs:
+        assert torch.equal(out, torch.cat([torch.arange(4.0), torch.arange(4.0) + 1]))
+
+
 SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
@@ -284,6 +305,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "point_to_point": check_point_to_point,
     "fused_communication": check_fused_communication,
     "pooled_buckets": lambda rank: check_pooled_buckets(torch.device("cpu")),
+    "waits_in_a_pool": check_waits_in_a_pool,
     "pooled_fsdp": lambda rank: check_fsdp(rank, OVERLAPPED.replace(memory_planning="auto")),
     "random": lambda rank: check_random(rank, sample_size(30)),
 }

@@ -205,8 +205,8 @@ def test_buffers_of_collectives_are_pooled_and_reused_after_the_wait(group: str)
         compiled = fxwrap.compile_graph(graph_of(function, x), (x,), options=options.replace(**variant))
         starts = [line for line in compiled.program.lines() if isinstance(line, StartCollective)]
         slices = {line.result.name: line for line in compiled.program.lines() if isinstance(line, PoolSlice)}
-        assert len(starts) == 3 and all(start.operator.endswith("_out.default") for start in starts)
-        pools = [slices[start.outs[0].name].pool.name for start in starts if start.outs[0].name in slices]
+        assert len(starts) == 3 and {start.operator for start in starts} == {"fxwrap.all_gather_into_tensors.default"}
+        pools = [slices[start.writes[0].name].pool.name for start in starts if start.writes[0].name in slices]
         assert pools
         assert all([item.pool.name for item in slices.values()].count(pool) > 1 for pool in pools)
         torch.testing.assert_close(compiled(x)[0], function(x), rtol=0, atol=0)

@@ -115,16 +115,16 @@ class CheckedInterpreter(Interpreter):
             self._fail(position, line, f"%{line.result.name} is not {offset} bytes after the start of its pool")
 
     def _check_results(self, position: int, line: LineBase, last: Mapping[str, int]) -> None:
-        """Checks that aliases have the storage of their base, and that new roots overlap no live buffer."""
+        """Checks that aliases are in the memory of their base, and that new roots overlap no live buffer."""
         for value in defined(line):
             content = self.values.get(value.name)
             if not isinstance(content, torch.Tensor) or not content.nbytes:
                 continue
             base = line.alias_of(value)
             if base is not None:
-                base_content = self.values[base.name]
-                if content.untyped_storage().data_ptr() != base_content.untyped_storage().data_ptr():
-                    self._fail(position, line, f"%{value.name} does not alias the storage of %{base.name}")
+                memory = self.values[base.name].untyped_storage()
+                if not 0 <= content.data_ptr() - memory.data_ptr() < memory.nbytes():
+                    self._fail(position, line, f"%{value.name} does not alias the memory of %{base.name}")
                 continue
             start = content.data_ptr()
             for other in self.live_allocations.values():
