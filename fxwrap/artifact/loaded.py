@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emission import check_ranks_first, emit, emit_interpreter, explain_out_of_memory
+from fxwrap.converters.emission import emit, emit_interpreter, user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.intercepted_calls import call_as_graph
@@ -109,14 +109,12 @@ class LoadedProgram(StructuredProgram):
     @cached_property
     def boxed(self) -> BoxedCallable:
         """The boxed entry: it takes a list of inputs, which it empties."""
-        entry = explain_out_of_memory(self.emitted.boxed, self.plan, self._program)
-        return check_ranks_first(entry, self._program, boxed=True, group_sizes=self._group_sizes)
+        return user_entry(self.emitted.boxed, self._program, self.plan, boxed=True, group_sizes=self._group_sizes)
 
     @cached_property
     def flat(self) -> FlatCallable:
         """The flat entry, without the call through this object."""
-        entry = explain_out_of_memory(self.emitted.flat, self.plan, self._program)
-        return check_ranks_first(entry, self._program, boxed=False, group_sizes=self._group_sizes)
+        return user_entry(self.emitted.flat, self._program, self.plan, boxed=False, group_sizes=self._group_sizes)
 
     @property
     def _group_sizes(self) -> Mapping[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fxwrap.artifact import save_program
-from fxwrap.converters.emission import check_ranks_first, explain_out_of_memory
+from fxwrap.converters.emission import user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -51,12 +51,10 @@ class _CompileResult:
         return self.stages[-1].program
 
     def boxed(self) -> BoxedCallable:
-        entry = explain_out_of_memory(self.emitted.boxed, self.plan, self.program)
-        return check_ranks_first(entry, self.program, boxed=True)
+        return user_entry(self.emitted.boxed, self.program, self.plan, boxed=True)
 
     def flat(self) -> FlatCallable:
-        entry = explain_out_of_memory(self.emitted.flat, self.plan, self.program)
-        return check_ranks_first(entry, self.program, boxed=False)
+        return user_entry(self.emitted.flat, self.program, self.plan, boxed=False)
 
     @cached_property
     def provenance(self) -> Provenance:

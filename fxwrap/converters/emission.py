@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from fxwrap.converters.interpreter import Interpreter
 from fxwrap.converters.python import to_python
 from fxwrap.devices import line_handlers
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
-from fxwrap.passes.communication import communication, size_values
+from fxwrap.passes.communication import GroupCommunication, communication, size_values
 from fxwrap.runtime.rank_agreement import check_group_size, check_ranks_agree
 from fxwrap.torch_compat import FakeTensor, process_group
 from fxwrap.wrapper_ir import Program
@@ -43,12 +43,32 @@ EMITTER_FUNCTIONS: dict[str, Callable[[Program], EmittedProgram]] = {
 }
 
 
-def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Program) -> EntryT:
-    """Returns an entry whose out-of-memory errors report the memory plan, and the options that need less memory.
+def user_entry(
+    entry: EntryT,
+    program: Program,
+    plan: MemoryPlan | None,
+    *,
+    boxed: bool,
+    group_sizes: Mapping[str, int] = MappingProxyType({}),
+) -> EntryT:
+    """Returns the entry that users call: its first call compares the program's collectives with those of other ranks.
 
-    The entry itself for a program without a plan and collectives.
+    Out-of-memory errors report the memory plan, and the options that need less memory. The entry itself for a program
+    without a plan and collectives.
+
+    Args:
+        entry: the entry of the emitted program.
+        program: the program.
+        plan: its memory plan, if it has one.
+        boxed: whether the entry takes the inputs in a list.
+        group_sizes: the ranks of groups by name that the program holds for.
     """
-    communicates = bool(communication(program))
+    groups = communication(program)
+    explained = _explain_out_of_memory(entry, program, plan, communicates=bool(groups))
+    return _check_ranks_first(explained, program, groups, boxed, group_sizes) if groups else explained
+
+
+def _explain_out_of_memory(entry: EntryT, program: Program, plan: MemoryPlan | None, *, communicates: bool) -> EntryT:
     if plan is None and not communicates:
         return entry
 
@@ -68,17 +88,9 @@ def explain_out_of_memory(entry: EntryT, plan: MemoryPlan | None, program: Progr
     return cast(EntryT, run)
 
 
-def check_ranks_first(
-    entry: EntryT, program: Program, *, boxed: bool, group_sizes: Mapping[str, int] = MappingProxyType({})
+def _check_ranks_first(
+    entry: EntryT, program: Program, groups: Sequence[GroupCommunication], boxed: bool, group_sizes: Mapping[str, int]
 ) -> EntryT:
-    """Returns an entry whose first call compares the program's collectives with those of the other ranks.
-
-    The entry itself for a program without collectives. `boxed` is whether it takes the inputs in a list, `group_sizes`
-    are the ranks of groups by name that the program holds for.
-    """
-    groups = communication(program)
-    if not groups:
-        return entry
     checked = False
 
     def run(*inputs: Any) -> object:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -18,6 +15,7 @@ import fxwrap
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.overlap_rank import check_pooled_buckets
+from tests.distributed.processes import run_checks
 from tests.distributed.training_cases import CASES
 from tests.distributed.training_rank import check
 from tests.fused_communication.rank import check_training
@@ -93,16 +91,8 @@ def main(arguments: Sequence[str]) -> None:
     rank, world = int(arguments[0]), int(arguments[2])
     torch.cuda.set_device(rank)
     torch.set_default_device(torch.device("cuda", rank))
-    store, timeout = dist.FileStore(arguments[1], world), timedelta(minutes=5)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=timeout)
-    for name in arguments[3:]:
-        error = ""
-        try:
-            CHECKS[name]()
-        except Exception:  # noqa: BLE001  # the other checks run too
-            error = traceback.format_exc()
-        print(json.dumps({"case": name, "error": error}), flush=True)
-    dist.destroy_process_group()
+    checks = {name: CHECKS[name] for name in arguments[3:]}
+    run_checks(arguments, checks, world, backend="nccl", timeout_s=300)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +22,7 @@ from fxwrap.lines import ExternCall, PoolSlice, StartCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
+from tests.distributed.processes import run_checks
 from tests.distributed.random_programs import RandomProgram
 from tests.support.long_form import sample_size
 from tests.support.symmetric_memory import operators_on_cpu, supported
@@ -313,22 +312,11 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the checks: `overlap_rank.py RANK STORE`; with `COUNT FIRST` random programs from a seed on only."""
-    rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
-    timeout = timedelta(seconds=120)  # a rank that failed does not take part in collectives
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
-    checks = CHECKS
+    rank, checks = int(arguments[0]), CHECKS
     if len(arguments) > 2:
         count, first = map(int, arguments[2:])
         checks = {"random": lambda rank: check_random(rank, count, first)}
-    for name, check in checks.items():
-        error = ""
-        torch.manual_seed(0)
-        try:
-            check(rank)
-        except Exception:  # noqa: BLE001  # the other checks run too
-            error = traceback.format_exc()
-        print(json.dumps({"case": name, "error": error}), flush=True)
-    torch.distributed.destroy_process_group()
+    run_checks(arguments, {name: partial(check, rank) for name, check in checks.items()})
 
 
 if __name__ == "__main__":

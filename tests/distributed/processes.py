@@ -10,10 +10,13 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tests.distributed.cases import WORLD_SIZE
 
@@ -55,6 +58,36 @@ def run_ranks(
             rank.kill()
     lines = [map(json.loads, output.read_text().splitlines()) for output in outputs]
     return [{line["case"]: line["error"] for line in rank} for rank in lines]
+
+
+def run_checks(
+    arguments: Sequence[str],
+    checks: Mapping[str, Callable[[], object]],
+    world_size: int = WORLD_SIZE,
+    *,
+    backend: str = "gloo",
+    timeout_s: int = 120,
+) -> None:
+    """Runs checks as one rank of a default process group; prints a line of JSON with the error of each.
+
+    Args:
+        arguments: RANK STORE..., those of `main`.
+        checks: by the name of their case. One that raises does not keep others from running.
+        world_size: the number of ranks.
+        backend: of the process group.
+        timeout_s: of its collectives: a rank that failed does not take part in them.
+    """
+    rank, store, timeout = int(arguments[0]), dist.FileStore(arguments[1], world_size), timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    for name, check in checks.items():
+        error = ""
+        torch.manual_seed(0)
+        try:
+            check()
+        except Exception:  # noqa: BLE001  # the parent reports it
+            error = traceback.format_exc()
+        print(json.dumps({"case": name, "error": error}), flush=True)
+    dist.destroy_process_group()
 
 
 def _run_rank(module: str, output: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

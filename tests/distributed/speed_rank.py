@@ -5,12 +5,9 @@ Rank 3 loads the first graph from its cache; rank 2 compiles the second one befo
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.options import Options
+from tests.distributed.processes import run_checks
 
 C10D = torch.ops._c10d_functional
 OPTIONS = Options(fuse=False)
@@ -73,20 +71,13 @@ def check(rank: int) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the check with a cache folder of this rank: `speed_rank.py RANK STORE`."""
-    rank, error = int(arguments[0]), ""
+    rank = int(arguments[0])
     os.environ |= {
         "FXWRAP_CACHE_DIR": f"{arguments[1]}.cache{rank}", "FXWRAP_COMPILE_CACHE": "1", "FXWRAP_COMPILE_WAIT": "0",
         "FXWRAP_MEASURE_GROUPS": "1",
     }  # fmt: skip
     torch.set_num_threads(1)
-    store = dist.FileStore(arguments[1], 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
-    try:
-        check(rank)
-    except Exception:  # noqa: BLE001  # the parent prints it
-        error = traceback.format_exc()
-    print(json.dumps({"case": "speeds", "error": error}), flush=True)
-    dist.destroy_process_group()
+    run_checks(arguments, {"speeds": lambda: check(rank)}, world_size=4)
 
 
 if __name__ == "__main__":

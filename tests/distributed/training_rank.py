@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 
+from tests.distributed.processes import run_checks
 from tests.distributed.training_cases import GPU_CASES, identity
 
 COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
@@ -39,19 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(torch.device(device, rank))
-    store = torch.distributed.FileStore(arguments[1], world)
-    timeout = timedelta(seconds=180)  # a rank that failed does not take part in collectives
-    torch.distributed.init_process_group(
-        COMMUNICATION[device], store=store, rank=rank, world_size=world, timeout=timeout
-    )
-    for name in names:
-        error = ""
-        try:
-            check(name, backend)
-        except Exception:  # noqa: BLE001  # the other cases run too
-            error = traceback.format_exc()
-        print(json.dumps({"case": name, "error": error}), flush=True)
-    torch.distributed.destroy_process_group()
+    checks = {name: partial(check, name, backend) for name in names}
+    run_checks(arguments, checks, world, backend=COMMUNICATION[device], timeout_s=180)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from benchmarks.distributed_models import Llama, tensor_and_sequence_parallel
 from fxwrap.compile.backend import make_backend
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory, symmetric_memory_decline
 from fxwrap.options import Options
+from tests.distributed.processes import run_checks
 from tests.distributed.rank import EveryEmitter
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
@@ -88,15 +86,7 @@ def check_training(device: torch.device) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Runs the check on Gloo: `rank.py RANK STORE`."""
     torch.set_num_threads(1)
-    store, timeout = dist.FileStore(arguments[1], 2), timedelta(seconds=180)
-    dist.init_process_group("gloo", store=store, rank=int(arguments[0]), world_size=2, timeout=timeout)
-    error = ""
-    try:
-        check_training(torch.device("cpu"))
-    except Exception:  # noqa: BLE001  # the parent reports it
-        error = traceback.format_exc()
-    print(json.dumps({"case": "training", "error": error}), flush=True)
-    dist.destroy_process_group()
+    run_checks(arguments, {"training": lambda: check_training(torch.device("cpu"))}, timeout_s=180)
 
 
 if __name__ == "__main__":
