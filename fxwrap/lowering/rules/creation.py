@@ -11,7 +11,14 @@ from typing_extensions import TypeIs
 from fxwrap.loop_ir import INTEGERS, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import ElementReader, Indices, Pointwise, pointwise
 from fxwrap.lowering.rules.indexing_common import index_equal, masked_where
-from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    check_number_fits,
+    lowering_rule,
+)
 from fxwrap.symbolic import Size
 
 
@@ -24,6 +31,7 @@ def full_tensor(sizes: Sequence[Size], dtype: torch.dtype, device: torch.device,
 def _full(call: OperatorCall) -> LoweringResult:
     arguments = call.bind()
     value = arguments["s" if call.operator == "scalar_tensor" else "fill_value"]
+    check_number_fits(value, call.dtype)
     return full_tensor(call.sizes, call.dtype, call.device, value)
 
 
@@ -63,6 +71,7 @@ def _arange(call: OperatorCall) -> LoweringResult:
     arguments = call.bind()
     start: NumberOrSymbol = arguments.get("start", 0)
     step: NumberOrSymbol = arguments.get("step", 1)
+    _check_not_bool(call)
     if call.dtype in INTEGERS and _is_known(start) and _is_known(step):
         start, step = int(start), int(step)
     if not _is_whole(step) or (_is_known(start) and not _is_whole(start)):
@@ -77,6 +86,11 @@ def _arange(call: OperatorCall) -> LoweringResult:
     return call.define(
         lambda reader, indices: reader.body.index(as_index(indices[0]) * each) + reader.number(start, torch.int64)
     )
+
+
+def _check_not_bool(call: OperatorCall) -> None:
+    if call.dtype is torch.bool:
+        raise Declined("eager mode has no ranges of torch.bool")
 
 
 def _is_known(value: NumberOrSymbol) -> TypeIs[int | float]:
@@ -105,6 +119,7 @@ def _linspace(call: OperatorCall, start: NumberOrSymbol, end: NumberOrSymbol, st
     """Counts from the nearer end, so that both ends are exact."""
     if not (_is_known(start) and _is_known(end) and isinstance(steps, int)):
         raise Declined("an end or the number of steps is symbolic")
+    _check_not_bool(call)
     dtype, count = call.dtype, steps
     first, last = (int(start), int(end)) if dtype in INTEGERS else (start, end)
     computes = torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64

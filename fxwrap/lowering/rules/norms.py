@@ -23,7 +23,14 @@ from fxwrap.lowering.rules.normalization import (
     statistic_result,
 )
 from fxwrap.lowering.rules.reductions import outer_result, reduction_shape, sum_rows
-from fxwrap.lowering.rules.registry import Declined, ElementBody, LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    ElementBody,
+    LoweringResult,
+    OperatorCall,
+    check_equal_dtypes,
+    lowering_rule,
+)
 from fxwrap.symbolic import Size
 
 
@@ -34,9 +41,17 @@ def _space(call: OperatorCall, x: Definition) -> NormalizationSpace:
     return layer_norm_space(x.sizes, len(arguments["normalized_shape"]))
 
 
-@lowering_rule("aten.native_layer_norm.default", "aten.native_group_norm.default")
+def _check_parameters(call: OperatorCall, x: Definition, parameters: Sequence[Definition | None]) -> None:
+    """Declines parameters of dtypes that eager mode rejects: on a CPU alone, those of half precision may be float32."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    if not (call.device.type == "cpu" and is_half and all(item and item.dtype is torch.float32 for item in parameters)):
+        check_equal_dtypes(x, *parameters)
+
+
+@lowering_rule("aten.native_layer_norm.default", "aten.native_group_norm.default", dtypes="float")
 def _forward(call: OperatorCall, x: Definition, *_: object) -> LoweringResult:
     arguments, space = call.bind(), _space(call, x)
+    _check_parameters(call, x, [arguments[name] for name in ("weight", "bias")])
     result, mean_fake, rstd_fake = call.results
     mean, squares = moments(call, space, x)
     rstd = reciprocal_std(call, space, squares, arguments["eps"])

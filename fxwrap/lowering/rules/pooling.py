@@ -181,6 +181,8 @@ def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> L
 @lowering_rule("aten.avg_pool2d.default", "aten.avg_pool3d.default", dtypes="float")
 def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
     rank = _rank(call)
+    if rank == 3 and call.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        raise Declined(f"eager mode has no {call.operator} of {x.dtype} on a CPU")
     plane = _pooling_windows(call, x, call.sizes[-rank:])
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
