@@ -11,14 +11,7 @@ from typing_extensions import TypeIs
 from fxwrap.loop_ir import INTEGERS, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import ElementReader, Indices, Pointwise, pointwise
 from fxwrap.lowering.rules.indexing_common import index_equal, masked_where
-from fxwrap.lowering.rules.registry import (
-    Declined,
-    LoweringResult,
-    NumberOrSymbol,
-    OperatorCall,
-    check_number_fits,
-    lowering_rule,
-)
+from fxwrap.lowering.rules.registry import Declined, LoweringResult, NumberOrSymbol, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
 
 
@@ -31,7 +24,6 @@ def full_tensor(sizes: Sequence[Size], dtype: torch.dtype, device: torch.device,
 def _full(call: OperatorCall) -> LoweringResult:
     arguments = call.bind()
     value = arguments["s" if call.operator == "scalar_tensor" else "fill_value"]
-    check_number_fits(value, call.dtype)
     return full_tensor(call.sizes, call.dtype, call.device, value)
 
 

@@ -34,7 +34,6 @@ from fxwrap.lowering.rules.registry import (
     OperatorCall,
     TensorOrNumber,
     check_index_dtype,
-    check_number_fits,
     lowering_rule,
 )
 from fxwrap.lowering.rules.views import reshape_index_map
@@ -250,7 +249,6 @@ def _source_loader(call: OperatorCall, source: TensorOrNumber) -> ElementBody:
     """Returns the body that reads a source: a tensor's element, or a number."""
     if isinstance(source, Definition):
         return lambda reader, indices: reader.load(source, indices[: len(source.sizes)])
-    check_number_fits(source, call.dtype)
     return lambda reader, indices: reader.number(source, call.dtype)
 
 
@@ -332,8 +330,9 @@ def _index_add_or_copy(
 
 
 @lowering_rule(
-    "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", index_argument=2, index_dtypes=(torch.int64,)
-)
+    "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", equal=("self", "value"), index_argument=2,
+    index_dtypes=(torch.int64,),
+)  # fmt: skip
 def _index_fill(
     call: OperatorCall, x: Definition, dim: int, index: Definition, value: TensorOrNumber
 ) -> LoweringResult:

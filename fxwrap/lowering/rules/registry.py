@@ -140,6 +140,7 @@ def lowering_rule(
             if not variadic:
                 positional = positional[: len(parameters) - len(named)]
             _check_tensors(call, bound.values(), dtypes)
+            _check_numbers(call, bound)
             check_equal_dtypes(*[bound[name] for name in equal])
             if index_argument is not None:
                 check_index_dtype(positional[index_argument], accepted=index_dtypes)
@@ -217,10 +218,21 @@ def check_index_dtype(*tensors: Definition, accepted: Sequence[torch.dtype] = IN
             raise Declined(f"its indices are {tensor.dtype}, not {' or '.join(map(str, accepted))}")
 
 
-def check_number_fits(number: NumberOrSymbol, dtype: torch.dtype) -> None:
-    """Declines a constant that a dtype cannot represent: eager mode raises for some, and wraps others."""
-    if not isinstance(number, int | float) or dtype is torch.bool or not math.isfinite(number):
-        return
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    if not info.min <= number <= info.max:
-        raise Declined(f"{number} is out of the range of {dtype}")
+def _check_numbers(call: OperatorCall, bound: Mapping[str, object]) -> None:
+    """Declines constants out of the range of the results' dtype: eager mode raises for some, and wraps others."""
+    results: Sequence[object] = call.results
+    dtypes = {fake.dtype for fake in results if isinstance(fake, torch.Tensor)} - {torch.bool}
+    for name in _scalar_arguments(call.name):
+        number = bound[name]
+        if isinstance(number, int | float) and math.isfinite(number):
+            for dtype in dtypes:
+                info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+                if not info.min <= number <= info.max:
+                    raise Declined(f"{number} is out of the range of {dtype}")
+
+
+@bounded_cache(4096)
+def _scalar_arguments(name: str) -> tuple[str, ...]:
+    """Returns the names of an overload's arguments that are numbers of the operands' dtype, not sizes or flags."""
+    arguments = torch_schema(operator_overload(name)).arguments
+    return tuple([item.name for item in arguments if str(item.type) in ("number", "Optional[number]")])

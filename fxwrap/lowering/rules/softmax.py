@@ -19,6 +19,7 @@ from fxwrap.lowering.rules.reductions import (
     sum_rows,
 )
 from fxwrap.lowering.rules.registry import (
+    Declined,
     LoweringResult,
     OperatorCall,
     check_dtype,
@@ -89,8 +90,14 @@ def _masked_softmax(
     return call.define(body)
 
 
+def _check_result_dtype(call: OperatorCall, grad: Definition) -> None:
+    if call.device.type == "cpu" and call.dtype is not grad.dtype:
+        raise Declined(f"eager mode has no {call.operator} from {grad.dtype} to {call.dtype} on a CPU")
+
+
 @lowering_rule("aten._softmax_backward_data.default", dtypes="equal float")
 def _softmax_backward(call: OperatorCall, grad: Definition, output: Definition, dim: int) -> LoweringResult:
+    _check_result_dtype(call, grad)
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
 
@@ -125,6 +132,7 @@ def _masked_softmax_backward(
 
 @lowering_rule("aten._log_softmax_backward_data.default", dtypes="equal float")
 def _log_softmax_backward(call: OperatorCall, grad: Definition, output: Definition, dim: int) -> LoweringResult:
+    _check_result_dtype(call, grad)
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
     total = sum_rows(call, rows, computes, grad)
