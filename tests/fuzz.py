@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
 import os
 import random
 import sys
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 
 import fxwrap
-from benchmarks.results import Report, add_record_option
+from benchmarks.results import add_record_option, environment, result_path, write_result
 from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.errors import GraphError
 from fxwrap.options import PLANNERS, Options
@@ -44,8 +47,23 @@ from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
 
-RUNS = 8
-"""Inputs for each graph."""
+FRESH_RUNS, SPECIAL_RUNS = 12, 8
+"""Inputs for each graph: random elements, and those with infinities, NaN, zeros of both signs and extreme numbers.
+
+A run of a program costs a tenth of its compile."""
+
+TRAINING_RUNS = 8
+
+SPECIAL_SHARE = 1 / 6
+"""How many elements of such inputs are special."""
+
+LEDGER_SECONDS, SHOWN_SEEDS = 60, 20
+
+INFINITIES = (math.inf, -math.inf)
+SPECIAL_NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, 2.0**-126, 1 - 2.0**-24)
+
+VARIANCES = ("aten.native_layer_norm.default", "aten.var_mean.correction")
+"""Operators whose mean of a row with an infinity is NaN in eager mode, unless it is the last that a lane adds."""
 
 VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1}
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
@@ -141,7 +159,15 @@ class Subject:
         if isinstance(self.graph, DynamicGraph):
             return list(self.graph.inputs())
         torch.manual_seed(self.seed)
-        return [self.graph.inputs, *[[_fresh(item) for item in self.graph.inputs] for _ in range(RUNS - 1)]]
+        inputs, is_training = self.graph.inputs, self.kind == "training"
+        fresh = TRAINING_RUNS if is_training else FRESH_RUNS
+        special = 0 if is_training else SPECIAL_RUNS  # gradients at infinities are NaN, whatever computes them
+        numbers = SPECIAL_NUMBERS if _computes_variances(self.graph.module) else (*SPECIAL_NUMBERS, *INFINITIES)
+        return [
+            inputs,
+            *[[_fresh(item) for item in inputs] for _ in range(fresh - 1)],
+            *[[_with_special_values(_fresh(item), numbers) for item in inputs] for _ in range(special)],
+        ]
 
     @cached_property
     def wanted(self) -> list[Agreement | RuntimeError | IndexError]:
@@ -236,6 +262,20 @@ def _fresh(tensor: Tensor) -> Tensor:
     else:
         values = torch.randint(-4, 5, tensor.shape)
     return _same_layout(tensor).copy_(values)
+
+
+def _with_special_values(tensor: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Returns the tensor, with some of its floats replaced by special ones."""
+    if not tensor.dtype.is_floating_point or not tensor.dim():
+        return tensor
+    values = torch.tensor(numbers, dtype=tensor.dtype)
+    chosen = values[torch.randint(len(values), tensor.shape)]
+    return tensor.copy_(torch.where(torch.rand(tensor.shape) < SPECIAL_SHARE, chosen, tensor))
+
+
+def _computes_variances(module: GraphModule) -> bool:
+    parts = [part for part in module.modules() if isinstance(part, GraphModule)]
+    return any(str(node.target) in VARIANCES for part in parts for node in part.graph.nodes)
 
 
 def _same_layout(tensor: Tensor) -> Tensor:
@@ -338,19 +378,73 @@ class Counts:
             self.discarded[case.kind, reason] += count
             self.discarded_seeds.setdefault((case.kind, reason), []).append(case.seed)
 
-    def write(self, report: Report, discards: Report) -> None:
-        """Adds the rows of both tables, with the seeds of failed and of discarded cases as raw values."""
+    def by_kind(self) -> Iterator[dict[str, Any]]:
+        """Yields a row for each kind of graph and emitter, with the seeds of failures."""
         for key in sorted(self.compiles):
             row: dict[str, Any] = dict(zip(("kind", "emitter"), key))
             row |= {"compiles": self.compiles[key], "runs": self.runs[key], "both raise": self.errors[key]}
-            report.add({**row, "failures": self.failed[key]}, self.failed_seeds.get(key, []))
+            yield {**row, "failures": self.failed[key], "seeds of failures": self.failed_seeds.get(key, [])}
+
+    def by_reason(self) -> Iterator[dict[str, Any]]:
+        """Yields a row for each reason why cases were discarded, with a few of their seeds."""
         for reason, count in self.discarded.most_common():
-            row = dict(zip(("kind", "discarded because"), reason))
-            discards.add({**row, "count": count}, self.discarded_seeds[reason])
+            row: dict[str, Any] = dict(zip(("kind", "discarded because"), reason))
+            yield {**row, "count": count, "seeds": self.discarded_seeds[reason][:SHOWN_SEEDS]}
 
     def __str__(self) -> str:
         done = f"{len(self.seeds)} graphs, {self.compiles.total()} compiles, {self.runs.total()} runs"
         return f"{done}, {self.failed.total()} failures, {self.discarded.total()} discarded"
+
+
+class Ledger:
+    """The recorded runs of the fuzzer, one row each, in `benchmarks/results/fuzz.json`: no seed counts twice.
+
+    A run writes its own row every `LEDGER_SECONDS`, so that a process that is killed loses little.
+    """
+
+    def __init__(self, chosen: argparse.Namespace, path: Path | None) -> None:
+        recorded = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": [], "raw": []}
+        self.rows: list[dict[str, Any]] = recorded["rows"]
+        self._raw, self._chosen, self._path = recorded["raw"], chosen, path
+        self._own: list[dict[str, Any]] = []
+        self._facts = environment(torch.device("cpu"))
+        self._written = time.monotonic()
+
+    @classmethod
+    def read(cls, chosen: argparse.Namespace) -> Ledger:
+        """Reads the ledger that `--record` names; it is empty, and never written, without."""
+        return cls(chosen, result_path("fuzz", chosen))
+
+    def overlapping(self, first: int, count: int) -> dict[str, Any] | None:
+        """Returns a recorded row that has some of these seeds."""
+        rows = [row for row in self.rows if first <= row["last seed"] and row["first seed"] < first + count]
+        return rows[0] if rows else None
+
+    def update(self, counts: Counts, seconds: float) -> None:
+        """Writes the row of this run again if the last time is a while ago."""
+        if self._path is not None and time.monotonic() - self._written > LEDGER_SECONDS:
+            self.write(counts, seconds)
+
+    def write(self, counts: Counts, seconds: float) -> None:
+        """Writes the ledger with the row of this run."""
+        assert self._path is not None, "only a run with --record writes the ledger"
+        versions: Any = self._facts["versions"]
+        row = {
+            "date": self._facts["date"], "commit": self._facts["commit"], "torch": versions["torch"],
+            "first seed": self._chosen.seed, "last seed": max(counts.seeds, default=self._chosen.seed),
+            "graphs": len(counts.seeds), "compiles": counts.compiles.total(), "runs": counts.runs.total(),
+            "both raise": counts.errors.total(), "failures": counts.failed.total(),
+            "discarded": counts.discarded.total(), "seconds": round(seconds), "processes": self._chosen.jobs,
+        }  # fmt: skip
+        self._own = [row]
+        raw = {"kinds": list(counts.by_kind()), "discarded": list(counts.by_reason())}
+        write_result(self._path, {**self._facts, "rows": [*self.rows, row], "raw": [*self._raw, raw]})
+        self._written = time.monotonic()
+
+    def __str__(self) -> str:
+        rows = [*self.rows, *self._own]
+        totals = [f"{sum([row[name] for row in rows])} {name}" for name in ("graphs", "compiles", "runs", "failures")]
+        return f"the ledger has {', '.join(totals)} of {len(rows)} recorded runs"
 
 
 def main() -> int:
@@ -365,6 +459,9 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SHARES), help="kinds of graphs")
     add_record_option(parser)
     chosen = parser.parse_args()
+    ledger = Ledger.read(chosen)
+    if (row := ledger.overlapping(chosen.seed, chosen.graphs)) is not None and chosen.record is not None:
+        parser.error(f"--seed: the ledger has seeds {row['first seed']} to {row['last seed']}, recorded {row['date']}")
     counts = Counts()
     start = time.monotonic()
     with suppress(KeyboardInterrupt):  # an interrupted run prints its counts
@@ -373,10 +470,15 @@ def main() -> int:
             if isinstance(result, Failure):
                 where = f"{case.kind}, variant {case.variant}, {case.emitter}, {case.kernels} kernels"
                 print(f"seed {case.seed} ({where})\n{result.text}\n", flush=True)
+            ledger.update(counts, time.monotonic() - start)
+    for rows in (counts.by_kind(), counts.by_reason()):
+        for row in rows:
+            print(", ".join(f"{name} {value}" for name, value in row.items()))
     note = f"seeds from {chosen.seed} on, {time.monotonic() - start:.0f} s with {chosen.jobs} processes"
-    report, discards = Report("fuzz", chosen, note=note), Report("fuzz-discarded", chosen, note=note)
-    counts.write(report, discards)
     print(f"{counts}; {note}")
+    if chosen.record is not None:
+        ledger.write(counts, time.monotonic() - start)
+        print(ledger)
     return 1 if counts.failed.total() else 0
 
 

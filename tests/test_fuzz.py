@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import multiprocessing
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
 import tests.fuzz as fuzzer
-from tests.fuzz import SHARES, VARIANTS, Subject, fuzz, run_case
-from tests.support.fuzzing import drawn_example
+from tests.fuzz import SHARES, VARIANTS, Case, CaseResult, Subject, fuzz, run_case
+from tests.support.fuzzing import Failure, drawn_example
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -37,6 +42,37 @@ def test_discarded_cases_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) 
     assert counts.discarded == {("training", "aot_eager has the same results, which are not eager's"): 1}
     assert counts.discarded_seeds == {key: [7] for key in counts.discarded}
     assert str(counts) == "1 graphs, 1 compiles, 0 runs, 0 failures, 1 discarded"
+
+
+def test_the_ledger_adds_runs_up_and_refuses_seeds_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzzer, "result_path", lambda *_: tmp_path / "fuzz.json")
+    monkeypatch.setattr(fuzzer, "LEDGER_SECONDS", 0)  # a run that is killed has a row too
+    failure = Failure("a difference")
+
+    def run(seed: int, *outcomes: CaseResult | Failure) -> int:
+        cases = [Case("static", seed + number, 0, "python", "abacus", {}) for number in range(len(outcomes))]
+        monkeypatch.setattr(fuzzer, "fuzz", lambda *_: iter(zip(cases, outcomes)))
+        monkeypatch.setattr(sys, "argv", ["fuzz", "--seed", str(seed), "--graphs", "9", "--record"])
+        return fuzzer.main()
+
+    assert run(100, CaseResult(20, errors=2), CaseResult(discarded={"torch fails": 1})) == 0
+    assert run(200, CaseResult(8), failure) == 1
+    assert "4 graphs, 4 compiles, 28 runs, 1 failures of 2 recorded runs" in capsys.readouterr().out
+    recorded = json.loads((tmp_path / "fuzz.json").read_text())
+    rows = [(row["first seed"], row["last seed"], row["runs"]) for row in recorded["rows"]]
+    assert rows == [(100, 101, 20), (200, 201, 8)]
+    assert recorded["raw"][1]["kinds"][0]["seeds of failures"] == [201]
+    with pytest.raises(SystemExit):
+        run(195, CaseResult(8))
+    assert "the ledger has seeds 200 to 201" in capsys.readouterr().err
+
+
+def test_special_values_are_drawn() -> None:
+    assert len(Subject(7, ["static"]).inputs) == fuzzer.FRESH_RUNS + fuzzer.SPECIAL_RUNS
+    numbers = fuzzer._with_special_values(torch.ones(300), (math.nan, -math.inf))
+    assert {str(item) for item in numbers.tolist()} == {"1.0", "nan", "-inf"}
 
 
 def test_rejected_graphs_are_counted() -> None:

@@ -296,7 +296,7 @@ def _glu(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     return call.define(body)
 
 
-@lowering_rule("aten.glu_backward.default", dtypes="float")
+@lowering_rule("aten.glu_backward.default", dtypes="equal float")
 def _glu_backward(call: OperatorCall, gradient: Definition, x: Definition, dim: int) -> LoweringResult:
     dim = dim % len(x.sizes)
     half = gradient.sizes[dim]

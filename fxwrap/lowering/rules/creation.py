@@ -63,6 +63,7 @@ def _arange(call: OperatorCall) -> LoweringResult:
     arguments = call.bind()
     start: NumberOrSymbol = arguments.get("start", 0)
     step: NumberOrSymbol = arguments.get("step", 1)
+    _check_not_bool(call)
     if call.dtype in INTEGERS and _is_known(start) and _is_known(step):
         start, step = int(start), int(step)
     if not _is_whole(step) or (_is_known(start) and not _is_whole(start)):
@@ -77,6 +78,11 @@ def _arange(call: OperatorCall) -> LoweringResult:
     return call.define(
         lambda reader, indices: reader.body.index(as_index(indices[0]) * each) + reader.number(start, torch.int64)
     )
+
+
+def _check_not_bool(call: OperatorCall) -> None:
+    if call.dtype is torch.bool:
+        raise Declined("eager mode has no ranges of torch.bool")
 
 
 def _is_known(value: NumberOrSymbol) -> TypeIs[int | float]:
@@ -105,6 +111,7 @@ def _linspace(call: OperatorCall, start: NumberOrSymbol, end: NumberOrSymbol, st
     """Counts from the nearer end, so that both ends are exact."""
     if not (_is_known(start) and _is_known(end) and isinstance(steps, int)):
         raise Declined("an end or the number of steps is symbolic")
+    _check_not_bool(call)
     dtype, count = call.dtype, steps
     first, last = (int(start), int(end)) if dtype in INTEGERS else (start, end)
     computes = torch.float32 if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64

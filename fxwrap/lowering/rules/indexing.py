@@ -114,7 +114,7 @@ def _take(call: OperatorCall, x: Definition, index: Definition) -> Pointwise:
     return call.define(body)
 
 
-@lowering_rule("aten.one_hot.default", index_argument=0)
+@lowering_rule("aten.one_hot.default", index_argument=0, index_dtypes=(torch.int64,))
 def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult:
     if classes < 1:
         raise Declined("the number of classes is read from the tensor")
@@ -312,7 +312,8 @@ def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...
     return tuple(replace_index(x.sizes, dim, count)) if x.sizes else (count,)
 
 
-@lowering_rule("aten.index_add.default", "aten.index_copy.default", index_argument=2)
+@lowering_rule("aten.index_copy.default", equal=("self", "source"), index_argument=2, index_dtypes=(torch.int64,))
+@lowering_rule("aten.index_add.default", equal=("self", "source"), index_argument=2)
 def _index_add_or_copy(
     call: OperatorCall, x: Definition, dim: int, index: Definition, source: Definition, alpha: NumberOrSymbol = 1
 ) -> LoweringResult:
@@ -328,7 +329,10 @@ def _index_add_or_copy(
     return _scatter_slices(call, x, dim, index, space, mode, value)
 
 
-@lowering_rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", index_argument=2)
+@lowering_rule(
+    "aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor", equal=("self", "value"), index_argument=2,
+    index_dtypes=(torch.int64,),
+)  # fmt: skip
 def _index_fill(
     call: OperatorCall, x: Definition, dim: int, index: Definition, value: TensorOrNumber
 ) -> LoweringResult:
@@ -341,7 +345,7 @@ def _index_fill(
 
 @lowering_rule(
     "aten.index_put.default", "aten.index_put.hacked_twin", "aten._unsafe_index_put.default",
-    "aten._unsafe_index_put.hacked_twin",
+    "aten._unsafe_index_put.hacked_twin", equal=("self", "values"),
 )  # fmt: skip
 def _index_put(
     call: OperatorCall, x: Definition, indices: Sequence[Definition | None], values: Definition, accumulate: bool
@@ -354,7 +358,7 @@ def _index_put(
     return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write)
 
 
-@lowering_rule("aten.put.default", index_argument=1)
+@lowering_rule("aten.put.default", equal=("self", "source"), index_argument=1, index_dtypes=(torch.int64,))
 def _put(call: OperatorCall, x: Definition, index: Definition, source: Definition, accumulate: bool) -> LoweringResult:
     count = product(x.sizes)
     from_flat, to_source = reshape_index_map(x.sizes, (count,)), reshape_index_map(source.sizes, index.sizes)

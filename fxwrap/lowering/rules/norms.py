@@ -23,7 +23,15 @@ from fxwrap.lowering.rules.normalization import (
     statistic_result,
 )
 from fxwrap.lowering.rules.reductions import outer_result, reduction_shape, sum_rows
-from fxwrap.lowering.rules.registry import Declined, ElementBody, LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    ElementBody,
+    LoweringResult,
+    OperatorCall,
+    check_dtype,
+    check_equal_dtypes,
+    lowering_rule,
+)
 from fxwrap.symbolic import Size
 
 
@@ -34,9 +42,18 @@ def _space(call: OperatorCall, x: Definition) -> NormalizationSpace:
     return layer_norm_space(x.sizes, len(arguments["normalized_shape"]))
 
 
-@lowering_rule("aten.native_layer_norm.default", "aten.native_group_norm.default")
+def _check_parameters(call: OperatorCall, x: Definition, parameters: Sequence[Definition | None]) -> None:
+    """Declines parameters of dtypes that eager mode rejects: on a CPU alone, those of half precision may be float32."""
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    are_float32 = all(item is not None and item.dtype is torch.float32 for item in parameters)
+    if not (call.device.type == "cpu" and is_half and are_float32):
+        check_equal_dtypes(x, *parameters)
+
+
+@lowering_rule("aten.native_layer_norm.default", "aten.native_group_norm.default", dtypes="float")
 def _forward(call: OperatorCall, x: Definition, *_: object) -> LoweringResult:
     arguments, space = call.bind(), _space(call, x)
+    _check_parameters(call, x, [arguments[name] for name in ("weight", "bias")])
     result, mean_fake, rstd_fake = call.results
     mean, squares = moments(call, space, x)
     rstd = reciprocal_std(call, space, squares, arguments["eps"])
@@ -55,6 +72,12 @@ def _forward(call: OperatorCall, x: Definition, *_: object) -> LoweringResult:
 def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -> LoweringResult:
     arguments, space, computes = call.bind(), _space(call, x), x.compute_dtype
     mean, weight, mask = arguments.get("mean"), arguments["weight"], arguments["output_mask"]
+    check_dtype(x.dtype, "float")
+    check_equal_dtypes(grad, x)
+    check_equal_dtypes(mean, arguments["rstd"])
+    if arguments["rstd"].dtype not in (x.dtype, x.compute_dtype):
+        raise Declined(f"its statistics are {arguments['rstd'].dtype}")
+    _check_parameters(call, x, [weight] if weight is not None else [])
     mean_at = None if mean is None else load_row_statistic(mean, computes, space)
     rstd_at = load_row_statistic(arguments["rstd"], computes, space)
     if call.operator == "_fused_rms_norm_backward":

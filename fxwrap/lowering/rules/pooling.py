@@ -181,6 +181,7 @@ def _max_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> L
 @lowering_rule("aten.avg_pool2d.default", "aten.avg_pool3d.default", dtypes="float")
 def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
     rank = _rank(call)
+    _check_average_dtype(call, x)
     plane = _pooling_windows(call, x, call.sizes[-rank:])
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
@@ -196,6 +197,11 @@ def _average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
         return _divide_by_count(call, reader, total, plane, at)
 
     return call.define(body)
+
+
+def _check_average_dtype(call: OperatorCall, x: Definition) -> None:
+    if _rank(call) == 3 and call.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        raise Declined(f"eager mode has no {call.operator} of {x.dtype} on a CPU")
 
 
 def _divide_by_count(call: OperatorCall, reader: ElementReader, total: Scalar, plane: Plane, at: Indices) -> Scalar:
@@ -219,8 +225,9 @@ def _divide_by_count(call: OperatorCall, reader: ElementReader, total: Scalar, p
     return total / count
 
 
-@lowering_rule("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default", dtypes="float")
+@lowering_rule("aten.avg_pool2d_backward.default", "aten.avg_pool3d_backward.default", dtypes="equal float")
 def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
+    _check_average_dtype(call, x)
     plane = _pooling_windows(call, x, grad.sizes[-_rank(call) :])
 
     def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
@@ -275,7 +282,7 @@ def _adaptive_average_pool(call: OperatorCall, x: Definition) -> LoweringResult:
 
 
 @lowering_rule(
-    "aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default", dtypes="float"
+    "aten._adaptive_avg_pool2d_backward.default", "aten._adaptive_avg_pool3d_backward.default", dtypes="equal float"
 )
 def _adaptive_average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) -> LoweringResult:
     """Element p is in windows from floor(p * n / s) to ceil((p + 1) * n / s): the same rule, n and s swapped."""

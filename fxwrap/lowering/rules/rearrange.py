@@ -165,7 +165,7 @@ def _reflect_index(reader: ElementReader, position: Index, size: Size) -> Index:
 
 @lowering_rule(
     "aten.reflection_pad1d_backward.default", "aten.reflection_pad2d_backward.default",
-    "aten.reflection_pad3d_backward.default", dtypes="float",
+    "aten.reflection_pad3d_backward.default", dtypes="equal float",
 )  # fmt: skip
 def _reflection_pad_backward(
     call: OperatorCall, grad: Definition, x: Definition, padding: Sequence[Size]

@@ -120,7 +120,7 @@ def _mean(call: OperatorCall, x: Definition, dims: Dims = None) -> LoweringResul
     )
 
 
-@lowering_rule("aten.trace.default")
+@lowering_rule("aten.trace.default", dtypes="number")
 def _trace(call: OperatorCall, x: Definition) -> LoweringResult:
     rows = ReductionShape((minimum(*x.sizes),), (0,))
     total = sum_rows(call, rows, call.dtype, lambda reader, at: reader.load(x, (at[0], at[0])))
@@ -142,7 +142,7 @@ def _extremum(call: OperatorCall, kind: str, x: Definition, dims: Dims, fake: to
     return reduced_result(call, fake, rows, part)
 
 
-@lowering_rule("aten.argmax.default", "aten.argmin.default")
+@lowering_rule("aten.argmax.default", "aten.argmin.default", dtypes="number")
 def _argmax_or_argmin(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResult:
     _check_not_empty(call, x, dim)
     rows = reduction_shape(x, dim)
@@ -174,7 +174,9 @@ def _aminmax(call: OperatorCall, x: Definition, dim: int | None) -> LoweringResu
 # --- variance --------------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction")
+@lowering_rule(
+    "aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.std_mean.correction", dtypes="float"
+)
 def _variance(call: OperatorCall, x: Definition, dims: Dims, correction: NumberOrSymbol | None) -> LoweringResult:
     """Returns the variance or its square root, and the mean where the operator has two results."""
     rows = reduction_shape(x, dims)
@@ -211,7 +213,7 @@ def _vector_norm(call: OperatorCall, x: Definition, order: NumberOrSymbol | None
     return _norm(call, rows, 2 if order is None else order, lambda reader, at: reader.load(x, at))
 
 
-@lowering_rule("aten.dist.default")
+@lowering_rule("aten.dist.default", dtypes="number")
 def _dist(call: OperatorCall, x: Definition, y: Definition, order: NumberOrSymbol) -> LoweringResult:
     sizes = broadcast_sizes([x.sizes, y.sizes])
     rows = ReductionShape(sizes, tuple(range(len(sizes))))
@@ -330,8 +332,10 @@ def outer_result(call: OperatorCall, fake: torch.Tensor, rows: ReductionShape, b
 
 @lowering_rule(*[f"aten.{kind}.default" for kind in SCANS])
 def _scan(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
-    """Scans in the dtype of the first result; bools are scanned as uint8."""
+    """Scans in the dtype of the first result; the extrema of bools are scanned as uint8."""
     kind, dtypes = call.operator, [fake.dtype for fake in call.results]
+    if dtypes[0] is torch.bool and len(dtypes) == 1:
+        raise Declined(f"eager mode has no {kind} in torch.bool")
     computes = torch.uint8 if dtypes[0] is torch.bool else compute_dtype(dtypes[0])
     if not SCANS[kind].domain.accepts(computes):
         raise Declined(f"kernels have no {kind} of {computes}")

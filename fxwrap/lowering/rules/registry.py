@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -30,6 +31,10 @@ DtypeDomain: TypeAlias = Literal["any", "equal", "float", "equal float", "number
 
 With "equal", all operands have one dtype.
 """
+
+
+INDEX_DTYPES = (torch.int64, torch.int32)
+"""The dtypes of index tensors that kernels load."""
 
 
 class Declined(Exception):
@@ -101,7 +106,13 @@ RULES: dict[str, Rule] = {}
 """Rules by overload name ("aten.add.Tensor"). `lowering_rule` registers them when their modules are imported."""
 
 
-def lowering_rule(*names: str, dtypes: DtypeDomain = "any", index_argument: int | None = None) -> Callable[[F], F]:
+def lowering_rule(
+    *names: str,
+    dtypes: DtypeDomain = "any",
+    equal: Sequence[str] = (),
+    index_argument: int | None = None,
+    index_dtypes: Sequence[torch.dtype] = INDEX_DTYPES,
+) -> Callable[[F], F]:
     """Registers `function(call, *arguments)` as the rule of overloads.
 
     The function receives as many of the schema's positional arguments as it has parameters, and those keyword-only
@@ -111,7 +122,9 @@ def lowering_rule(*names: str, dtypes: DtypeDomain = "any", index_argument: int 
     Args:
         names: overload names. Raises ValueError for one that has a rule.
         dtypes: the dtypes that each tensor argument may have.
-        index_argument: the position of an index tensor, which must be int32 or int64.
+        equal: names of arguments that eager mode requires to have one dtype; None and numbers have none.
+        index_argument: the position of an index tensor.
+        index_dtypes: the dtypes that eager mode accepts for it.
     """
 
     def register(function: F) -> F:
@@ -127,8 +140,10 @@ def lowering_rule(*names: str, dtypes: DtypeDomain = "any", index_argument: int 
             if not variadic:
                 positional = positional[: len(parameters) - len(named)]
             _check_tensors(call, bound.values(), dtypes)
+            _check_numbers(call, bound)
+            check_equal_dtypes(*[bound[name] for name in equal])
             if index_argument is not None:
-                check_index_dtype(positional[index_argument])
+                check_index_dtype(positional[index_argument], accepted=index_dtypes)
             return function(call, *positional, **named)
 
         rule.__module__, rule.__doc__ = function.__module__, function.__doc__
@@ -165,8 +180,18 @@ def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: Dtyp
             if isinstance(item, Definition | torch.Tensor):
                 operand_dtypes.add(item.dtype)
                 check_dtype(item.dtype, dtypes)
-    if dtypes.startswith("equal") and len(operand_dtypes) > 1:
-        raise Declined(f"its operands are of {' and '.join(sorted(map(str, operand_dtypes)))}")
+    if dtypes.startswith("equal"):
+        _check_one_dtype(operand_dtypes)
+
+
+def check_equal_dtypes(*operands: object) -> None:
+    """Declines tensors of several dtypes, which eager mode rejects. Numbers and absent operands have no dtype."""
+    _check_one_dtype({item.dtype for item in operands if isinstance(item, Definition)})
+
+
+def _check_one_dtype(dtypes: Collection[torch.dtype]) -> None:
+    if len(dtypes) > 1:
+        raise Declined(f"its operands are of {' and '.join(sorted(map(str, dtypes)))}")
 
 
 def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> None:
@@ -186,8 +211,28 @@ def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> None:
         raise Declined(f"its operands are of {dtype}")
 
 
-def check_index_dtype(*tensors: Definition) -> None:
-    """Declines index tensors that are not int32 or int64."""
+def check_index_dtype(*tensors: Definition, accepted: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
+    """Declines index tensors of other dtypes."""
     for tensor in tensors:
-        if tensor.dtype not in (torch.int64, torch.int32):
-            raise Declined(f"kernels take indices of int64 and int32, not {tensor.dtype}")
+        if tensor.dtype not in accepted:
+            raise Declined(f"its indices are {tensor.dtype}, not {' or '.join(map(str, accepted))}")
+
+
+def _check_numbers(call: OperatorCall, bound: Mapping[str, object]) -> None:
+    """Declines constants out of the range of the results' dtype: eager mode raises for some, and wraps others."""
+    results: Sequence[object] = call.results
+    dtypes = {fake.dtype for fake in results if isinstance(fake, torch.Tensor)} - {torch.bool}
+    for name in _scalar_arguments(call.name):
+        number = bound[name]
+        if isinstance(number, int | float) and math.isfinite(number):
+            for dtype in dtypes:
+                info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+                if not info.min <= number <= info.max:
+                    raise Declined(f"{number} is out of the range of {dtype}")
+
+
+@bounded_cache(4096)
+def _scalar_arguments(name: str) -> tuple[str, ...]:
+    """Returns the names of an overload's arguments that are numbers of the operands' dtype, not sizes or flags."""
+    arguments = torch_schema(operator_overload(name)).arguments
+    return tuple([item.name for item in arguments if str(item.type) in ("number", "Optional[number]")])

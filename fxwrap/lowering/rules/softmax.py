@@ -18,7 +18,15 @@ from fxwrap.lowering.rules.reductions import (
     reduction_shape,
     sum_rows,
 )
-from fxwrap.lowering.rules.registry import LoweringResult, OperatorCall, lowering_rule
+from fxwrap.lowering.rules.registry import (
+    Declined,
+    LoweringResult,
+    OperatorCall,
+    check_dtype,
+    check_equal_dtypes,
+    check_index_dtype,
+    lowering_rule,
+)
 from fxwrap.symbolic import Size
 
 
@@ -27,7 +35,7 @@ def _statistics(call: OperatorCall, rows: ReductionShape, x: Definition, dtype: 
     return build_reduction(call, "softmax", rows, dtype, x)
 
 
-@lowering_rule("aten._softmax.default", "aten._log_softmax.default")
+@lowering_rule("aten._softmax.default", "aten._log_softmax.default", dtypes="float")
 def _softmax(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     rows = reduction_shape(x, dim)
     largest, total = _statistics(call, rows, x, x.dtype)
@@ -42,7 +50,7 @@ def _softmax(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     return call.define(body)
 
 
-@lowering_rule("aten._safe_softmax.default")
+@lowering_rule("aten._safe_softmax.default", dtypes="float")
 def _safe_softmax(call: OperatorCall, x: Definition, dim: int) -> LoweringResult:
     """Fully masked rows, of -inf alone, become zeros."""
     rows = reduction_shape(x, dim)
@@ -82,8 +90,14 @@ def _masked_softmax(
     return call.define(body)
 
 
-@lowering_rule("aten._softmax_backward_data.default")
+def _check_result_dtype(call: OperatorCall, grad: Definition) -> None:
+    if call.device.type == "cpu" and call.dtype is not grad.dtype:
+        raise Declined(f"eager mode has no {call.operator} from {grad.dtype} to {call.dtype} on a CPU")
+
+
+@lowering_rule("aten._softmax_backward_data.default", dtypes="equal float")
 def _softmax_backward(call: OperatorCall, grad: Definition, output: Definition, dim: int) -> LoweringResult:
+    _check_result_dtype(call, grad)
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
 
@@ -116,8 +130,9 @@ def _masked_softmax_backward(
     return call.define(body)
 
 
-@lowering_rule("aten._log_softmax_backward_data.default")
+@lowering_rule("aten._log_softmax_backward_data.default", dtypes="equal float")
 def _log_softmax_backward(call: OperatorCall, grad: Definition, output: Definition, dim: int) -> LoweringResult:
+    _check_result_dtype(call, grad)
     rows = reduction_shape(output, dim)
     computes = grad.compute_dtype
     total = sum_rows(call, rows, computes, grad)
@@ -197,6 +212,12 @@ class NllLossOperands:
         return (*row[: self.dim], index, *row[self.dim :])
 
 
+def _check_loss_dtypes(scores: Definition, target: Definition, *others: Definition | None) -> None:
+    check_dtype(scores.dtype, "float")
+    check_equal_dtypes(scores, *others)
+    check_index_dtype(target, accepted=(torch.int64, torch.uint8))
+
+
 @lowering_rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 def _forward(
     call: OperatorCall,
@@ -206,6 +227,7 @@ def _forward(
     reduction: int,
     ignore_index: int,
 ) -> LoweringResult:
+    _check_loss_dtypes(scores, target, weight)
     operands = NllLossOperands(scores, target, weight, ignore_index)
     rows, computes = operands.rows, compute_dtype(scores.dtype)
     loss_fake, weight_fake = call.results
@@ -238,6 +260,7 @@ def _backward(
     ignore_index: int,
     total_weight: Definition,
 ) -> LoweringResult:
+    _check_loss_dtypes(scores, target, weight, grad, total_weight)
     operands = NllLossOperands(scores, target, weight, ignore_index)
     class_dim, computes = operands.dim, compute_dtype(call.dtype)
 
