@@ -23,7 +23,7 @@ from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import native
-from fxwrap.runtime.cache_eviction import evict_cache
+from fxwrap.runtime.cache_eviction import evict_cache_when_due
 from fxwrap.runtime.cache_folder import find_or_build_entry
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernel_library
@@ -211,6 +211,6 @@ def _write_to_cache(files: Mapping[str, bytes]) -> Path:
     def write(folder: Path) -> None:
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        evict_cache()
+        evict_cache_when_due()
 
     return find_or_build_entry(name, write)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from fxwrap.compile_cache.entry import CachedCompile, entry_content, read_entry
 from fxwrap.compile_cache.graph_serializer import NotCacheable
@@ -18,7 +17,7 @@ from fxwrap.events import CacheBypassed, CacheEntryUnusable, CacheHit, CacheMiss
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.runtime.cache_eviction import evict_cache
+from fxwrap.runtime.cache_eviction import evict_cache_when_due
 from fxwrap.runtime.cache_folder import cache_folders, mark_used, open_cache_file, write_cache_file
 from fxwrap.wrapper_ir import Program
 
@@ -28,11 +27,6 @@ CACHE_ENV = "FXWRAP_COMPILE_CACHE"
 """The environment variable that disables the cache when it is 0."""
 
 FOLDER = "compiled"
-
-_CHECK_EVERY = 32
-"""Entries that a process writes between two checks of the cache folder's size."""
-
-_write_numbers = count()
 
 
 def is_enabled() -> bool:
@@ -97,8 +91,7 @@ class CacheSlot:
             events.record(NotCached(str(error)))
             return
         events.record(CacheStored(self.key.digest))
-        if next(_write_numbers) % _CHECK_EVERY == 0:
-            evict_cache()
+        evict_cache_when_due()
 
     def read(self) -> bytes | None:
         """Returns the content of the entry, unchecked; None where there is none."""

@@ -27,6 +27,12 @@ EVICTABLE_FOLDERS = ("compiled", "loaded", "programs", "python", "units")
 MIN_AGE_SECONDS = 600.0
 """Seconds after its last use in which an entry is not evicted: another process may be loading it."""
 
+CHECK_SECONDS = 600.0
+"""Seconds between checks of a folder's size by the processes that write to it: reading a large folder takes seconds."""
+
+_CHECKED = "size_checked"
+"""A file that is touched by each check."""
+
 STALE_TEMPORARY_SECONDS = 3600.0
 """Age in seconds at which an unfinished temporary is considered abandoned."""
 
@@ -48,6 +54,19 @@ def cache_limit() -> int:
     if not text.isdecimal():
         raise OptionError(f"{LIMIT_ENV} must be a number of MiB, or 0 for no limit, not {text!r}")
     return int(text) << 20
+
+
+def evict_cache_when_due() -> None:
+    """Calls `evict_cache` for the folders whose size no process has checked in the last ten minutes."""
+    now = time.time()
+    for folder in cache_folders():
+        marker = folder / _CHECKED
+        with suppress(OSError):
+            if 0 <= now - marker.stat().st_mtime < CHECK_SECONDS:
+                continue
+        with suppress(OSError):
+            marker.touch()  # before the check: other processes need not check too
+            _evict(folder, cache_limit(), now)
 
 
 def evict_cache() -> int:

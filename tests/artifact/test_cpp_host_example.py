@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import fxwrap
+from fxwrap.cli import main
 from fxwrap.runtime.native import find_compiler
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp_host"
@@ -94,8 +94,7 @@ def test_a_host_is_built_with_pkg_config(built: Path) -> None:
 
 
 def test_the_runtime_is_installed_into_a_prefix(built: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fxwrap", "build", "--runtime", str(tmp_path / "prefix")]
-    subprocess.run(command, check=True, capture_output=True)
+    assert main(["build", "--runtime", str(tmp_path / "prefix")]) == 0
     configure = ["cmake", "-S", EXAMPLE, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}"]
     subprocess.run(configure, check=True, capture_output=True)
     subprocess.run(["cmake", "--build", tmp_path / "build", "--target", "host"], check=True, capture_output=True)

@@ -173,6 +173,25 @@ def test_every_growing_folder_has_a_size_limit(cache_folder: Path, monkeypatch: 
     assert cache_limit.evict_cache() == 0 and fresh.exists()
 
 
+def test_one_process_in_ten_minutes_checks_the_size(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a folder of 100,000 files takes seconds."""
+    monkeypatch.setattr(cache_limit, "cache_limit", lambda: 1)
+    old, entry = time.time() - 10_000, cache_folder / "compiled" / "entry"
+    entry.parent.mkdir()
+
+    def evicts(checked: float) -> bool:
+        """Whether a compile evicts an old entry, where the last check was at this time."""
+        entry.write_bytes(bytes(1000))
+        os.utime(entry, (old, old))
+        os.utime(cache_folder / "size_checked", (checked, checked))
+        compiled(name=f"layer{checked}")
+        return not entry.exists()
+
+    compiled()
+    assert [evicts(time.time() + seconds) for seconds in (-60, -700, 700)] == [False, True, True]
+    assert not evicts(time.time())
+
+
 def test_the_limit_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_limit.cache_limit() == cache_limit.DEFAULT_LIMIT << 20
     monkeypatch.setenv(cache_limit.LIMIT_ENV, "3")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,12 +15,13 @@ from fxwrap.compile_cache.cache import FOLDER
 from fxwrap.errors import OptionError
 from fxwrap.runtime.cache_folder import file_lock
 from tests.compile_cache.shared_folder import OPTIONS, X, graph_of
+from tests.support.child_processes import run_python
 
 
 def test_eight_processes() -> None:
     """Also after damage of the entries, with compiles that fail, and where the process that compiles is killed."""
-    command = [sys.executable, "-m", "tests.compile_cache.shared_folder", "--processes", "8"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("8 processes")
+    done = run_python(["-m", "tests.compile_cache.shared_folder", "--processes", 8])
+    assert done.stdout.startswith("8 processes"), done.stderr
 
 
 def test_threads_compile_once(cache_folder: Path) -> None:

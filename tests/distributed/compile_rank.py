@@ -8,8 +8,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -134,16 +136,17 @@ def error_of(call: Callable[[], object]) -> list[Any]:
 
 def stalled(rank: int) -> Any:
     """Rank 1 calls its second collective too late, in each emitter: the group's timeout reaches the caller."""
-    errors = []
     del os.environ["FXWRAP_CACHE_DIR"]  # the bridge is in the usual folder
+    calls = []
     for emitter in EMITTERS:
         group, options = fragile_group(), OPTIONS.replace(emitter=emitter, compile_cache=False)
         compiled = fxwrap.compile_graph(graph_of(17.0, group.group_name), [X], options=options)
         compiled(X)
-        dist.barrier()
-        if rank == 0:
-            errors.append(error_of(lambda: compiled(X)))  # noqa: B023
-        dist.barrier()
+        calls.append(partial(compiled, X))
+    dist.barrier()
+    with ThreadPoolExecutor(len(calls)) as threads:  # they wait at the same time
+        errors = list(threads.map(error_of, calls)) if rank == 0 else []
+    dist.barrier()
     return errors
 
 

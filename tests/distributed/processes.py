@@ -1,13 +1,9 @@
-"""Runs a module as several ranks, each in a process of its own.
-
-The processes are forked from one that has imported what they need, which takes seconds.
-"""
+"""Runs a module as several ranks, each in a process of its own."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import time
 import traceback
@@ -19,13 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.cases import WORLD_SIZE
+from tests.support.child_processes import forking_context
 
 TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
-
-_RANKS = ("rank", "compile_rank", "overlap_rank", "speed_rank", "training_rank")
-# AOTAutograd imports the last one, for a log.
-_PRELOADED = (*[f"tests.distributed.{name}" for name in _RANKS], "torch._inductor.debug")
 
 
 def run_ranks(
@@ -36,9 +29,7 @@ def run_ranks(
 
     A rank prints one line of JSON with the keys "case" and "error" for each case.
     """
-    # A process with a CUDA context cannot be forked, and even counting devices may make one.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload([*_PRELOADED])
+    context = forking_context()
     outputs = [folder / f"rank_{rank}" for rank in range(world_size)]
     ranks = [
         context.Process(

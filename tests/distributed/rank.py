@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 import fxwrap
-from fxwrap.compile.backend import make_backend
+from fxwrap.compile import Compiled, emit, make_backend
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.cases import CASES, EXAMPLE, WORLD_SIZE, Case
 
@@ -26,12 +26,13 @@ class EveryEmitter:
     """A compiled graph that each call runs in every emitter, and compares."""
 
     def __init__(self, graph: Any, inputs: Any, *, options: Options, **arguments: Any) -> None:
-        self.compiled = [
-            fxwrap.compile_graph(graph, inputs, options=options.replace(emitter=emitter), **arguments)
-            for emitter in EMITTERS
-        ]  # fmt: skip
-        self.program = fxwrap.parse(str(self.compiled[0].program))
-        assert str(self.program) == str(self.compiled[0].program)
+        compiled = fxwrap.compile_graph(graph, inputs, options=options.replace(emitter=EMITTERS[0]), **arguments)
+        program, fakes = compiled.program, compiled.fake_inputs
+        emitted = {name: emit(program, name, fakes) for name in EMITTERS[1:]}
+        others = [Compiled(compiled.stages, options.replace(emitter=name), item) for name, item in emitted.items()]
+        self.compiled = [compiled, *others]
+        self.program = fxwrap.parse(str(compiled.program))
+        assert str(self.program) == str(compiled.program)
 
     def boxed(self, inputs: list[Any]) -> Any:
         copies = [[item.clone() if isinstance(item, torch.Tensor) else item for item in inputs] for _ in EMITTERS]

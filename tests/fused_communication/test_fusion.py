@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.passes.communication import communication
 from fxwrap.wrapper_ir import Program
 from tests.distributed.processes import run_ranks
+from tests.support.child_processes import run_python
 from tests.support.documents import ROOT, check_printed
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
@@ -181,9 +180,7 @@ def test_a_saved_program_is_loaded_where_nothing_imported_the_operators(tmp_path
             graph = make_fx(rows, tracing_mode="fake")(ROWS, B, C)
             paths.append(str(tmp_path / f"{emitter}.fxw"))
             fxwrap.compile_graph(graph, [ROWS, B, C], options=options).save(paths[-1])
-    run = subprocess.run(
-        [sys.executable, "-c", _LOAD, *paths], capture_output=True, text=True, check=False, timeout=300
-    )
+    run = run_python(["-c", _LOAD, *paths])
     assert run.stdout.splitlines() == ["Could not run 'symm_mem::fused_all_gather_matmul'"] * 2, run.stderr
 
 

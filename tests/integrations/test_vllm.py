@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.integrations import vllm as adapter
 from tests.integrations import piecewise, vllm_interface
 from tests.integrations.vllm_interface import Range
+from tests.support.child_processes import run_python
 
 LAYERS = 4
 ANY_SIZE = Range(1, 512)
@@ -30,6 +28,7 @@ from pathlib import Path
 import torch
 import fxwrap
 from tests.integrations import piecewise, vllm_interface
+from tests.support.child_processes import run_python
 with vllm_interface.installed():
     compiler = vllm_interface.resolve_obj_by_qualname("fxwrap.integrations.vllm.make_compiler")()
     folder = Path(sys.argv[1])
@@ -124,10 +123,7 @@ def test_results_equal_those_of_eager(host: Host, tokens: int) -> None:
 
 def test_another_process_loads_without_compiling(host: Host) -> None:
     torch.save(host.calls, host.folder / "calls.pt")
-    environment = {**os.environ, "PYTHONPATH": str(Path(fxwrap.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, str(host.folder)], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python(["-c", LOADED, host.folder])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["errors"]) == LAYERS + 1 and max(result["errors"]) < 1e-5

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -26,6 +24,7 @@ from fxwrap.runtime.native import BRIDGE_LIBRARIES, build_bridge, compile_cpp, c
 from fxwrap.runtime.native import compiler as driver
 from tests.runtime.copying_compiler import write_compiler, write_script
 from tests.runtime.native.test_native_build import DOUBLE
+from tests.support.child_processes import run_python
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_a_process_with_a_damaged_bridge_runs(folder: Path) -> None:
     line = "%y = extern.call @aten.neg.default(%x) : f32[2]@cpu"
     program = f"program @f(%x: borrowed f32[2]@cpu) {{ {line}\ncontrol.return(%y) }}"
     code = f"import torch, fxwrap; print(fxwrap.to_cpp(fxwrap.parse({program!r}))(torch.ones(2)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(["-c", code])
     assert done.returncode == 0, done.stderr
     assert "-1., -1." in done.stdout
 

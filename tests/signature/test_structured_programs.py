@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import zipfile
 from collections import namedtuple
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from fxwrap.errors import ArtifactError, GraphError, InputError
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Ownership
 from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
+from tests.support.child_processes import run_python
 
 emitters = pytest.mark.parametrize("emitter", EMITTERS)
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -209,8 +208,7 @@ for trust in ("full", "none"):
 def test_unknown_types_become_dicts_and_tuples(tmp_path: Path) -> None:
     path, options = tmp_path / "model.fxw", Options(emitter="interpreter", fuse=False)
     fxwrap.compile_graph(Typed(), (X,), options=options).save(path)
-    command = [sys.executable, "-c", OTHER_PROCESS, str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = run_python(["-c", OTHER_PROCESS, path])
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert len(lines) == 2

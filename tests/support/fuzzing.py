@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import itertools
-import multiprocessing
 import time
 import traceback
 import warnings
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from fxwrap.errors import FusionWarning
+from tests.support.child_processes import forking_context
 
 BATCH, LIMIT = 1000, 180
 """Seeds for each process, seconds for each case."""
@@ -122,7 +122,7 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking_context()
         self.messages, other = context.Pipe(duplex=False)
         self._process = context.Process(target=work, args=(self._seeds, self._task, other), daemon=True)
         self._process.start()
