@@ -106,5 +106,5 @@ class _CallBuilder(KernelNodes):
         root = self.root(value)
         for index, out in enumerate(self.outs):
             if self.root(out) == root and (out.name == value.name or value.name == root):
-                return LaunchOperand(len(self.arguments) + index, is_base=out.name != value.name)
+                return LaunchOperand(index, is_out=True, is_base=out.name != value.name)
         return UnreadOperand()

@@ -8,12 +8,13 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class LaunchOperand:
-    """A tensor that a launch reads: the one at a position of its arguments and, after these, of its outputs.
+    """A tensor that a launch reads: the one at a position of its arguments or, with `is_out`, of its outputs.
 
     With `is_base`, it is the tensor of which that output is a view.
     """
 
     position: int
+    is_out: bool = False
     is_base: bool = False
 
 
@@ -53,5 +54,5 @@ class KernelCalls:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The overload names of the calls in order, without views."""
-        return tuple([call.target for call in self.calls if not call.is_view])
+        """The overload names of the calls, views included, in order."""
+        return tuple([call.target for call in self.calls])
