@@ -112,7 +112,11 @@ class _PassRun:
         if not isinstance(result, RewriteResult):
             return result
         self.rewritten = result
-        return result.program if isinstance(argument, Program) else result.graph_module
+        if isinstance(argument, Program):
+            return result.program
+        if result.graph_module is None:
+            raise self.error("it returned the rewrite of a program, not of its graph")
+        return result.graph_module
 
     def record(self, changed: bool) -> None:
         """Records the pass. Raises PassError if it must match, and does not."""
