@@ -7,40 +7,19 @@ on it with every emitter and is compared with eager PyTorch on the CPU.
 """
 
 import ctypes
-import subprocess
 import sys
-import tempfile
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.cpp_extension import include_paths, library_paths
 
 import fxwrap
+from examples.private_device.torch_half import load_torch_half
 from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelRuntime, register
 from tests.devices import abacus, abacus_runtime
 from tests.devices.copy_engine import LINES, stage_inputs
 from tests.support.models import MODELS
-
-
-def register_with_torch(folder: str) -> None:
-    """Compiles and loads the C++ half, and registers the device's name and module."""
-    library = f"{folder}/npu.so"
-    flags = [*[f"-I{path}" for path in include_paths()], *[f"-L{path}" for path in library_paths()]]
-    source = str(Path(__file__).with_name("npu.cpp"))
-    subprocess.run(
-        ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library, *flags, "-ltorch_cpu", "-lc10"], check=True
-    )
-    torch.ops.load_library(library)
-    torch.utils.rename_privateuse1_backend("npu")
-    module: Any = types.ModuleType("torch.npu")
-    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
-    module._is_in_bad_fork, module.manual_seed_all = lambda: False, lambda _seed: None
-    torch._register_device_module("npu", module)
-    torch.utils.generate_methods_for_privateuse1_backend()
 
 
 def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
@@ -60,18 +39,17 @@ def _in_place(item: object) -> object:
 
 def main(name: str) -> None:
     """Runs a model with every emitter."""
-    with tempfile.TemporaryDirectory() as folder:
-        register_with_torch(folder)
+    load_torch_half()
     register(
         DeviceSpec(
-            "npu", "abacus", supports_multiple_devices=False, asserts_raise=True, cpu_rounding=True,
-            supports_all_atomics=True,
+            "npu", "abacus", supports_multiple_devices=False, supports_streams=False, asserts_raise=True,
+            cpu_rounding=True, supports_all_atomics=True,
         ),
         printer=abacus.print_abacus, language=abacus.LANGUAGE, lines=LINES,
         runtime=DeviceRuntime(kernels=KernelRuntime(load)),
     )  # fmt: skip
     case = MODELS[name]
-    model, inputs = case.build(seed=0), case.inputs(seed=1)
+    model, inputs = case.build(seed=0, layers=1), case.inputs(seed=1)
     with torch.no_grad():
         expected = tree_leaves(model(**inputs))
         model, moved = model.to("npu"), {name: item.to("npu") for name, item in inputs.items()}
