@@ -3,7 +3,7 @@
 Its kernels are those of the tests' imaginary device (`tests/devices/`, docs/devices.md). A model of the test suite runs
 on it with every emitter and is compared with eager PyTorch on the CPU.
 
-    python -m examples.private_device.run [MODEL]
+    python -m examples.private_device.run [MODEL [EMITTER...]]
 """
 
 import ctypes
@@ -37,8 +37,8 @@ def _in_place(item: object) -> object:
     return torch.frombuffer((ctypes.c_char * (count * item.itemsize)).from_address(item.data_ptr()), dtype=item.dtype)
 
 
-def main(name: str) -> None:
-    """Runs a model with every emitter."""
+def main(name: str = "bert", *emitters: str) -> None:
+    """Runs a model with some emitters, or with each."""
     load_torch_half()
     register(
         DeviceSpec(
@@ -53,7 +53,7 @@ def main(name: str) -> None:
     with torch.no_grad():
         expected = tree_leaves(model(**inputs))
         model, moved = model.to("npu"), {name: item.to("npu") for name, item in inputs.items()}
-        for emitter in ("python", "cpp", "fx", "interpreter"):
+        for emitter in emitters or ("python", "cpp", "fx", "interpreter"):
             abacus_runtime.WORK.clear()
             options = {"emitter": emitter, "passes": [fxwrap.Pass(stage_inputs, key="1")]}
             results = tree_leaves(torch.compile(model, backend="fxwrap", options=options)(**moved))
@@ -62,4 +62,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "bert")
+    main(*sys.argv[1:])

@@ -6,15 +6,15 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.testing.conformance import GROUPS, run_conformance
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""The commands of the command line, to which one is added."""
 
 
 def add_conformance(commands: Commands) -> None:

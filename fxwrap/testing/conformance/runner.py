@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fxwrap.comparison import TOLERANCES
 from fxwrap.compile import inspect
@@ -22,6 +21,7 @@ from fxwrap.errors import CommandError, DeviceError, FusionWarning, UnsupportedE
 from fxwrap.options import EMITTERS
 from fxwrap.testing.conformance.case import GROUPS, ConformanceCase, is_floating
 from fxwrap.testing.conformance.cases import CASES
+from fxwrap.torch_compat import tree_flatten
 
 Status: TypeAlias = Literal["passed", "failed", "not supported"]
 
@@ -148,7 +148,8 @@ def _unsupported_reason(error: BaseException | None) -> str | None:
 
 def _failure_reason(error: BaseException) -> str:
     """Returns the class and the first line of the error behind those of torch.compile."""
-    error = getattr(error, "inner_exception", error)  # of torch.compile
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):  # of torch.compile
+        error = inner
     return f"{type(error).__name__}: {_first_line(error)}"
 
 
@@ -180,14 +181,14 @@ def _observe(
     moved = [_moved(item, device, training) for item in inputs]
     with torch.set_grad_enabled(training):
         results = function(*moved)
-    leaves = tree_leaves(results)
+    leaves = tree_flatten(results)[0]
     if training:
         losses = [(leaf.float() * _weights(leaf)).sum() for leaf in leaves if is_floating(leaf)]
         sum(losses[1:], losses[0]).backward()
     named = [(f"result {number}", leaf) for number, leaf in enumerate(leaves)]
     named += [(f"input {number} after the call", item) for number, item in enumerate(moved)]
     named += [(f"the gradient of input {number}", item.grad) for number, item in enumerate(moved) if is_floating(item)]
-    return [(name, tree_map(_on_cpu, item)) for name, item in named]
+    return [(name, _on_cpu(item)) for name, item in named]
 
 
 def _weights(result: Tensor) -> Tensor:
