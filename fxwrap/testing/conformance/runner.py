@@ -127,9 +127,7 @@ def run_case(item: ConformanceCase, device: torch.device, spec: DeviceSpec, emit
         except Exception as error:  # noqa: BLE001  a device may raise anything
             unsupported = _unsupported_reason(error)
             status, kernels = ("failed" if unsupported is None else "not supported"), 0
-            reason = (
-                unsupported or f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            )
+            reason = unsupported or _failure_reason(error)
     if not reason:
         reason = "; ".join([str(entry.message) for entry in caught if issubclass(entry.category, FusionWarning)])
     return dataclasses.replace(
