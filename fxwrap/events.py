@@ -104,6 +104,30 @@ class OperatorDeclined(Event):
 
 
 @dataclass(frozen=True)
+class PassRan(Event):
+    """A user's pass ran at a pass point, and `changed` the program or graph.
+
+    `matches` is the number of matches that it replaced, None for a pass that does not return the result of a rewrite.
+    `near_misses` are lines that begin a match and were not replaced, each with the reason; of many, the first ones
+    ("..." ends them).
+    """
+
+    logger = "fxwrap.passes"
+    pass_name: str
+    point: str
+    changed: bool
+    matches: int | None = None
+    near_misses: tuple[tuple[str, str], ...] = ()
+
+    def message(self, name: str) -> str:
+        shown = f"'{name}': pass '{self.pass_name}' ({self.point})"
+        if self.matches is None:
+            return f"{shown} {'changed it' if self.changed else 'changed nothing'}"
+        missed = "".join([f"\n  {line.partition(chr(10))[0]}: {reason}" for line, reason in self.near_misses])
+        return f"{shown} replaced {self.matches} matches; {len(self.near_misses)} near misses{missed}"
+
+
+@dataclass(frozen=True)
 class WarningIssued(Event):
     """The compile warned its caller; `category` is the class of the warning."""
 
@@ -347,3 +371,9 @@ def step_seconds(events: tuple[Event, ...]) -> dict[str, float]:
         if isinstance(event, StepEnded):
             seconds[event.step] = seconds.get(event.step, 0.0) + event.seconds
     return seconds
+
+
+def passes_of(events: tuple[Event, ...]) -> tuple[PassRan, ...]:
+    """Returns the runs of the user's passes in some events, in order; of a repeated pass, the last."""
+    passes = {(event.point, event.pass_name): event for event in events if isinstance(event, PassRan)}
+    return tuple(passes.values())

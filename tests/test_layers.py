@@ -38,7 +38,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compile",),
     ("rewrite", "fx", "training"),  # level 6
     ("comparison", "fused_communication"),
-    ("cli", "testing", "builtin_devices", "integrations"),
+    ("testing", "builtin_devices", "integrations"),
+    ("cli",),
     ("__main__", "__init__"),
 )
 RANKS: Mapping[str, int] = {name: rank for rank, row in enumerate(ROWS) for name in row}

@@ -4,6 +4,7 @@
 // fallback for all others. A real device has its own kernels here.
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -78,10 +79,29 @@ Tensor convolution(const Tensor& x, const Tensor& weight, const std::optional<Te
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
 
+// Autograd asks for these.
+struct Hooks : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+};
+Hooks hooks;
+const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
+
+// One device, whose work is done when a call returns: an event has nothing to wait for.
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<kNpu> {
+  c10::Device exchangeDevice(c10::Device) const override { return {kNpu, 0}; }
+  c10::Device getDevice() const override { return {kNpu, 0}; }
+  c10::Stream getStream(c10::Device) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, c10::Device(kNpu, 0)); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return c10::Stream(c10::Stream::DEFAULT, c10::Device(kNpu, 0)); }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
 }  // namespace
 
 REGISTER_ALLOCATOR(kNpu, &memory)
-C10_REGISTER_GUARD_IMPL(PrivateUse1, c10::impl::NoOpDeviceGuardImpl<kNpu>);
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);

@@ -3,44 +3,23 @@
 Its kernels are those of the tests' imaginary device (`tests/devices/`, docs/devices.md). A model of the test suite runs
 on it with every emitter and is compared with eager PyTorch on the CPU.
 
-    python -m examples.private_device.run [MODEL]
+    python -m examples.private_device.run [MODEL [EMITTER...]]
 """
 
 import ctypes
-import subprocess
 import sys
-import tempfile
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.cpp_extension import include_paths, library_paths
 
 import fxwrap
+from examples.private_device.torch_half import load_torch_half
 from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelRuntime, register
 from tests.devices import abacus, abacus_runtime
 from tests.devices.copy_engine import LINES, stage_inputs
 from tests.support.models import MODELS
-
-
-def register_with_torch(folder: str) -> None:
-    """Compiles and loads the C++ half, and registers the device's name and module."""
-    library = f"{folder}/npu.so"
-    flags = [*[f"-I{path}" for path in include_paths()], *[f"-L{path}" for path in library_paths()]]
-    source = str(Path(__file__).with_name("npu.cpp"))
-    subprocess.run(
-        ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library, *flags, "-ltorch_cpu", "-lc10"], check=True
-    )
-    torch.ops.load_library(library)
-    torch.utils.rename_privateuse1_backend("npu")
-    module: Any = types.ModuleType("torch.npu")
-    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
-    module._is_in_bad_fork, module.manual_seed_all = lambda: False, lambda _seed: None
-    torch._register_device_module("npu", module)
-    torch.utils.generate_methods_for_privateuse1_backend()
 
 
 def load(source: str, signature: tuple[str, ...], options: tuple[tuple[str, Any], ...]) -> Callable[..., None]:
@@ -58,24 +37,23 @@ def _in_place(item: object) -> object:
     return torch.frombuffer((ctypes.c_char * (count * item.itemsize)).from_address(item.data_ptr()), dtype=item.dtype)
 
 
-def main(name: str) -> None:
-    """Runs a model with every emitter."""
-    with tempfile.TemporaryDirectory() as folder:
-        register_with_torch(folder)
+def main(name: str = "bert", *emitters: str) -> None:
+    """Runs a model with some emitters, or with each."""
+    load_torch_half()
     register(
         DeviceSpec(
-            "npu", "abacus", supports_multiple_devices=False, asserts_raise=True, cpu_rounding=True,
-            supports_all_atomics=True,
+            "npu", "abacus", supports_multiple_devices=False, supports_streams=False, asserts_raise=True,
+            cpu_rounding=True, supports_all_atomics=True,
         ),
         printer=abacus.print_abacus, language=abacus.LANGUAGE, lines=LINES,
         runtime=DeviceRuntime(kernels=KernelRuntime(load)),
     )  # fmt: skip
     case = MODELS[name]
-    model, inputs = case.build(seed=0), case.inputs(seed=1)
+    model, inputs = case.build(seed=0, layers=1), case.inputs(seed=1)
     with torch.no_grad():
         expected = tree_leaves(model(**inputs))
         model, moved = model.to("npu"), {name: item.to("npu") for name, item in inputs.items()}
-        for emitter in ("python", "cpp", "fx", "interpreter"):
+        for emitter in emitters or ("python", "cpp", "fx", "interpreter"):
             abacus_runtime.WORK.clear()
             options = {"emitter": emitter, "passes": [fxwrap.Pass(stage_inputs, key="1")]}
             results = tree_leaves(torch.compile(model, backend="fxwrap", options=options)(**moved))
@@ -84,4 +62,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "bert")
+    main(*sys.argv[1:])

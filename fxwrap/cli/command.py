@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.artifact.trust import TRUST_LEVELS
+from fxwrap.cli.conformance import add_conformance
 from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, read_program_file, run_saved
 from fxwrap.cli.tables import coverage_table, passes_table
 from fxwrap.cli.target import Target, load_target
@@ -59,8 +60,9 @@ examples:
   python -m fxwrap inspect model.fxw
   python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
   python -m fxwrap export-cmake model.fxw model/
+  python -m fxwrap conformance --device npu --import vendor_package
 
-exit codes: 0 success, 1 emitters disagree, 2 invalid command line, 3 compilation or run failed
+exit codes: 0 success, 1 results disagree, 2 invalid command line, 3 compilation or run failed
 """
 
 
@@ -89,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="show | emit | plan | report | compare | passes | inspect | run | export-cmake | build"
+        required=True,
+        metavar="show | emit | plan | report | compare | passes | inspect | run | export-cmake | conformance | build",
     )
     _add_show(commands)
     _add_emit(commands)
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_run(commands)
     _add_export_cmake(commands)
+    add_conformance(commands)
     _add_build(commands)
     return parser
 

@@ -16,6 +16,7 @@ from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, Fla
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.intercepted_calls import call_as_graph
+from fxwrap.events import PassRan
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
@@ -45,6 +46,7 @@ class _CompileResult:
     plan: MemoryPlan | None
     fake_inputs: Mapping[str, FakeTensor] | None
     options: Options
+    passes: tuple[PassRan, ...] = ()
 
     @property
     def program(self) -> Program:
@@ -92,6 +94,7 @@ class Compiled(EmittedProgram, StructuredProgram):
         recompile: Callable[[Mapping[str, int]], Compiled] | None = None,
         cached: bool = False,
         signature: ExportedSignature | None = None,
+        passes: tuple[PassRan, ...] = (),
     ) -> None:
         """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`.
 
@@ -100,7 +103,7 @@ class Compiled(EmittedProgram, StructuredProgram):
         self.options = options
         self.cached = cached
         self.signature = signature
-        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options)
+        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options, passes)
         self._first_call: FirstCallAutotuner | None = None
         if recompile is None:
             super().__init__("", self._result.boxed, self._result.flat)
@@ -150,6 +153,14 @@ class Compiled(EmittedProgram, StructuredProgram):
     def coverage(self) -> tuple[NodeCoverage, ...]:
         """For each call of the graph, whether it was fused or called, and the decline reason."""
         return self._result.coverage
+
+    @property
+    def passes(self) -> tuple[PassRan, ...]:
+        """The runs of the user's passes: whether each changed anything, and the matches and near misses of rewrites.
+
+        Empty if the program came from the compile cache.
+        """
+        return self._result.passes
 
     @property
     def plan(self) -> MemoryPlan | None:

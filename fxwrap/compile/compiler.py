@@ -28,7 +28,7 @@ from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.errors import GraphError, VerifyError
-from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, step_seconds
+from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
@@ -171,7 +171,8 @@ def _prepare(request: CompileRequest) -> PreparedGraph | Program:
     if options.autotune == FIRST_CALL and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again.
         source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))
-    source = run_source_passes(options.passes_at(FX_BEFORE_LOWERING), source, example_inputs, check=options.verify)
+    passes = options.passes_at(FX_BEFORE_LOWERING)
+    source = run_source_passes(passes, source, example_inputs, request.events, check=options.verify)
     request.events.end_step("import_graph")
     return prepare_graph(
         source, example_inputs, options, fused_operators=RULES,
@@ -269,8 +270,9 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
     if _autotunes_on_first_call(state.program, context):
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
     compiled = Compiled(
-        stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature
-    )
+        stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature,
+        passes=passes_of(events.events),
+    )  # fmt: skip
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
 
 

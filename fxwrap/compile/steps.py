@@ -207,10 +207,10 @@ def _compile_kernels(state: CompileState, context: CompileContext) -> CompileSta
 def _run_user_pass(item: Pass, state: CompileState, context: CompileContext) -> CompileState:
     check = context.options.verify
     if item.at != FX_EMITTED:
-        program = run_program_pass(item, state.program, check=check)
+        program = run_program_pass(item, state.program, context.events, check=check)
         return state if program is state.program else replace(state, program=assign_call_handles(program))
     graph = state.graph or to_fx(state.program, fake_inputs=context.fake_inputs, form=context.options.fx_form)
-    graph_module, program = run_emitted_pass(item, graph.graph_module, check=check)
+    graph_module, program = run_emitted_pass(item, graph.graph_module, context.events, check=check)
     return replace(state, program=program, graph=EmittedGraph(program, graph_module))
 
 

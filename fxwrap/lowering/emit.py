@@ -23,7 +23,9 @@ from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_stri
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
-from fxwrap.lowering.region_builder import BuiltRegion, RegionContext, RegionCut, build_region
+from fxwrap.lowering.kernel_calls import kernel_calls
+from fxwrap.lowering.kernel_nodes import KernelContext, RegionCut
+from fxwrap.lowering.region_builder import BuiltRegion, build_region
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
@@ -75,7 +77,7 @@ class LineEmitter:
     def __post_init__(self) -> None:
         self._options = self.request.options
         self._specs = self._options.device_specs()
-        self._regions = RegionContext(self.builder, self.definitions, self.plan, self.nodes, self.values)
+        self._context = KernelContext(self.builder, self.definitions, self.plan, self.nodes, self.values)
         self._called: set[str] = set()
         for node, value in self.builder.env.items():
             self._record(self.definitions.operands.get(node), value)
@@ -297,7 +299,7 @@ class LineEmitter:
             self._launch_text(plan, built, stored)
             return
         try:
-            region = build_region(self._regions, plan, stored, built)
+            region = build_region(self._context, plan, stored, built)
         except RegionCut as cut:
             if takes_regions:
                 self._called |= self._region_nodes(cut, built)
@@ -307,7 +309,7 @@ class LineEmitter:
         form = ("subgraph" if takes_regions else "text") if choose is None else choose(region.region)
         match form:
             case "subgraph":
-                self._launch_region(plan, built, region, language if takes_regions else FX.name)
+                self._launch_region(plan, built, region, stored, language if takes_regions else FX.name)
             case "text" if not language_traits(self._options.text_language(plan.device_type)).takes_regions:
                 self._launch_text(plan, built, stored)
             case "call":
@@ -326,14 +328,18 @@ class LineEmitter:
         if self._called:
             raise KernelDeclined(frozenset(self._called), "the options call its operators", True)
 
-    def _launch_region(self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, language: str) -> None:
+    def _launch_region(
+        self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, stored: Sequence[Definition], language: str
+    ) -> None:
         printed = self._print_kernel(plan, built.kernel, built, {}, language, region.region)
         kernel = KernelDefinition(
             built.name, language, printed.source, printed.signature, printed.options, printed.scheduled
         )
         name = self.builder.state.kernels.add(kernel)
         arguments = (*region.inputs, *map(make_symbol, region.region.symbols))
-        self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=self._origin(built.computed)))
+        calls = kernel_calls(self._context, plan, stored, region.inputs, region.outputs)
+        origin = replace(self._origin(built.computed), calls=calls)
+        self.builder.emit(Launch(name, arguments, region.outputs, printed.grid, origin=origin))
 
     def _launch_text(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel; on a massively parallel device, a long reduction is split into two launches."""
@@ -359,6 +365,8 @@ class LineEmitter:
             arguments = (*[values[buffer.name] for buffer in kernel.inputs], *symbols)
             outs = tuple([values[buffer.name] for buffer in kernel.outputs])
             grid = tuple([substitute_formulas(size, formulas) for size in printed.grid])
+            if split is None:
+                origin = replace(origin, calls=kernel_calls(self._context, plan, stored, arguments, outs))
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
 
     def _print_kernel(

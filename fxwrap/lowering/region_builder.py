@@ -7,10 +7,8 @@ of them needs an intermediate result of the other: `RegionCut` names that node, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TypeAlias
 
 import sympy
 import torch
@@ -18,13 +16,12 @@ from torch.fx import Node
 
 from fxwrap.lines import ExternCall
 from fxwrap.loop_ir import Kernel, Load
-from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, with_device_index
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Viewed, definitions_in
+from fxwrap.lowering.fusion.definitions import Definition, Viewed, definitions_in
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
 from fxwrap.lowering.fusion.kernels import BuiltKernel
-from fxwrap.lowering.fusion.materialise import MaterialisationPlan
-from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
+from fxwrap.lowering.graph_definitions import DefinitionOperand
+from fxwrap.lowering.kernel_nodes import KernelContext, KernelNodes, RegionCut, Source
 from fxwrap.regions import Region, output_name, without_unused_results
 from fxwrap.symbolic import Size
 from fxwrap.torch_compat import OpOverload
@@ -42,14 +39,6 @@ from fxwrap.wrapper_ir import (
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
-class RegionCut(Exception):
-    """A kernel without a region; `node` is the node that the cut goes through."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(node.name)
-        self.node = node
-
-
 @dataclass(frozen=True)
 class BuiltRegion:
     """A region; `inputs` are the values of `region.reads`, `outputs` those that the launch writes."""
@@ -59,28 +48,8 @@ class BuiltRegion:
     outputs: tuple[Value, ...]
 
 
-@dataclass(frozen=True)
-class RegionContext:
-    """The graph that regions are parts of: its nodes, and the values of definitions so far."""
-
-    builder: Builder
-    definitions: GraphDefinitions
-    plan: MaterialisationPlan
-    nodes: Sequence[Node]
-    values: Mapping[Definition, Value]
-
-    @cached_property
-    def order(self) -> Mapping[Node, int]:
-        """The positions of the nodes."""
-        return {node: position for position, node in enumerate(self.nodes)}
-
-
-Source: TypeAlias = "tuple[Node, int | None]"
-"""A node, and the index of its result if it has several."""
-
-
 def build_region(
-    context: RegionContext, plan: KernelPlan, stored: Sequence[Definition], built: BuiltKernel
+    context: KernelContext, plan: KernelPlan, stored: Sequence[Definition], built: BuiltKernel
 ) -> BuiltRegion:
     """Returns the region of a planned kernel, whose definitions `stored` are written to the outputs of `built`.
 
@@ -90,10 +59,8 @@ def build_region(
 
 
 @dataclass(eq=False)
-class _RegionBuilder:
-    context: RegionContext
-    plan: KernelPlan
-    outputs: list[Value]
+class _RegionBuilder(KernelNodes):
+    outputs: list[Value] = field(default_factory=list)
     reads: dict[str, tuple[Value, Value]] = field(default_factory=dict)  # by name: the parameter and the value read
     overwritten: dict[int, Value] = field(default_factory=dict)
     calls: list[ExternCall] = field(default_factory=list)
@@ -101,14 +68,12 @@ class _RegionBuilder:
     computed: dict[Node, Result] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.builder = self.context.builder
-        self.definitions = self.context.definitions
-        self.readable = {*self.plan.reads, *self.plan.operands}
-        self.output_of_root = {self._root(value): index for index, value in enumerate(self.outputs)}
+        super().__post_init__()
+        self.output_of_root = {self.root(value): index for index, value in enumerate(self.outputs)}
 
     def build(self, stored: Sequence[Definition], built: BuiltKernel) -> BuiltRegion:
-        sources = [self._source_of_output(definition) for definition in stored]
-        for node in sorted(self._needed(sources), key=self.context.order.__getitem__):
+        sources = [self.source_of_output(definition) for definition in stored]
+        for node in sorted(self.needed(sources), key=self.context.order.__getitem__):
             self._add_call(node)
         results = tuple([
             self._result(definition, source, position)
@@ -127,71 +92,8 @@ class _RegionBuilder:
         """Returns the name of the region's parameter for a value that the kernel reads."""
         if value.name in self.reads:
             return self.reads[value.name][0].name
-        position = self.output_of_root.get(self._root(value))
+        position = self.output_of_root.get(self.root(value))
         return f"unread_{value.name}" if position is None else output_name(position)
-
-    # --- nodes ------------------------------------------------------------------------------------------------------
-
-    def _source_of_output(self, definition: Definition) -> Source:
-        result = self.definitions.results.get(definition)
-        if result is None:  # an intermediate result of an operator
-            raise RegionCut(self.context.nodes[self.context.plan.definitions[definition].position])
-        if not isinstance(definition, InPlaceStore):
-            return self._source_of_result(definition, result.node)
-        write = self.definitions.reinplacing.slice_writes.get(result.node)
-        source = result.node.args[1] if write is None else write.source
-        assert isinstance(source, Node)
-        return self._source(source)
-
-    def _source(self, node: Node) -> Source:
-        """Returns the node that computes a node's tensor.
-
-        A node that writes its operand in place has no operator in a region: its memory already has the new content.
-        """
-        reinplacing = self.definitions.reinplacing
-        while node in reinplacing.slice_writes or node in reinplacing.copies:
-            write = reinplacing.slice_writes.get(node)
-            base = node.args[0] if write is None else write.base
-            assert isinstance(base, Node)
-            node = base
-        definition = self.definitions.operands[node]
-        if not isinstance(definition, Definition) or definition not in self.definitions.results:
-            return node, None
-        return self._source_of_result(definition, self.definitions.results[definition].node)
-
-    def _source_of_result(self, definition: Definition, node: Node) -> Source:
-        operand = self.definitions.operands[node]
-        return (node, operand.index(definition)) if isinstance(operand, tuple) else (node, None)
-
-    def _needed(self, outputs: Iterable[Source]) -> set[Node]:
-        """Returns the nodes that compute the outputs from memory."""
-        needed: set[Node] = set()
-        pending = [source for source in outputs if not self._is_boundary(source)]
-        while pending:
-            node, _ = pending.pop()
-            if node in needed:
-                continue
-            if not isinstance(node.target, OpOverload) or not operator_schema(node.target).is_pure:
-                raise RegionCut(node)
-            needed.add(node)
-            operands = [self._source(operand) for operand in node.all_input_nodes]
-            pending.extend([source for source in operands if not self._is_boundary(source)])
-        return needed
-
-    def _operand_of(self, source: Source) -> DefinitionOperand:
-        node, index = source
-        operand = self.definitions.operands[node]
-        return operand[index] if isinstance(operand, tuple) and index is not None else operand
-
-    def _is_boundary(self, source: Source) -> bool:
-        """Whether a result is in memory, or a number."""
-        return not any(self._is_computed_here(item) for item in definitions_in(self._operand_of(source)))
-
-    def _is_computed_here(self, definition: Definition) -> bool:
-        if isinstance(definition, Viewed) or definition in self.plan.computed:
-            return True
-        is_result = definition in self.definitions.results
-        return is_result and self.context.plan.access_of(definition) != "fetched"
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +123,7 @@ class _RegionBuilder:
 
     def _argument(self, node: Node, item: object) -> Operand:
         if isinstance(item, Node):
-            return self._operand(node, self._source(item))
+            return self._operand(node, self.source(item))
         if isinstance(item, list | tuple):
             return tuple([self._argument(node, part) for part in item])
         fake = self.builder.fakes[node]
@@ -230,8 +132,8 @@ class _RegionBuilder:
 
     def _operand(self, node: Node, source: Source) -> Operand:
         """Returns the value of a result in the region: a parameter if it is in memory."""
-        if self._is_boundary(source):
-            return self._parameters(node, self._operand_of(source))
+        if self.is_boundary(source):
+            return self._parameters(node, self.operand_of(source))
         result, index = self.computed[source[0]], source[1]
         return result[index] if isinstance(result, tuple) and index is not None else result
 
@@ -249,7 +151,7 @@ class _RegionBuilder:
         if value.name in self.reads:
             return self.reads[value.name][0]
         type_ = _without_offset(value.tensor_type)
-        position = self.output_of_root.get(self._root(value))
+        position = self.output_of_root.get(self.root(value))
         if position is not None and self._reads_output(position, value):
             parameter = self.overwritten.setdefault(position, Value(output_name(position), type_))
         else:
@@ -271,10 +173,6 @@ class _RegionBuilder:
             self.outputs[position] = value
             return True
         return False
-
-    def _root(self, value: Value) -> str:
-        """Returns the name of the value that owns a value's memory."""
-        return self.builder.storages.root(value).name
 
     # --- results ----------------------------------------------------------------------------------------------------
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import sympy
-import torch
+from typing_extensions import assert_never
 
 from fxwrap.lines import ExternCall, Launch, Mutate, View
+from fxwrap.matching.binding import (
+    MatchFailed,
+    PartialMatch,
+    bind_pairs,
+    by_position,
+    by_schema,
+    equal_literals,
+    fail,
+    format_operand,
+)
 from fxwrap.matching.dataflow import DataFlow, MemoryVersion, operator_call, outputs_of, view_base
+from fxwrap.matching.launches import LaunchMatcher, launch_mismatch
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Pattern, Wildcard, operations_of, wildcards_of
 from fxwrap.torch_compat import operator_arguments
-from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Value, reads
+from fxwrap.wrapper_ir import KernelDefinition, LineBase, Value, reads
 
 _MAX_CANDIDATES = 64
 """The number of readers of a value that are tried for a further output, nearest to the matched lines first."""
@@ -35,25 +47,6 @@ class MatchBindings:
     anchor: int
 
 
-@dataclass(slots=True)
-class _PartialMatch:
-    """The bindings so far; copied to try alternatives."""
-
-    positions: dict[int, int] = field(default_factory=dict)
-    captured: dict[str, object] = field(default_factory=dict)
-    read_positions: dict[str, int] = field(default_factory=dict)
-
-    def copy(self) -> _PartialMatch:
-        return _PartialMatch(dict(self.positions), dict(self.captured), dict(self.read_positions))
-
-    def assign(self, other: _PartialMatch) -> None:
-        self.positions, self.captured, self.read_positions = other.positions, other.captured, other.read_positions
-
-
-class _MatchFailed(Exception):
-    """The reason why lines do not match."""
-
-
 class Matcher:
     """Matches one pattern against the lines of a block."""
 
@@ -72,25 +65,31 @@ class Matcher:
 
     def match_at(self, position: int) -> MatchBindings | str:
         """Returns the match whose first output is the line at a position, or why there is none."""
-        attempt = _PartialMatch()
+        attempt = PartialMatch()
         try:
             self._operation(_operation(self.outputs[0]), position, position, attempt)
             for pattern in self.outputs[1:]:
                 self._match_further_output(_operation(pattern), attempt)
-        except _MatchFailed as reason:
+        except MatchFailed as reason:
             return str(reason)
         outputs = tuple([value for pattern in self.outputs for value in self._output_values(pattern, attempt)])
         return MatchBindings(attempt.positions, attempt.captured, attempt.read_positions, outputs, position)
 
-    def _output_values(self, pattern: Pattern, attempt: _PartialMatch) -> list[tuple[Value | None, int]]:
-        position = attempt.positions[id(_operation(pattern))]
-        results = outputs_of(self.flow.lines[position])
+    def _output_values(self, pattern: Pattern, attempt: PartialMatch) -> list[tuple[Value | None, int]]:
+        operation = _operation(pattern)
+        position = attempt.positions[id(operation)]
+        results = self._results(operation, position, attempt)
         outputs = (results[pattern.index],) if isinstance(pattern, Output) else results
         return [(value, position) for value in outputs]
 
+    def _results(self, operation: Operation, position: int, attempt: PartialMatch) -> tuple[Value | None, ...]:
+        """Returns the outputs of an operation's line, those of a kernel by its operators in the pattern's order."""
+        known = attempt.results.get(id(operation))
+        return outputs_of(self.flow.lines[position]) if known is None else known
+
     # --- further outputs --------------------------------------------------------------------------------------------
 
-    def _match_further_output(self, operation: Operation, attempt: _PartialMatch) -> None:
+    def _match_further_output(self, operation: Operation, attempt: PartialMatch) -> None:
         """Binds another output: a line that reads a value of the match."""
         if id(operation) in attempt.positions:
             return
@@ -99,14 +98,14 @@ class Matcher:
             trial = attempt.copy()
             try:
                 self._operation(operation, position, position, trial)
-            except _MatchFailed as reason:
+            except MatchFailed as reason:
                 last_reason = str(reason)
                 continue
             attempt.assign(trial)
             return
-        _fail(f"there is no {operation} beside it: {last_reason}")
+        fail(f"there is no {operation} beside it: {last_reason}")
 
-    def _candidates(self, operation: Operation, attempt: _PartialMatch) -> list[int]:
+    def _candidates(self, operation: Operation, attempt: PartialMatch) -> list[int]:
         flow, near = self.flow, max(attempt.positions.values())
         matched = set(attempt.positions.values())
         shared = [item for item in operations_of(operation) if id(item) in attempt.positions]
@@ -155,34 +154,40 @@ class Matcher:
                     return f"{line.opcode} is no launch"
                 if isinstance(target, frozenset):
                     return None if line.kernel in target else f"it launches @{line.kernel}"
-                kernel = self.kernels[line.kernel]
-                if _holds(target, kernel, line):
-                    return None
-                return f"it launches @{line.kernel}{_describe_operators(target, line)}"
+                if isinstance(target, Computes):
+                    return launch_mismatch(target, line)
+                return None if _holds(target, self.kernels[line.kernel], line) else f"it launches @{line.kernel}"
+            case "computed":
+                assert isinstance(target, Computes)
+                if isinstance(line, Launch):
+                    return launch_mismatch(target, line)
+                return self._target_mismatch(_operation(target.roots[0]), line)
             case "view":
                 return None if view_base(line) is not None else f"{line.opcode} is no view"
-            case _:
+            case "line":
                 matches = isinstance(line, target) if isinstance(target, type) else _holds(target, line)
                 return None if matches else f"it is {line.opcode}"
+            case _:
+                assert_never(operation.kind)
 
-    def _operation(self, operation: Operation, position: int, at: int, attempt: _PartialMatch) -> None:
+    def _operation(self, operation: Operation, position: int, at: int, attempt: PartialMatch) -> None:
         """Binds an operation to a line. `at` is the position that reads its result, which matters for a view."""
         known = attempt.positions.get(id(operation))
         if known is not None:
             if known != position:
-                _fail(f"{operation} is two different lines")
+                fail(f"{operation} is two different lines")
             return
         line = self.flow.lines[position]
         reason = self._target_mismatch(operation, line)
         if reason is not None:
-            _fail(f"{operation} is expected, but {reason}")
+            fail(f"{operation} is expected, but {reason}")
         self._check_result(operation, line)
         if operation.condition is not None and not operation.condition(line):
-            _fail(f"the condition of {operation} does not hold")
+            fail(f"the condition of {operation} does not hold")
         reader = at if isinstance(line, View) or operation.kind == "view" else position
         self._operands(operation, line, position, reader, attempt)
         if position in attempt.positions.values():
-            _fail(f"one line would be two operations of the pattern: {operation} and another")
+            fail(f"one line would be two operations of the pattern: {operation} and another")
         attempt.positions[id(operation)] = position
 
     def _check_result(self, operation: Operation, line: LineBase) -> None:
@@ -191,38 +196,29 @@ class Matcher:
         results = [value for value in outputs_of(line) if value is not None]
         mismatch = operation.type.mismatch(results[0].type) if results else "it has no result"
         if mismatch is not None:
-            _fail(f"the result of {operation} does not match: {mismatch}")
+            fail(f"the result of {operation} does not match: {mismatch}")
 
     def _operands(
-        self, operation: Operation, line: LineBase, position: int, reader: int, attempt: _PartialMatch
+        self, operation: Operation, line: LineBase, position: int, reader: int, attempt: PartialMatch
     ) -> None:
+        target = operation.target
+        if isinstance(target, Computes):
+            if isinstance(line, Launch):
+                LaunchMatcher(
+                    target, operation, line, position, self._view_base, partial(self._bind, reader=position)
+                ).match(attempt)
+            else:
+                self._operands(_operation(target.roots[0]), line, position, reader, attempt)
+            return
         if operation.any_position:
             self._bind_in_any_position(operation, self._operand_list(line, position), reader, attempt)
             return
-        pairs = self._operand_pairs(operation, line, position)
-        if operation.commutative and len(pairs) > 1:
-            trial = attempt.copy()
-            try:
-                self._bind_all(operation, pairs, reader, trial)
-            except _MatchFailed:
-                (first, one), (second, other) = pairs[:2]
-                pairs = [(first, other), (second, one), *pairs[2:]]
-            else:
-                attempt.assign(trial)
-                return
-        self._bind_all(operation, pairs, reader, attempt)
-
-    def _bind_all(
-        self, operation: Operation, pairs: Sequence[tuple[object, object]], reader: int, attempt: _PartialMatch
-    ) -> None:
-        for number, (pattern, item) in enumerate(pairs):
-            try:
-                self._bind(pattern, item, reader, attempt)
-            except _MatchFailed as reason:
-                _fail(f"operand {number} of {operation}: {reason}")
+        bind_pairs(
+            operation, self._operand_pairs(operation, line, position), partial(self._bind, reader=reader), attempt
+        )
 
     def _bind_in_any_position(
-        self, operation: Operation, items: Sequence[object], reader: int, attempt: _PartialMatch
+        self, operation: Operation, items: Sequence[object], reader: int, attempt: PartialMatch
     ) -> None:
         remaining = list(items)
         for pattern in operation.operands:
@@ -234,7 +230,7 @@ class Matcher:
                     break
                 reasons.append(reason)
             else:
-                _fail(f"no operand of {operation} matches: {'; '.join(dict.fromkeys(reasons)) or 'there is none'}")
+                fail(f"no operand of {operation} matches: {'; '.join(dict.fromkeys(reasons)) or 'there is none'}")
 
     def _operand_pairs(self, operation: Operation, line: LineBase, position: int) -> list[tuple[object, object]]:
         """Returns each pattern of an operand with the operand."""
@@ -242,31 +238,10 @@ class Matcher:
             return [(operation.operands[0], view_base(line))]
         call = operator_call(line)
         named = None if call is None else operator_arguments(call.target)
-        by_position = operation.allow_more_operands and not operation.keywords
-        if call is None or named is None or (by_position and not call.keywords):
-            return self._by_position(operation, self._operand_list(line, position))
-        arguments = {**dict(zip(named, call.arguments)), **dict(call.keywords)}
-        patterns = {**dict(zip(named, operation.operands)), **dict(operation.keywords)}
-        if len(operation.operands) > len(named):
-            _fail(f"{operation} takes {len(named)} arguments, not {len(operation.operands)}")
-        pairs = []
-        for name, pattern in patterns.items():
-            if name not in named:
-                _fail(f"{operation} has no argument '{name}'")
-            pairs.append((pattern, arguments[name] if name in arguments else named[name]))
-        for name, item in arguments.items():
-            if name in patterns or operation.allow_more_operands or _equal_literals(item, named.get(name)):
-                continue
-            _fail(f"argument '{name}' of {operation} is {_format_operand(item)}, and the pattern omits it")
-        return pairs
-
-    def _by_position(self, operation: Operation, items: Sequence[object]) -> list[tuple[object, object]]:
-        count = len(operation.operands)
-        if len(items) < count or (len(items) > count and not operation.allow_more_operands):
-            _fail(f"{operation} has {len(items)} operands here, the pattern {count}")
-        if operation.keywords:
-            _fail(f"{operation} has no keyword arguments")
-        return list(zip(operation.operands, items))
+        is_prefix = operation.allow_more_operands and not operation.keywords
+        if call is None or named is None or (is_prefix and not call.keywords):
+            return by_position(operation, self._operand_list(line, position))
+        return by_schema(operation, call, named)
 
     def _operand_list(self, line: LineBase, position: int) -> list[object]:
         call = operator_call(line)
@@ -280,9 +255,14 @@ class Matcher:
             case _:
                 return list(reads(line))
 
+    def _view_base(self, value: Value) -> Value | None:
+        """Returns the tensor of which a value is a view."""
+        position = self.flow.def_position[value.name]
+        return view_base(self.flow.lines[position]) if position >= 0 else None
+
     # --- one operand ------------------------------------------------------------------------------------------------
 
-    def _bind(self, pattern: object, item: object, reader: int, attempt: _PartialMatch) -> None:
+    def _bind(self, pattern: object, item: object, reader: int, attempt: PartialMatch) -> None:
         match pattern:
             case Wildcard():
                 self._capture(pattern, item, reader, attempt)
@@ -294,62 +274,62 @@ class Matcher:
                 self._bind_choice(pattern, item, reader, attempt)
             case tuple() | list():
                 if not isinstance(item, tuple) or len(item) != len(pattern):
-                    _fail(f"a list of {len(pattern)} is expected, not {_format_operand(item)}")
+                    fail(f"a list of {len(pattern)} is expected, not {format_operand(item)}")
                 for inner, part in zip(pattern, item):
                     self._bind(inner, part, reader, attempt)
             case _:
-                if not _equal_literals(item, pattern):
-                    _fail(f"{_format_operand(pattern)} is expected, not {_format_operand(item)}")
+                if not equal_literals(item, pattern):
+                    fail(f"{format_operand(pattern)} is expected, not {format_operand(item)}")
 
-    def _bind_choice(self, pattern: OneOf, item: object, reader: int, attempt: _PartialMatch) -> None:
+    def _bind_choice(self, pattern: OneOf, item: object, reader: int, attempt: PartialMatch) -> None:
         reasons = []
         for choice in pattern.choices:
             reason = self._try_bind(choice, item, reader, attempt)
             if reason is None:
                 return
             reasons.append(reason)
-        _fail(" and ".join(reasons))
+        fail(" and ".join(reasons))
 
-    def _try_bind(self, pattern: object, item: object, reader: int, attempt: _PartialMatch) -> str | None:
+    def _try_bind(self, pattern: object, item: object, reader: int, attempt: PartialMatch) -> str | None:
         """Binds a pattern to an item, or returns why it does not match and leaves the attempt unchanged."""
         trial = attempt.copy()
         try:
             self._bind(pattern, item, reader, trial)
-        except _MatchFailed as reason:
+        except MatchFailed as reason:
             return str(reason)
         attempt.assign(trial)
         return None
 
-    def _capture(self, wildcard: Wildcard, item: object, reader: int, attempt: _PartialMatch) -> None:
+    def _capture(self, wildcard: Wildcard, item: object, reader: int, attempt: PartialMatch) -> None:
         name = wildcard.name
         if wildcard.kind == "tensor" and not isinstance(item, Value):
-            _fail(f"'{name}' is a tensor, not {_format_operand(item)}")
+            fail(f"'{name}' is a tensor, not {format_operand(item)}")
         if wildcard.kind == "number" and not _is_number(item):
-            _fail(f"'{name}' is a number, not {_format_operand(item)}")
+            fail(f"'{name}' is a number, not {format_operand(item)}")
         if wildcard.type is not None:
             mismatch = wildcard.type.mismatch(item.type) if isinstance(item, Value) else "it is no tensor"
             if mismatch is not None:
-                _fail(f"'{name}' does not match: {mismatch}")
+                fail(f"'{name}' does not match: {mismatch}")
         if wildcard.condition is not None and not wildcard.condition(item):
-            _fail(f"the condition on '{name}' does not hold")
+            fail(f"the condition on '{name}' does not hold")
         if name not in attempt.captured:
             attempt.captured[name] = item
             if isinstance(item, Value):
                 attempt.read_positions[name] = reader
             return
         known = attempt.captured[name]
-        if not _equal_literals(item, known) or self._version_read(item, reader) != self._version_read(
+        if not equal_literals(item, known) or self._version_read(item, reader) != self._version_read(
             known, attempt.read_positions.get(name, 0)
         ):
-            _fail(f"'{name}' is {_format_operand(known)} and {_format_operand(item)}")
+            fail(f"'{name}' is {format_operand(known)} and {format_operand(item)}")
 
     def _version_read(self, item: object, reader: int) -> MemoryVersion | None:
         return self.flow.version_at(item, reader) if isinstance(item, Value) else None
 
-    def _bind_result(self, operation: Operation, index: int, item: object, reader: int, attempt: _PartialMatch) -> None:
+    def _bind_result(self, operation: Operation, index: int, item: object, reader: int, attempt: PartialMatch) -> None:
         """Binds an operation to the line that defines an operand."""
         if not isinstance(item, Value):
-            _fail(f"{operation} is expected, not {_format_operand(item)}")
+            fail(f"{operation} is expected, not {format_operand(item)}")
         def_position = self.flow.def_position[item.name]
         is_alias = def_position >= 0 and self.flow.lines[def_position].alias_of(item) is not None
         if operation.kind == "view":
@@ -358,20 +338,19 @@ class Matcher:
             elif operation.optional:
                 self._bind(operation.operands[0], item, reader, attempt)
             else:
-                _fail(f"%{item.name} is no view")
+                fail(f"%{item.name} is no view")
             return
         definition = self.flow.reaching_def(item, reader)
         position = definition.position if definition is not None else def_position if is_alias else -1
         if position < 0:
             reason = "is an input of the block" if def_position < 0 else "is not defined by a single line"
-            _fail(f"{operation} is expected, but %{item.name} {reason}")
-        results = outputs_of(self.flow.lines[position])
+            fail(f"{operation} is expected, but %{item.name} {reason}")
+        self._operation(operation, position, reader, attempt)
+        results = self._results(operation, position, attempt)
         value = item if definition is None else definition.value
         result = results[index] if 0 <= index < len(results) else None
         if result is None or result.name != value.name:
-            if self._target_mismatch(operation, self.flow.lines[position]) is None:
-                _fail(f"%{item.name} is not result {index} of {operation}")
-        self._operation(operation, position, reader, attempt)
+            fail(f"%{item.name} is not result {index} of {operation}")
 
 
 def _operation(pattern: Pattern) -> Operation:
@@ -388,32 +367,5 @@ def _holds(predicate: Any, *arguments: object) -> bool:
     return True if predicate is None else bool(predicate(*arguments))
 
 
-def _describe_operators(target: object, line: LineBase) -> str:
-    if not isinstance(target, Computes):
-        return ""
-    operators = line.origin.operators if line.origin is not None else ()
-    return f", which computes {', '.join(operators) or 'operators that its origin does not name'}"
-
-
 def _is_number(item: object) -> bool:
     return isinstance(item, int | float | complex | sympy.Basic) and not isinstance(item, bool)
-
-
-def _equal_literals(item: object, default: object) -> bool:
-    """Whether two literals are the same; 1 and 1.0 are, 1 and True are not, and a list is a tuple."""
-    if isinstance(item, tuple | list) and isinstance(default, tuple | list):
-        return len(item) == len(default) and all(map(_equal_literals, item, default))
-    if isinstance(item, torch.dtype | torch.device | Value) or isinstance(default, Value):
-        return bool(item == default)
-    same_kind = type(item) is type(default) or {type(item), type(default)} <= {int, float}
-    return same_kind and bool(item == default)
-
-
-def _format_operand(item: object) -> str:
-    if isinstance(item, Value):
-        return f"%{item.name}" + ("" if isinstance(item.type, TensorType) else " (no tensor)")
-    return repr(item)
-
-
-def _fail(reason: str) -> NoReturn:
-    raise _MatchFailed(reason)

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.wrapper_ir import KernelDefinition, LineBase, TensorType, Type, Value
 
 LinePredicate: TypeAlias = Callable[[Any], bool]
@@ -77,11 +76,11 @@ class Wildcard:
 class Operation:
     """A line that computes something: an operator's call, a kernel's launch, a view, or a line by its class.
 
-    Made by `call`, `launch`, `view` and `line`; the methods return changed copies.
+    Constructed by `call`, `launch`, `computed`, `view` and `line`; the methods return changed copies.
 
     Fields:
-        kind: "call", "launch", "view" or "line".
-        target: names of operators or kernels, or a predicate.
+        kind: "call", "launch", "computed", "view" or "line".
+        target: names of operators or kernels, the operators that a kernel computes, or a predicate.
         operands, keywords: a pattern or literal for each.
         allow_more_operands: whether the line may have further operands.
         any_position: whether each operand's pattern may match any operand of the line.
@@ -92,8 +91,8 @@ class Operation:
         allow_uses_outside: whether lines outside of the match may read its results; the line is then retained.
     """
 
-    kind: Literal["call", "launch", "view", "line"]
-    target: frozenset[str] | LinePredicate | KernelPredicate | type | None
+    kind: Literal["call", "launch", "computed", "view", "line"]
+    target: frozenset[str] | Computes | LinePredicate | KernelPredicate | type | None
     operands: tuple[object, ...] = ()
     keywords: tuple[tuple[str, object], ...] = ()
     allow_more_operands: bool = False
@@ -119,6 +118,9 @@ class Operation:
 
     def as_commutative(self) -> Operation:
         """Returns the pattern for lines whose first two operands may be swapped."""
+        if self.kind == "computed" and isinstance(self.target, Computes):
+            swapped = tuple([item.as_commutative() for item in self.target.roots if isinstance(item, Operation)])
+            return dataclasses.replace(self, target=Computes(swapped))
         return dataclasses.replace(self, commutative=True)
 
     def allow_other_uses(self) -> Operation:
@@ -137,6 +139,8 @@ class Operation:
                 return str(getattr(self.target, "opcode", self.target.__name__))
             case None:
                 return self.kind
+            case Computes():
+                return f"{self.kind}({', '.join(map(str, self.target.calls))})"
             case _:
                 return f"a {self.kind} that {getattr(self.target, '__name__', self.target)} accepts"
 
@@ -148,6 +152,9 @@ class Output:
     operation: Operation
     index: int
 
+    def __str__(self) -> str:
+        return f"result {self.index} of {self.operation}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
@@ -156,39 +163,29 @@ class OneOf:
     choices: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Computes:
-    """A predicate on kernels: the ATen operators that they compute, by the origins of their launches.
+    """The operators that a kernel computes: their names, or patterns of its results.
 
-    With `exactly`, they compute these and no others, in this order; otherwise at least these.
+    Names are those of all its operators in order, views included; without `exactly`, those of some. Patterns are those
+    of calls, one for each of its outputs; together they name all its operators.
     """
 
-    operators: tuple[str, ...]
+    calls: tuple[object, ...]
     exactly: bool = True
 
-    def __call__(self, _kernel: KernelDefinition | None, line: LineBase) -> bool:
-        computed = tuple(line.origin.operators) if line.origin is not None else ()
-        operators = tuple([name.removesuffix(".default") for name in self.operators])
-        return computed == operators if self.exactly else set(operators) <= set(computed)
-
-    def __str__(self) -> str:
-        return f"computes({', '.join(self.operators)})"
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedBy:
-    """A predicate on lines: calls of an operator, and launches of kernels that compute it and nothing else."""
-
-    operator: str
-
-    def __call__(self, line: LineBase) -> bool:
-        if isinstance(line, ExternCall | Mutate):
-            return line.target == self.operator
-        return isinstance(line, Launch) and Computes((self.operator,))(None, line)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of operators; empty for patterns."""
+        return tuple([item for item in self.calls if isinstance(item, str)])
 
     @property
-    def __name__(self) -> str:
-        return self.operator
+    def roots(self) -> tuple[Operation | Output, ...]:
+        """The patterns of the results; empty for names."""
+        return tuple([item for item in self.calls if isinstance(item, Operation | Output)])
+
+    def __str__(self) -> str:
+        return f"computes({', '.join(map(str, self.calls))})"
 
 
 Pattern: TypeAlias = Operation | Output | OneOf | Wildcard
@@ -239,34 +236,45 @@ def call(target: str | tuple[str, ...] | LinePredicate, *operands: object, **key
     return Operation("call", _names(target), patterns, tuple(sorted(keywords.items())), allow_more_operands)
 
 
-def launch(target: str | tuple[str, ...] | KernelPredicate, *operands: object) -> Operation:
-    """Returns the pattern of a kernel's launch.
+def launch(target: str | tuple[str, ...] | Computes | KernelPredicate, *operands: object) -> Operation:
+    """Returns the pattern of a kernel's launch. Its results are its outputs.
 
-    The operands are the launch's arguments, tensors and numbers, then its outputs that are initialised before (it may
-    update them in place); a last `...` matches all others. Its results are its outputs.
+    The operands of a kernel by its name, or by a predicate, are the launch's arguments, tensors and numbers, then its
+    outputs that are initialised before (it may update them in place). Those of `computes` with names are the operands
+    of the named operators by role; `computes` with patterns has its operands there. A last `...` matches all others.
 
     Args:
-        target: the kernel's name in the program, several, or a predicate on definition and line such as `computes`.
+        target: the kernel's name in the program, several, a predicate on definition and line, or `computes(...)`.
         operands: a pattern or a literal for each operand.
     """
     patterns, allow_more_operands = _split_ellipsis(operands)
     return Operation("launch", _names(target), patterns, (), allow_more_operands)
 
 
-def computes(*operators: str, exactly: bool = True) -> Computes:
-    """Returns a predicate on kernels: those that compute these ATen operators, in this order, and no others.
+def computes(*calls: str | Operation | Output, exactly: bool = True) -> Computes:
+    """Returns the target of `launch` for kernels that compute these operators and no others.
 
-    Without `exactly`, they compute at least these.
+    Operands are bound by role, that is, as the operators of the graph take them; their order in the launch depends on
+    fusion and on the outputs that the kernel writes in place.
+
+    Args:
+        calls: names of operators in the order of the graph ("aten.add.Tensor"), views included. The operands of the
+            launch are then the arguments of these operators in order, numbers and lists included, without those that
+            the kernel computes and those that have the default of the schema. Or a pattern of `call`s for each output
+            of the kernel, in any order; results of the launch then have the order of the patterns. A call within them
+            is computed by the kernel, or by a line before it.
+        exactly: False for kernels that compute at least the operators with these names. Their operands have no roles:
+            the operand of such a launch is `...`.
     """
-    return Computes(operators, exactly)
+    return Computes(calls, exactly)
 
 
-def computed(operator: str, *operands: object) -> Operation:
+def computed(operator: str, *operands: object, **keywords: object) -> Operation:
     """Returns the pattern of an operator's result in any form of a program: of its call, or of a kernel for it alone.
 
-    Operands are patterns of some of the tensors that it reads, in any order: a kernel need not keep it.
+    Operands are those of `call`, by role.
     """
-    return with_operands_anywhere(line(ComputedBy(operator), *operands))
+    return Operation("computed", Computes((call(operator, *operands, **keywords),)))
 
 
 def view(base: object, *, optional: bool = False) -> Operation:
@@ -321,7 +329,8 @@ def children_of(pattern: object) -> Sequence[object]:
     """Returns the patterns directly inside of a pattern."""
     match pattern:
         case Operation():
-            return (*pattern.operands, *[item for _, item in pattern.keywords])
+            roots = pattern.target.roots if isinstance(pattern.target, Computes) else ()
+            return (*roots, *pattern.operands, *[item for _, item in pattern.keywords])
         case Output():
             return (pattern.operation,)
         case OneOf():

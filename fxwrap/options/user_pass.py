@@ -19,7 +19,7 @@ before memory planning and after; on the emitted FX graph."""
 FX_BEFORE_LOWERING, IR_BEFORE_PLANNING, IR_BEFORE_EMISSION, FX_EMITTED = PASS_POINTS
 
 PassFunction: TypeAlias = Callable[..., Any]
-"""Maps a GraphModule or a Program to a new one; a GraphModule may be changed in place instead."""
+"""Maps a GraphModule or a Program to a new one, or to the result of `rewrite`; it may change a GraphModule in place."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,15 @@ class Pass:
     """A user's pass.
 
     Fields:
-        run: takes a Program, or a copy of a GraphModule, and returns a new one. None means that the GraphModule was
-            changed in place.
+        run: takes a Program, or a copy of a GraphModule, and returns a new one, or a `RewriteResult`, whose matches are
+            then counted. None means that the GraphModule was changed in place.
         key: identifies the pass to caches: passes with equal keys must be equal. It names the version of the function
             and all that it depends on. With None, results of the pass are not cached.
         at: the pass point, one of `PASS_POINTS`.
         name: the name in errors and stages; by default the function's name.
         order: passes at one point run in this order, then in the order of the option.
+        must_match: whether it is a PassError if the pass matches nothing, or, where matches are not counted, changes
+            nothing. It is for models of which this is known: one graph without a match fails.
     """
 
     run: PassFunction
@@ -41,6 +43,7 @@ class Pass:
     at: PassPoint = IR_BEFORE_PLANNING
     name: str = ""
     order: int = 0
+    must_match: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.run):
@@ -55,9 +58,10 @@ class Pass:
 
     def text(self) -> str:
         """Returns the text of the pass in options; equal for passes with equal names, points and keys."""
+        point = f"{self.at}{' must match' if self.must_match else ''}"
         if self.key is not None:
-            return f"{self.name}[{self.key}]@{self.at}"
-        return f"{getattr(self.run, '__module__', '?')}.{self.name}[no key]@{self.at}"
+            return f"{self.name}[{self.key}]@{point}"
+        return f"{getattr(self.run, '__module__', '?')}.{self.name}[no key]@{point}"
 
 
 PassLike: TypeAlias = Pass | PassFunction | str | tuple[str, Mapping[str, object]]
@@ -79,7 +83,7 @@ def empty_pass_registry() -> Iterator[None]:
 
 
 def register_pass(
-    name: str, *, key: str, at: PassPoint = IR_BEFORE_PLANNING, order: int = 0
+    name: str, *, key: str, at: PassPoint = IR_BEFORE_PLANNING, order: int = 0, must_match: bool = False
 ) -> Callable[[PassFunction], PassFunction]:
     """Registers the decorated function as a pass, which `options={"passes": [name]}` runs.
 
@@ -88,7 +92,7 @@ def register_pass(
     Args:
         name: the name in options; it should begin with the name of its package ("vendor.fuse_linear").
         key: see `Pass.key`; options are added to it.
-        at, order: see `Pass`.
+        at, order, must_match: see `Pass`.
 
     Raises OptionError for a name that another function has.
     """
@@ -98,7 +102,7 @@ def register_pass(
         if existing is not None and existing.run.__qualname__ != function.__qualname__:
             other = f"{existing.run.__module__}.{existing.run.__qualname__}"
             raise OptionError(f"pass '{name}' is already registered: {other}")
-        _REGISTRY[name] = Pass(function, key, at, name, order)
+        _REGISTRY[name] = Pass(function, key, at, name, order, must_match)
         return function
 
     return register

@@ -1,8 +1,11 @@
 """Rewriting: patterns over a program's lines and over emitted FX graphs. `docs/rewriting.md` is the guide."""
 
 from fxwrap.matching import (
+    Match,
+    MatchFailure,
     Operation,
     Pattern,
+    RewriteResult,
     TypePattern,
     Wildcard,
     anything,
@@ -20,10 +23,9 @@ from fxwrap.matching import (
 )
 from fxwrap.options import PASS_POINTS, Pass, register_pass, registered_pass
 from fxwrap.rewrite.builder import LineBuilder
-from fxwrap.rewrite.engine import MatchFailure, ReplacementFunction, RewriteResult, Skip, find, rewrite, rewrite_pass
+from fxwrap.rewrite.engine import ReplacementFunction, Skip, find, rewrite, rewrite_pass
 from fxwrap.rewrite.graphs import GraphMatch, KernelNode, kernel_node, kernel_nodes, kernel_of, replace_in_graph
 from fxwrap.rewrite.program_split import ProgramSplit, split
-from fxwrap.rewrite.replacement import Match
 
 __all__ = [
     "PASS_POINTS",

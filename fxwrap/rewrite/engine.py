@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch.fx import GraphModule
@@ -13,11 +13,12 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
 from fxwrap.lines import Alloc, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.frees import insert_frees
+from fxwrap.matching import Match, MatchFailure, RewriteResult
 from fxwrap.options import IR_BEFORE_PLANNING, Pass, PassPoint
 from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.rewrite.builder import LineBuilder, RewriteContext
 from fxwrap.rewrite.forms import graph_in_form_of, program_of
-from fxwrap.rewrite.replacement import Match, Replacement, ReplacementRejected, fit_replacement, substitute_values
+from fxwrap.rewrite.replacement import Replacement, ReplacementRejected, fit_replacement, substitute_values
 
 ReplacementFunction: TypeAlias = Callable[[Match, LineBuilder], Any]
 """Builds the lines that replace a match, and returns the values of its outputs: one, a tuple, or None.
@@ -29,43 +30,25 @@ class Skip(Exception):
     """Raised by a builder function to decline a match; the message is the reason in the report."""
 
 
-@dataclass(frozen=True, slots=True)
-class MatchFailure:
-    """A candidate for the first output of a pattern, and why it was not replaced."""
-
-    line: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.line}\n    {self.reason}"
-
-
-@dataclass(frozen=True)
-class RewriteResult:
-    """A rewritten program, the matches that were replaced, and the candidates that were not.
-
-    `graph_module` is the program in the form of the graph that was rewritten; None if that was a program.
-    """
-
-    program: ir.Program
-    matches: tuple[Match, ...]
-    match_failures: tuple[MatchFailure, ...]
-    graph_module: GraphModule | None = None
-
-    def report(self) -> str:
-        """Returns the number of replaced matches, and why the other candidates were not, as text."""
-        parts = [f"{len(self.matches)} replaced, {len(self.match_failures)} not replaced"]
-        parts += [f"replaced: {ir.line_text(match.lines[-1])}" for match in self.matches]
-        return "\n".join([*parts, *[f"not replaced: {failure}" for failure in self.match_failures]])
-
-
 def find(program: ir.Program | GraphModule, pattern: object) -> RewriteResult:
     """Returns the matches of a pattern in a program or in a graph of it, and why other candidates do not match."""
+    matching.check_pattern(_outputs(pattern))
     return _Rewriter(program_of(program), pattern, None).run()
 
 
+def check_rewrite(pattern: object, replacement: object) -> None:
+    """Raises RewriteError for a pattern that cannot match, or a replacement that no match can have."""
+    outputs = _outputs(pattern)
+    matching.check_pattern(outputs)
+    if callable(replacement):
+        return
+    if not isinstance(replacement, matching.Operation | matching.Output | matching.Wildcard | tuple):
+        raise RewriteError(f"a replacement is a function, or calls in terms of wildcards, not {replacement!r}")
+    matching.check_replacement(outputs, replacement)
+
+
 def rewrite(
-    program: ir.Program | GraphModule, pattern: object, replacement: ReplacementFunction | object
+    program: ir.Program | GraphModule | RewriteResult, pattern: object, replacement: ReplacementFunction | object
 ) -> RewriteResult:
     """Returns the program with every match of a pattern replaced, verified.
 
@@ -75,16 +58,20 @@ def rewrite(
     Args:
         program: a verified program, or an FX graph in any form: of ATen operators, functional, or in place. It is not
             changed; `RewriteResult.graph_module` is a new graph in its form, or the graph itself if nothing matched.
+            The result of an earlier rewrite is rewritten further, and its matches are counted too.
         pattern: an operation, one of its results, or a tuple of these: the outputs that the replacement must define.
         replacement: a function of the match and a `LineBuilder`, or calls in terms of the pattern's wildcards.
 
     Raises RewriteError for an invalid pattern or replacement, VerifyError for lines that break a rule of the IR, and
     FxImportError for a graph that no program represents.
     """
-    is_pattern = isinstance(replacement, matching.Operation | matching.Output | matching.Wildcard | tuple)
-    build = _pattern_builder(replacement) if is_pattern else replacement
-    if not callable(build):
-        raise RewriteError(f"a replacement is a function, or calls in terms of wildcards, not {replacement!r}")
+    if isinstance(program, RewriteResult):
+        graph_or_program = program.program if program.graph_module is None else program.graph_module
+        result = rewrite(graph_or_program, pattern, replacement)
+        failures = (*program.match_failures, *result.match_failures)
+        return replace(result, matches=(*program.matches, *result.matches), match_failures=failures)
+    check_rewrite(pattern, replacement)
+    build = replacement if callable(replacement) else _pattern_builder(replacement)
     result = _Rewriter(program_of(program), pattern, build).run()
     ir.verify(result.program)
     if isinstance(program, ir.Program):
@@ -100,17 +87,20 @@ def rewrite_pass(
     key: str,
     at: PassPoint = IR_BEFORE_PLANNING,
     name: str = "",
+    order: int = 0,
+    must_match: bool = False,
 ) -> Pass:
     """Returns the pass that runs `rewrite`, at any pass point.
 
-    `key` identifies the version of pattern and replacement; see `Pass`.
+    `key` identifies the version of pattern and replacement; see `Pass`. Raises RewriteError for an invalid pattern or
+    replacement.
     """
+    check_rewrite(pattern, replacement)
 
-    def run(program: ir.Program | GraphModule) -> ir.Program | GraphModule:
-        result = rewrite(program, pattern, replacement)
-        return result.program if result.graph_module is None else result.graph_module
+    def run(program: ir.Program | GraphModule) -> RewriteResult:
+        return rewrite(program, pattern, replacement)
 
-    return Pass(run, key, at, name or getattr(replacement, "__name__", "rewrite"))
+    return Pass(run, key, at, name or getattr(replacement, "__name__", "rewrite"), order, must_match)
 
 
 class _Rewriter:
@@ -349,9 +339,7 @@ def _pattern_builder(replacement: object) -> ReplacementFunction:
                     return item
 
         def call(item: matching.Operation) -> Any:
-            if item.kind != "call" or not isinstance(item.target, frozenset) or len(item.target) != 1:
-                raise RewriteError(f"a replacement calls operators by name; for {item}, write a builder function")
-            (target,) = item.target
+            (target,) = item.target  # type: ignore[misc]  # by `check_replacement`
             keywords = {name: instantiate(operand) for name, operand in item.keywords}
             return builder.call(target, *instantiate(item.operands), **keywords)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from fxwrap.converters.from_fx.kernel_table import registered_definition
 from fxwrap.converters.fx.metadata import node_metadata, other_metadata
 from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples
-from fxwrap.rewrite.replacement import merge_origins
+from fxwrap.matching import full_name, known_operator, merge_origins, operands_by_role, result_order
 from fxwrap.runtime import library
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -32,7 +32,16 @@ from fxwrap.torch_compat import (
     triton_launch,
     triton_launch_functional,
 )
-from fxwrap.wrapper_ir import KernelDefinition, Origin, leaves, operator_schema
+from fxwrap.wrapper_ir import (
+    KernelCalls,
+    KernelDefinition,
+    LaunchOperand,
+    Origin,
+    UnreadOperand,
+    leaves,
+    map_leaves,
+    operator_schema,
+)
 
 _ALLOCATIONS = frozenset(
     {
@@ -144,29 +153,26 @@ class _GraphDataFlow:
         return part
 
     def _launch(self, kernel: KernelNode, content: dict[Node, Node]) -> None:
-        updated = [out for out in kernel.outs if content[out].target not in _ALLOCATIONS]
-        operands = tuple([content[item] for item in (*kernel.ins, *updated)])
-        copy = self.graph.call_function(KernelTarget(kernel.operators), operands)
+        copy = self.graph.call_function(*_target_and_operands(kernel, content))
         self.sources[copy] = kernel.node
         content[kernel.node] = copy
         for index, out in enumerate(kernel.outs):
             self._record_write(kernel.node, out)
             if len(kernel.outs) > 1:
-                content[out] = self._written_item(copy, index, out)
+                content[out] = self._written_item(copy, kernel.result_number(index), out)
             else:
                 self.memory_nodes[copy] = out
                 content[out] = copy
 
     def _functional_launch(self, kernel: KernelNode, content: dict[Node, Node]) -> None:
         """Adds a launch that returns its results, which are items of the node."""
-        operands = tuple([content[item] for item in (*kernel.ins, *kernel.copied)])
-        copy = content[kernel.node] = self.graph.call_function(KernelTarget(kernel.operators), operands)
+        copy = content[kernel.node] = self.graph.call_function(*_target_and_operands(kernel, content))
         self.sources[copy] = kernel.node
         keys = list(kernel.node.meta["val"])  # of a dict, else positions are the keys
         for item in kernel.outs:
             if len(keys) > 1:
                 index = keys.index(item.args[1]) if isinstance(item.args[1], str) else item.args[1]
-                content[item] = self._written_item(copy, index, item)  # type: ignore[arg-type]
+                content[item] = self._written_item(copy, kernel.result_number(index), item)  # type: ignore[arg-type]
             else:
                 self.memory_nodes[copy] = item
                 content[item] = copy
@@ -266,6 +272,30 @@ class _GraphDataFlow:
         return self.positions.get(user, -1) > index
 
 
+def _target_and_operands(kernel: KernelNode, content: Mapping[Node, Node]) -> tuple[KernelTarget, tuple[Any, ...]]:
+    """Returns the target of a launch, and the contents of the operands of its operators, by role.
+
+    A launch of which they are unknown has a target that no pattern has.
+    """
+    calls = kernel.calls
+    operands = [] if calls is None else operands_by_role(calls)
+    unknown = False
+
+    def operand(leaf: object) -> object:
+        nonlocal unknown
+        if not isinstance(leaf, LaunchOperand):
+            unknown |= isinstance(leaf, UnreadOperand)
+            return leaf
+        node = (kernel.initial if leaf.is_out else kernel.ins)[leaf.position]
+        unknown |= leaf.is_base or node is None
+        return leaf if node is None else content[node]
+
+    bound = tuple([map_leaves(item, operand) for item in operands])
+    if calls is None or unknown:
+        return KernelTarget(()), tuple([content[item] for item in kernel.ins])
+    return KernelTarget(calls.operators), bound
+
+
 def _imported_origin(node: Node) -> Origin:
     """Returns the origin of a node with its present metadata of other tools."""
     return dataclasses.replace(node.meta.get("fxwrap_origin") or Origin(), metadata=(("", other_metadata(node)),))
@@ -306,9 +336,10 @@ def _propagate_fake(node: Node) -> None:
 class KernelNode:
     """A node that launches a kernel.
 
-    `operators` are the ATen operators that the kernel computes, in order ("aten.add.Tensor", "aten.gelu"); `ins` and
-    `outs` are the nodes of the tensors that it reads and writes. In a functional graph, `outs` are the results that are
-    used, items of the node, and `copied` the tensors with copies of which they begin.
+    `operators` are the ATen operators that the kernel computes, in order ("aten.add.Tensor", "aten.gelu"), and `calls`
+    their calls, if these are known; `ins` and `outs` are the nodes of the tensors that it reads and writes. In a
+    functional graph, `outs` are the results that are used, items of the node, and `copied` the tensors with copies of
+    which they begin; `initial` has one of these, or None, for each output.
     """
 
     node: Node
@@ -317,6 +348,12 @@ class KernelNode:
     ins: tuple[Node, ...]
     outs: tuple[Node, ...]
     copied: tuple[Node, ...] = ()
+    initial: tuple[Node | None, ...] = ()
+    calls: KernelCalls | None = None
+
+    def result_number(self, position: int) -> int:
+        """Returns the position of an output among the results of the operators."""
+        return position if self.calls is None else result_order(self.calls).index(position)
 
     @property
     def is_functional(self) -> bool:
@@ -338,13 +375,17 @@ def kernel_of(node: Node) -> KernelNode | None:
 
 def _kernel_node(node: Node, kernel: KernelDefinition, ins: Sequence[Node], outs: Sequence[Node | None]) -> KernelNode:
     origin = node.meta.get("fxwrap_origin")
-    operators = tuple(origin.operators) if origin is not None else ()
+    calls = origin.calls if origin is not None else None
+    if calls is not None:
+        operators = _without_default(calls.operators)
+    else:
+        operators = tuple(origin.operators) if origin is not None else ()
     tensors = tuple([out for out in outs if out is not None])
     if node.target not in _FUNCTIONAL_LAUNCHES:
-        return KernelNode(node, kernel, operators, tuple(ins), tensors)
+        return KernelNode(node, kernel, operators, tuple(ins), tensors, (), tensors, calls)
     items = tuple([user for user in node.users if user.target is operator.getitem])
     copied = tuple([item for item in tensors if item.target not in _ALLOCATIONS])
-    return KernelNode(node, kernel, operators, tuple(ins), items, copied)
+    return KernelNode(node, kernel, operators, tuple(ins), items, copied, tuple(outs), calls)
 
 
 def _triton(node: Node) -> KernelNode | None:
@@ -392,13 +433,13 @@ class KernelTarget:
     """The target of a kernel launch in patterns and in the graphs that they are matched with.
 
     Targets with the same operators are equal. A call on the proxies of a pattern returns the tensor that the kernel
-    writes, or one `[i]` for each.
+    writes, or one `[i]` for each, in the order of the operators.
     """
 
     operators: tuple[str, ...]
 
     def __call__(self, *operands: object) -> Proxy:
-        """Adds the launch to a traced pattern; operands are the kernel's inputs, then the tensors that it updates."""
+        """Adds the launch to a traced pattern; the operands are those of the operators, by role."""
         proxy = next((item for item in operands if isinstance(item, Proxy)), None)
         if proxy is None:
             raise RewriteError("kernel_node(...) is for functions that are patterns: call it on their arguments")
@@ -411,9 +452,13 @@ class KernelTarget:
 
 
 def kernel_node(*operators: str) -> KernelTarget:
-    """Returns the pattern of a kernel that computes these ATen operators, in this order.
+    """Returns the pattern of a kernel that computes these ATen operators and no others, views included, in this order.
 
-    Call it on the tensors that the kernel reads, in the order of the launch, then on those that it updates in place.
-    `kernel_nodes` lists the launches of a graph.
+    Call it on the operands of the operators in order, numbers included, without those that the kernel computes and
+    those that have the default of the schema, as for `launch(computes(...))`. `kernel_nodes` lists the launches of a
+    graph.
     """
-    return KernelTarget(_without_default(operators))
+    names = tuple(map(full_name, operators))
+    for name in names:
+        known_operator(name)
+    return KernelTarget(names)

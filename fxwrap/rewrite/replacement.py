@@ -7,16 +7,14 @@ copied there, unless the builder wrote them there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
 from fxwrap.inference import lists_to_tuples
 from fxwrap.lines import Alloc, ExternCall, Mutate, PoolSlice, Reuse, Workspace
-from fxwrap.matching import DataFlow, MatchBindings, ReplacementSite
-from fxwrap.wrapper_ir import LineBase, Origin, Value
+from fxwrap.matching import DataFlow, Match, MatchBindings, ReplacementSite
 
 
 class ReplacementRejected(Exception):
@@ -232,45 +230,3 @@ def substitute_values(line: ir.LineBase, values: Mapping[str, ir.Value]) -> ir.L
         (ir.Role.READ, ir.Role.WRITE, ir.Role.CONSUME, ir.Role.ATTR),
     )
     return changed
-
-
-@dataclass(frozen=True)
-class Match:
-    """Lines of a program that match a pattern.
-
-    `lines` are the matched lines in the program's order, `captured` the operands of wildcards by name,
-    `labelled_lines` those of named operations, `outputs` the values that the replacement must define (None for an
-    undefined result).
-    """
-
-    lines: tuple[LineBase, ...]
-    captured: Mapping[str, object]
-    labelled_lines: Mapping[str, LineBase]
-    outputs: tuple[Value | None, ...]
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a captured value, number or other literal. Raises RewriteError for an unknown name."""
-        if name not in self.captured:
-            raise RewriteError(f"the pattern captures no '{name}'; it has {', '.join(self.captured) or 'no wildcards'}")
-        return self.captured[name]
-
-    def line(self, label: str) -> Any:
-        """Returns the line of an operation by its name from `named`. Raises RewriteError for an unknown name."""
-        if label not in self.labelled_lines:
-            raise RewriteError(
-                f"the pattern names no operation '{label}'; it has {', '.join(self.labelled_lines) or 'none'}"
-            )
-        return self.labelled_lines[label]
-
-    @property
-    def origin(self) -> Origin:
-        """The sources of all lines, each once: the origin of new lines."""
-        return merge_origins([line.origin for line in self.lines])
-
-
-def merge_origins(origins: Iterable[Origin | None]) -> Origin:
-    """Returns the sources of several origins, each once, in order, and their metadata as that of one node."""
-    items = [origin for origin in origins if origin]
-    sources = dict.fromkeys([source for origin in items for source in origin.sources])
-    merged = {key: value for origin in items for _, entries in origin.metadata for key, value in entries.items()}
-    return Origin(tuple(sources), metadata=(("", merged),) if merged else ())

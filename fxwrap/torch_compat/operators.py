@@ -240,6 +240,21 @@ def operator_arguments(target: str) -> Mapping[str, object] | None:
 
 
 @lru_cache(maxsize=4096)
+def argument_kinds(target: str) -> Mapping[str, str]:
+    """Returns the kind of each argument of an operator by name: "TensorType", "IntType", "ListType", ...
+
+    That of an optional argument is the kind of its value. Raises LookupError for an operator that torch does not have.
+    """
+    kinds = {}
+    for argument in torch_schema(operator_overload(target)).arguments:
+        type_ = argument.type
+        while type_.kind() == "OptionalType":
+            type_ = type_.getElementType()
+        kinds[argument.name] = str(type_.kind())
+    return kinds
+
+
+@lru_cache(maxsize=4096)
 def return_aliases(operator: OpOverload) -> tuple[tuple[int, str] | None, ...]:
     """Returns, for each result of an operator, the position and name of the mutated argument it aliases, or None."""
     schema = torch_schema(operator)

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.errors import FxImportError, GraphError, PassError, RewriteError, VerifyError
+from fxwrap.events import EventLog, PassRan
 from fxwrap.fx_passes import GraphSource, check_graph, fake_values
 from fxwrap.inference import (
     CallInference,
@@ -27,6 +28,7 @@ from fxwrap.inference import (
     call_on_fakes,
 )
 from fxwrap.lines import ExternCall, Mutate
+from fxwrap.matching import RewriteResult
 from fxwrap.options import Pass
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, fresh_fake_mode, out_argument_names, without_fake_mode
@@ -46,9 +48,14 @@ from fxwrap.wrapper_ir import (
 
 
 def run_source_passes(
-    passes: Sequence[Pass], source: GraphSource, example_inputs: Sequence[object] | None, *, check: bool = True
+    passes: Sequence[Pass],
+    source: GraphSource,
+    example_inputs: Sequence[object] | None,
+    events: EventLog,
+    *,
+    check: bool = True,
 ) -> GraphSource:
-    """Returns a graph after passes over it, before lowering. The passes get a copy.
+    """Returns a graph after passes over it, before lowering, and records the passes. They get a copy.
 
     Raises PassError, with the pass, the node, the reason and the texts of both graphs.
     """
@@ -57,18 +64,20 @@ def run_source_passes(
     graph_module = GraphModule(source.graph_module, copy.deepcopy(source.graph_module.graph))
     fakes: Mapping[Node, object] = fake_values(graph_module, example_inputs)
     for item in passes:
-        run = _GraphPassRun(item, graph_module, fakes)
+        run = _GraphPassRun(item, events, graph_module, fakes)
         graph_module = run.run_pass(graph_module)
         fakes = run.check(graph_module) if check else fake_values(graph_module, example_inputs)
     return replace(source, graph_module=graph_module)
 
 
-def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = True) -> tuple[GraphModule, Program]:
+def run_emitted_pass(
+    item: Pass, graph_module: GraphModule, events: EventLog, *, check: bool = True
+) -> tuple[GraphModule, Program]:
     """Returns an emitted graph after a pass, which may change it in place, and the program imported from it.
 
     Raises PassError as `run_source_passes` does, also for a graph that cannot be imported.
     """
-    run = _GraphPassRun(item, graph_module, {node: node.meta.get("val") for node in graph_module.graph.nodes})
+    run = _GraphPassRun(item, events, graph_module, {node: node.meta.get("val") for node in graph_module.graph.nodes})
     after = run.run_pass(graph_module)
     if check:
         run.check(after)
@@ -81,10 +90,12 @@ def run_emitted_pass(item: Pass, graph_module: GraphModule, *, check: bool = Tru
 class _PassRun:
     """One run of a pass. `before` is its argument, or the text of that; `after` is its result."""
 
-    def __init__(self, item: Pass, before: object) -> None:
+    def __init__(self, item: Pass, events: EventLog, before: object) -> None:
         self.item = item
+        self.events = events
         self.before = before
         self.after: object = None
+        self.rewritten: RewriteResult | None = None
 
     def error(self, reason: str, where: str = "") -> PassError:
         """Returns the error, with both texts."""
@@ -93,18 +104,44 @@ class _PassRun:
         return PassError(self.item.name, self.item.at, reason, where, *texts)
 
     def run(self, argument: GraphModule | Program) -> object:
-        """Returns the result of the pass."""
+        """Returns the program or graph that the pass returns."""
         try:
-            return self.item.run(argument)
+            result = self.item.run(argument)
         except Exception as error:  # a user's pass may raise anything
             raise self.error(f"it raised {type(error).__name__}: {error}") from error
+        if not isinstance(result, RewriteResult):
+            return result
+        self.rewritten = result
+        if isinstance(argument, Program):
+            return result.program
+        if result.graph_module is None:
+            raise self.error("it returned the rewrite of a program, not of its graph")
+        return result.graph_module
+
+    def record(self, changed: bool) -> None:
+        """Records the pass. Raises PassError if it must match, and does not."""
+        matches, near_misses = None, list[tuple[str, str]]()
+        if self.rewritten is not None:
+            matches, failures = len(self.rewritten.matches), self.rewritten.match_failures
+            near_misses = [(item.line, item.reason) for item in failures[:_MAX_NEAR_MISSES]]
+            if len(failures) > _MAX_NEAR_MISSES:
+                near_misses.append(("...", f"{len(failures) - _MAX_NEAR_MISSES} more"))
+        self.events.record(PassRan(self.item.name, self.item.at, changed, matches, tuple(near_misses)))
+        if not self.item.must_match or (matches if matches is not None else changed):
+            return
+        reason = "it must match, and changed nothing" if matches is None else "it must match, and nothing matches"
+        raise self.error(reason, "\n".join([f"> {line}\n  {why}" for line, why in near_misses]))
+
+
+_MAX_NEAR_MISSES = 20
+"""The near misses of a pass that are recorded."""
 
 
 class _GraphPassRun(_PassRun):
     """One run of a pass: the graph before it, and the checks of its result."""
 
-    def __init__(self, item: Pass, graph_module: GraphModule, fakes: Mapping[Node, object]) -> None:
-        super().__init__(item, str(graph_module.graph))
+    def __init__(self, item: Pass, events: EventLog, graph_module: GraphModule, fakes: Mapping[Node, object]) -> None:
+        super().__init__(item, events, str(graph_module.graph))
         self.fakes = fakes
         self.calls = {node: (node.target, node.args, node.kwargs) for node in graph_module.graph.nodes}
         self.inputs = [node for node in self.calls if node.op == "placeholder"]
@@ -122,6 +159,7 @@ class _GraphPassRun(_PassRun):
         after = graph_module if result is None else result
         if not isinstance(after, GraphModule):
             raise self.error(f"it returned a {type(after).__name__}, not a GraphModule")
+        self.record({node: (node.target, node.args, node.kwargs) for node in after.graph.nodes} != self.calls)
         self.after = after
         return after
 
@@ -246,15 +284,16 @@ def _describe(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}[{sizes} | {strides}] on {value.device}"
 
 
-def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Program:
-    """Returns a program after a pass, verified unless `check` is false.
+def run_program_pass(item: Pass, program: Program, events: EventLog, *, check: bool = True) -> Program:
+    """Returns a program after a pass, verified unless `check` is false, and records the pass.
 
     Raises PassError, with the pass, the line, the reason and the texts of both programs.
     """
-    run = _ProgramPassRun(item, program)
+    run = _ProgramPassRun(item, events, program)
     after = run.run(program)
     if not isinstance(after, Program):
         raise run.error(f"it returned a {type(after).__name__}, not a program")
+    run.record(after is not program and after != program)
     if check and after is not program:
         run.check(after)
     return after
@@ -263,8 +302,8 @@ def run_program_pass(item: Pass, program: Program, *, check: bool = True) -> Pro
 class _ProgramPassRun(_PassRun):
     """One run of a pass: the program before it, and the checks of its result."""
 
-    def __init__(self, item: Pass, before: Program) -> None:
-        super().__init__(item, before)
+    def __init__(self, item: Pass, events: EventLog, before: Program) -> None:
+        super().__init__(item, events, before)
         self.program = before
 
     def _fail(self, line: LineBase, reason: str) -> NoReturn:

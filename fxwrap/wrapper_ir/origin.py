@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxwrap.wrapper_ir.kernel_calls import KernelCalls
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -46,12 +48,14 @@ class Origin:
     `sources` are the nodes whose results the line computes, in order; a fused kernel has several. `handle` identifies
     the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `metadata` is that of tools
     other than fxwrap, for lines that were imported from an FX graph: the node's name and its entries, for each node of
-    the line.
+    the line. `calls` are the operators that a launch computes, with operands by role; None for other lines, for
+    launches that compute a part of an operator, and in programs that were loaded or parsed.
     """
 
     sources: tuple[Source, ...] = ()
     handle: str = ""
     metadata: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=(), repr=False, compare=False)
+    calls: KernelCalls | None = field(default=None, repr=False, compare=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def test_a_launch_with_several_results_is_replaced_in_a_functional_graph() -> No
     assert len(kernel.outs) == 2 and kernel.copied == ()
 
     def pattern(x: Any) -> Any:
-        launch = rw.kernel_node(*kernel.operators)(x)
+        launch = rw.kernel_node(*kernel.operators)(x, x)
         return launch[0], launch[1]
 
     def replacement(x: Any) -> Any:

@@ -35,7 +35,7 @@ def emitted(function: Callable[..., Any], arguments: list[Tensor], **options: An
 
 
 def pattern(x: Any, w: Any, b: Any) -> Any:
-    return rw.kernel_node("aten.add.Tensor", "aten.gelu.default")(b, aten.mm.default(x, w))
+    return rw.kernel_node("aten.add.Tensor", "aten.gelu.default")(aten.mm.default(x, w), b)
 
 
 def replacement(x: Any, w: Any, b: Any) -> Any:
@@ -101,10 +101,10 @@ def test_kernel_writes_to_inputs_are_copied_back() -> None:
     graph_module = emitted(function, arguments)
     (launch,) = rw.kernel_nodes(graph_module)
 
-    def launched(y: Any, x: Any) -> Any:
-        return rw.kernel_node(*launch.operators)(y, x)
+    def launched(y: Any) -> Any:
+        return rw.kernel_node(*launch.operators)(y, 2)
 
-    matches = rw.replace_in_graph(graph_module, launched, lambda y, x: aten.mul.Tensor(aten.tanh.default(y), 2))
+    matches = rw.replace_in_graph(graph_module, launched, lambda y: aten.mul.Tensor(aten.tanh.default(y), 2))
     assert [item.failure_reason for item in matches] == [""]
     ours, theirs = [item.clone() for item in arguments], [item.clone() for item in arguments]
     torch.testing.assert_close(graph_module(*ours)[0], function(*theirs))

@@ -390,3 +390,65 @@ def test_an_emitted_graph_that_cannot_be_imported_is_detected() -> None:
     with pytest.raises(PassError, match="it cannot be imported as a program") as caught:
         compiled(Pass(twice, key="1", at="fx_emitted"))
     assert "%mm" in str(caught.value)
+
+
+# --- matches ----------------------------------------------------------------------------------------------------------
+
+X, Y = rw.tensors("x y")
+TANH_OF_MM = rw.call("aten.tanh.default", rw.call("aten.mm.default", X, Y))
+AS_SIN = rw.call("aten.sin.default", rw.call("aten.mm.default", X, Y))
+TANH_OF_TANH = rw.call("aten.tanh.default", rw.call("aten.tanh.default", X))
+
+
+@pytest.mark.parametrize("at", fxwrap.rewrite.PASS_POINTS)
+def test_matches_and_near_misses_are_recorded(at: Any, caplog: pytest.LogCaptureFixture) -> None:
+    replaced = rw.rewrite_pass(TANH_OF_MM, AS_SIN, key="1", at=at, name="as_sin", order=1)
+    missed = rw.rewrite_pass(TANH_OF_TANH, rw.call("aten.sin.default", X), key="1", at=at, name="missed")
+    with caplog.at_level("INFO", logger="fxwrap.passes"):
+        result = compiled(replaced, missed)
+    first, second = result.passes
+    assert (first.pass_name, first.point, first.changed, first.matches) == ("missed", at, False, 0)
+    ((line, reason),) = first.near_misses
+    assert "aten.tanh.default(%mm)" in line and "aten.tanh.default is expected, but it is aten.mm.default" in reason
+    assert (second.pass_name, second.changed, second.matches, second.near_misses) == ("as_sin", True, 1, ())
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(f"pass 'missed' ({at}) replaced 0 matches; 1 near misses\n  " in message for message in messages)
+
+
+def test_a_pass_may_return_the_result_of_several_rewrites() -> None:
+    def both(program: Program) -> rw.RewriteResult:
+        result = rw.rewrite(program, rw.call("aten.tanh.default", X), rw.call("aten.sin.default", X))
+        return rw.rewrite(result, rw.call("aten.mm.default", X, Y), rw.call("aten.matmul.default", X, Y))
+
+    result = compiled(Pass(both, key="1"))
+    (ran,) = result.passes
+    assert ran.matches == 2 and "aten.sin" in str(result.program) and "aten.matmul" in str(result.program)
+
+
+@pytest.mark.parametrize("at", fxwrap.rewrite.PASS_POINTS)
+def test_a_pass_that_must_match_fails_without_a_match(at: Any) -> None:
+    strict = rw.rewrite_pass(TANH_OF_TANH, rw.call("aten.sin.default", X), key="1", at=at, name="s", must_match=True)
+    with pytest.raises(PassError) as error:
+        compiled(strict)
+    assert str(error.value).startswith(f"pass 's' ({at}): it must match, and nothing matches")
+    assert "aten.tanh.default is expected" in error.value.where
+    compiled(rw.rewrite_pass(TANH_OF_MM, AS_SIN, key="1", at=at, must_match=True))
+
+
+@pytest.mark.parametrize("at", ["fx_before_lowering", "ir_before_planning"])
+def test_a_pass_that_must_match_changes_something(at: Any) -> None:
+    with pytest.raises(PassError, match="it must match, and changed nothing"):
+        compiled(Pass(lambda what: what, key="1", at=at, must_match=True))
+
+
+def test_a_pass_that_must_match_has_another_key() -> None:
+    strict = Pass(lambda what: what, key="1", name="p", must_match=True)
+    assert strict.text() == "p[1]@ir_before_planning must match" != dataclasses.replace(strict, must_match=False).text()
+
+
+def test_a_result_of_the_wrong_form_is_named() -> None:
+    def imported(graph: GraphModule) -> rw.RewriteResult:
+        return rw.rewrite(fxwrap.from_fx(graph), TANH_OF_MM, AS_SIN)
+
+    with pytest.raises(PassError, match="it returned the rewrite of a program, not of its graph"):
+        compiled(Pass(imported, key="1", at="fx_before_lowering"))

@@ -1,0 +1,151 @@
+"""The conformance suite: devices that conform pass, wrong kernels and missing functions are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fxwrap.cli import main
+from fxwrap.devices import DeviceRuntime, KernelRuntime, registered_spec
+from fxwrap.errors import CommandError, DeviceError, FxwrapError
+from fxwrap.runtime.native import find_compiler
+from fxwrap.testing.conformance import CASES, GROUPS, ConformanceCase, run_case, run_conformance
+from tests.devices import abacus, abacus_runtime
+from tests.devices.test_devices import on_abacus
+from tests.support.documents import ROOT
+
+SPEC = dataclasses.replace(abacus.SPEC, supports_streams=False)
+
+
+def test_the_abacus_conforms(fresh_dynamo: None) -> None:
+    with on_abacus(spec=SPEC):
+        report = run_conformance("cpu", emitters=("python",))
+    assert report.passes, str(report)
+    skipped = {item.name: item.reason for item in report.results if item.status == "not supported"}
+    assert skipped == {
+        "two streams": "DeviceSpec.supports_streams is false",
+        "captured work": "DeviceSpec.supports_graph_capture is false",
+    }
+    assert all(item.kernels for item in report.results if item.group == "kernels")
+    assert str(report).endswith(f"cpu: {len(CASES) - 2} passed, 0 failed, 2 not supported")
+
+
+@pytest.mark.parametrize("emitter", ["fx", "interpreter"])
+def test_other_emitters_conform(emitter: str, fresh_dynamo: None) -> None:
+    with on_abacus(spec=SPEC):
+        assert run_conformance("cpu", groups=("mutation",), emitters=(emitter,)).passes
+
+
+def conformance_case(name: str) -> ConformanceCase:
+    return next(item for item in CASES if item.name == name)
+
+
+def run_with(name: str, **registration: Any) -> tuple[str, str]:
+    """The status and reason of a case on an Abacus with some of it replaced."""
+    with on_abacus(**{"spec": SPEC, **registration}):
+        spec = registered_spec("cpu")
+        assert spec is not None
+        result = run_case(conformance_case(name), torch.device("cpu"), spec, "python")
+    return result.status, result.reason
+
+
+def loads_with(change: Callable[[str], str]) -> DeviceRuntime:
+    """A runtime that changes each kernel's text before it runs."""
+
+    def load(source: str, signature: tuple[str, ...], options: Any) -> Callable[..., None]:
+        return abacus_runtime.load(change(source), signature, options)
+
+    return DeviceRuntime(kernels=KernelRuntime(load=load))
+
+
+def test_a_wrong_kernel_fails(fresh_dynamo: None) -> None:
+    wrong = loads_with(lambda text: text.replace("unit.relu", "unit.neg").replace("unit.add", "unit.sub"))
+    status, reason = run_with("writes to inputs", runtime=wrong)
+    assert status == "failed" and reason.startswith("result 0 differs by ")
+
+
+def test_a_wrong_gradient_fails(fresh_dynamo: None) -> None:
+    """Of tanh, whose derivative is 1 - tanh(x)^2."""
+    wrong = loads_with(lambda text: text.replace("unit.number(1.0", "unit.number(2.0"))
+    status, reason = run_with("embeddings", runtime=wrong)
+    assert status == "failed" and reason.startswith("the gradient of input 0 differs by ")
+
+
+def test_an_error_of_the_device_is_the_reason(fresh_dynamo: None) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("the driver is missing\nand more")
+
+    runtime = DeviceRuntime(kernels=KernelRuntime(load=fails))
+    assert run_with("returned inputs", runtime=runtime) == ("failed", "ValueError: the driver is missing")
+
+
+def test_a_missing_function_is_not_supported(fresh_dynamo: None) -> None:
+    def fails(*_: Any) -> Any:
+        raise DeviceError("cpu", "its runtime has no function 'guard'", "Register one")
+
+    status, reason = run_with("returned inputs", runtime=DeviceRuntime(kernels=KernelRuntime(load=fails)))
+    assert (status, reason) == ("not supported", "device 'cpu': its runtime has no function 'guard'. Register one")
+
+
+@pytest.mark.filterwarnings("ignore:(?s).* called instead")
+def test_operators_of_declined_kernels_are_named(fresh_dynamo: None) -> None:
+    def declines(_request: Any) -> Any:
+        raise FxwrapError("the Abacus has no beads")
+
+    status, reason = run_with("writes to inputs", printer=declines)
+    assert status == "passed" and "the Abacus has no beads" in reason
+
+
+def test_invalid_arguments_are_named() -> None:
+    with pytest.raises(CommandError, match=r"device 'npu' is not registered; registered: .*cpu.* Import the vendor's"):
+        run_conformance("npu")
+    with pytest.raises(CommandError, match="device 'no such' is not registered"):
+        run_conformance("no such")
+    with pytest.raises(CommandError, match="unknown group 'streets'; known: operators, kernels"):
+        run_conformance("cpu", groups=("streets",))
+    with pytest.raises(CommandError, match="unknown emitter 'basic'"):
+        run_conformance("cpu", emitters=("basic",))
+
+
+def test_each_group_has_cases() -> None:
+    assert {item.group for item in CASES} == set(GROUPS)
+    assert len({item.name for item in CASES}) == len(CASES)
+
+
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+    arguments = ["conformance", "--device", "cpu", "--group", "streams", "--group", "capture", "--json"]
+    with on_abacus(spec=SPEC):
+        assert main([*arguments, str(tmp_path / "a.json"), "--emitter", "python"]) == 1  # nothing passed
+    assert "cpu: 0 passed, 0 failed, 2 not supported" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "a.json").read_text())["results"]) == 2
+    assert main(["conformance", "--device", "cpu", "--import", "no_such_package"]) == 2
+    assert "cannot import 'no_such_package'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+def test_the_vendor_template_conforms() -> None:
+    """It registers a private device with torch, which a process can do once."""
+    command = [sys.executable, "-m", "fxwrap", "conformance", "--device", "npu", "--import", "examples.vendor_template"]
+    groups = [f"--group={group}" for group in ("operators", "views", "mutation", "training", "control flow")]
+    result = subprocess.run([*command, "--emitter", "python", *groups], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 failed, 0 not supported" in result.stdout
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("emitters", [("python",), pytest.param(("cpp", "fx", "interpreter"), marks=pytest.mark.long)])
+def test_the_private_device_runs_a_model(emitters: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "examples.private_device.run", "bert", *emitters]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = result.stdout.splitlines()
+    assert tuple([row.split()[0] for row in rows]) == emitters
+    assert all("largest error" in row and "'launch'" in row for row in rows)
