@@ -17,9 +17,9 @@ from fxwrap.errors import InspectionError
 from fxwrap.events import Event, EventLog, GraphLoaded, step_seconds
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.report import ReportContent, report_page, write_dump
+from fxwrap.report import ReportContent, dump_folder, report_page, trace_compile, write_dump
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.torch_compat import DynamoCompile, compiled_function, current_dynamo_compile, dynamo_graph_ids
+from fxwrap.torch_compat import DynamoCompile, compiled_function, current_dynamo_compile, dynamo_graph_ids, traces_compiles
 from fxwrap.wrapper_ir import Program
 
 KINDS = ("inference", "forward", "backward")
@@ -182,9 +182,18 @@ def record_loaded(loaded: LoadedProgram) -> CompileRecord:
     return _process.record(loaded)
 
 
-def dump_compile(compiled: Compiled | LoadedProgram, folder: Path) -> None:
-    """Writes a recorded graph into a folder below `folder`."""
-    write_dump(_process.record(compiled).content(), folder)
+def write_compile(compiled: Compiled | LoadedProgram, dump: str | None) -> None:
+    """Writes a recorded graph into torch's structured trace and into a folder, if they are turned on.
+
+    `dump` is the option; the environment has its default.
+    """
+    folder = dump_folder(dump)
+    if folder is None and not traces_compiles():
+        return
+    content = _process.record(compiled).content()
+    trace_compile(content)
+    if folder is not None:
+        write_dump(content, folder)
 
 
 def compiles() -> tuple[CompileRecord, ...]:

@@ -20,6 +20,7 @@ from fxwrap.torch_compat.precompile import *
 from fxwrap.torch_compat.python_operators import *
 from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.streams import *
+from fxwrap.torch_compat.structured_trace import *
 from fxwrap.torch_compat.symmetric_memory import *
 from fxwrap.torch_compat.tensors import *
 from fxwrap.torch_compat.training import *
