@@ -19,7 +19,13 @@ from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.report import ReportContent, dump_folder, report_page, trace_compile, write_dump
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.torch_compat import DynamoCompile, compiled_function, current_dynamo_compile, dynamo_graph_ids, traces_compiles
+from fxwrap.torch_compat import (
+    DynamoCompile,
+    compiled_function,
+    current_dynamo_compile,
+    dynamo_graph_ids,
+    traces_compiles,
+)
 from fxwrap.wrapper_ir import Program
 
 KINDS = ("inference", "forward", "backward")

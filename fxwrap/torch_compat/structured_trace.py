@@ -5,8 +5,7 @@ Why: the writer of its artifacts has no public name.
 
 from __future__ import annotations
 
-from torch._logging import trace_structured
-from torch._logging._internal import trace_log
+from torch._logging._internal import trace_log, trace_structured
 
 
 def traces_compiles() -> bool:
