@@ -21,7 +21,7 @@ def insert_profile_ranges(program: Program) -> Program:
 
 
 def ranged_lines(program: Program) -> Mapping[str, LineBase]:
-    """Returns the line in each range of a program with `insert_profile_ranges`, by the range's name, in order."""
+    """Returns the line in each range of a program with `insert_profile_ranges`, by the range's name."""
     return {line.name: inner for line, inner in pairwise(program.lines()) if isinstance(line, EnterRange)}
 
 

@@ -149,7 +149,8 @@ def profile(
 
     The program is emitted again, by the same emitter, with a range for the profiler around each line that computes (the
     option `profile_ranges`). A line's time on a GPU is that between CUDA events, else that of the host. The function
-    runs `2 * repeats + 3` times; state that it mutates changes as often.
+    runs `2 * repeats + 3` times; state that it mutates changes as often. Kernels of programs from a cache or file have
+    no loop IR: their bytes are those of their tensors, and their operations are unknown.
 
     Args:
         function: the result of `torch.compile(..., backend="fxwrap")`, a `Compiled` or loaded program, or a function or
@@ -170,7 +171,9 @@ def profile(
         run: Callable[..., object] = _RangedProgram(function, graphs)
     elif callable(function):
         root, chosen = _root_and_options(function, options)
-        backend = make_backend(chosen.replace(profile_ranges=True, on_graph=None), _recorder(graphs))
+        backend = make_backend(
+            chosen.replace(profile_ranges=True, on_graph=None, compile_cache=False), _recorder(graphs)
+        )
         run = torch.compile(_with_own_code(root), backend=backend, dynamic=dynamic)
     else:
         raise ProfileError(f"an object of type {type(function).__name__} cannot be profiled; pass a compiled function")

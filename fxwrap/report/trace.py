@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fxwrap.report.content import ReportContent
-from fxwrap.report.texts import compile_texts
+from fxwrap.report.texts import compile_texts, file_name
 from fxwrap.torch_compat import trace_artifact, traces_compiles
 
 __all__ = ["trace_compile"]
@@ -17,6 +17,6 @@ def trace_compile(content: ReportContent) -> None:
     """
     for path, text in compile_texts(content) if traces_compiles() else ():
         stem, _, suffix = path.rpartition(".")
-        name = f"fxwrap_{content.name}_{stem.replace('/', '_')}"
+        name = f"fxwrap_{file_name(content.name)}_{stem.replace('/', '_')}"
         readable = text.encode("utf-8", "backslashreplace").decode()  # torch encodes it strictly
         trace_artifact(name, readable, encoding="json" if suffix == "json" else "string")
