@@ -26,7 +26,8 @@ from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
-from fxwrap.report import report_page
+from fxwrap.profiling import profile
+from fxwrap.report import LineTime, report_page
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries, package_runtime
 from fxwrap.torch_compat import quiet_fake_errors
@@ -185,6 +186,7 @@ def _add_report(commands: _Commands) -> None:
     summary = "write one HTML page: source, graph, program, kernels, emitted code, coverage and memory, linked"
     command = _add_command(commands, "report", summary, "model.py:make_model --training -o report.html")
     command.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    command.add_argument("--profile", action="store_true", help="run it, and show the time of each line")
     command.set_defaults(run=_report, stages=True, graph=None)
 
 
@@ -316,7 +318,17 @@ def _plan(chosen: argparse.Namespace) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    contents = [record.content() for graph in _graphs(chosen) for record in inspect(graph.compiled)]
+    graphs = _graphs(chosen)
+    times: list[dict[str, LineTime]] = [{} for _ in graphs]
+    if chosen.profile:
+        target = _target(chosen)
+        measured = profile(
+            target.function, target.inputs, options=_options(chosen), training=chosen.training, dynamic=chosen.dynamic
+        )
+        times = [measured.times(number) for number in range(len(measured.graphs))]
+    contents = [
+        record.content(own) for graph, own in zip(graphs, times, strict=True) for record in inspect(graph.compiled)
+    ]
     if not contents:
         raise CommandError(f"'{chosen.target}' has no graph to report")
     title = chosen.target.rpartition(":")[2]

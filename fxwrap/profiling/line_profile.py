@@ -24,6 +24,7 @@ from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines
 from fxwrap.profiling.limits import DeviceLimits, device_limits
 from fxwrap.profiling.timing import RangeSeconds, range_seconds
 from fxwrap.profiling.work import Work, line_work
+from fxwrap.report import LineTime
 from fxwrap.signature import CallingConvention, StructuredProgram
 from fxwrap.symbolic import Number
 from fxwrap.torch_compat import compiled_function
@@ -91,9 +92,12 @@ class Profile:
         """The time outside of these lines: allocations, Python, torch.compile's guards."""
         return max(self.seconds - sum([line.seconds for line in self.lines]), 0.0)
 
-    def of_graph(self, graph: int) -> dict[str, float]:
-        """Returns the seconds of the lines of one graph by handle."""
-        return {line.handle: line.seconds for line in self.lines if line.graph == graph}
+    def times(self, graph: int = 0) -> dict[str, LineTime]:
+        """Returns the times of the lines of one graph by handle, for its report (`CompileRecord.write_report`)."""
+        return {
+            line.handle: LineTime(line.seconds, line.limit_seconds, line.bytes, line.flops)
+            for line in self.lines if line.graph == graph
+        }  # fmt: skip
 
     def to_json(self) -> str:
         """Returns the fields as JSON, with the rates and gains of lines."""
