@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -23,7 +24,7 @@ from fxwrap.cli.target import EXPORTED_SUFFIX, Target, load_target
 from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
 from fxwrap.compile import emit, inspect, plan_program_memory
 from fxwrap.errors import CommandError, OptionError
-from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
+from fxwrap.memory_planning import MemoryTrace, apply_plan, plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.profiling import profile
@@ -178,6 +179,10 @@ def _add_plan(commands: _Commands) -> None:
     )
     command.add_argument("--json", metavar="FILE", help="write the plan to FILE as JSON")
     command.add_argument("--svg", metavar="FILE", help="draw the memory of one graph over its lines to FILE")
+    command.add_argument("--trace", metavar="FILE", help="write it as a trace for ui.perfetto.dev to FILE")
+    command.add_argument(
+        "--snapshot", metavar="FILE", help="write it as a memory snapshot for pytorch.org/memory_viz to FILE"
+    )
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_plan)
 
@@ -303,7 +308,7 @@ def _emit(chosen: argparse.Namespace) -> int:
 
 def _plan(chosen: argparse.Namespace) -> int:
     graphs = _graphs(chosen)
-    if chosen.json or chosen.svg:
+    if chosen.json or chosen.svg or chosen.trace or chosen.snapshot:
         _check_single(graphs)
     for graph in graphs:
         program = use_out_variants(graph.compiled.program)
@@ -314,6 +319,11 @@ def _plan(chosen: argparse.Namespace) -> int:
             _write(Path(chosen.json), plan_to_json(plan))
         if chosen.svg:
             _write(Path(chosen.svg), plan_svg(plan, values))
+        trace = MemoryTrace.of(apply_plan(program, plan))
+        if chosen.trace:
+            _write(Path(chosen.trace), trace.perfetto())
+        if chosen.snapshot:
+            _write(Path(chosen.snapshot), trace.snapshot())
     return 0
 
 
@@ -326,9 +336,11 @@ def _report(chosen: argparse.Namespace) -> int:
             target.function, target.inputs, options=_options(chosen), training=chosen.training, dynamic=chosen.dynamic
         )
         times = [measured.times(number) for number in range(len(measured.graphs))]
+    emitter = _options(chosen).emitter  # a captured graph runs in the interpreter
     contents = [
-        record.content(own) for graph, own in zip(graphs, times, strict=True) for record in inspect(graph.compiled)
-    ]
+        replace(record.content(own), emitter=emitter, source=emit(record.program, emitter).source)
+        for graph, own in zip(graphs, times, strict=True) for record in inspect(graph.compiled)
+    ]  # fmt: skip
     if not contents:
         raise CommandError(f"'{chosen.target}' has no graph to report")
     title = chosen.target.rpartition(":")[2]
@@ -354,13 +366,13 @@ def _build(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: str | bytes) -> None:
     """Writes a file atomically. Raises CommandError for a folder that does not exist or cannot be written."""
     if not path.parent.is_dir():
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
     if not os.access(path.parent, os.W_OK):
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
-    write_file(path, lambda file: file.write(text.encode()))
+    write_file(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))
 
 
 def _compare(chosen: argparse.Namespace) -> int:

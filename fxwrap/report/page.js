@@ -178,8 +178,13 @@ class Pane {
     this.body.innerHTML = parts.join("") + "</div>";
     this.elements = this.body.querySelectorAll(".row");
     this.mark(selection !== null);
+    this.scrollToStart();
+  }
+
+  // A hidden element does not scroll, so this is repeated when the section appears.
+  scrollToStart() {
     if (selection !== null) return;
-    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[key];
+    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[this.key];
     this.body.scrollTop = start ? 18 * Math.max(0, this.rows.findLastIndex(start) - 4) : 0;
   }
 
@@ -607,7 +612,7 @@ function showCompile() {
 
 // --- the page --------------------------------------------------------------------------------------------------------
 
-const SECTIONS = { code: () => {}, coverage: showCoverage, memory: showMemory, time: showTime, compile: showCompile };
+const SECTIONS = { code: () => panes.forEach(pane => pane.scrollToStart()), coverage: showCoverage, memory: showMemory, time: showTime, compile: showCompile };
 let drawn = new Set();
 
 function showSection() {
