@@ -74,8 +74,14 @@ class DeviceLimits:
         return shortest
 
     def _synchronise(self) -> None:
-        if self.device.type != "cpu":
+        if queues_work(self.device):
             torch.accelerator.synchronize(self.device)
+
+
+def queues_work(device: torch.device) -> bool:
+    """Whether a device runs calls later than the host makes them."""
+    spec = registered_spec(device.type)
+    return spec is not None and spec.supports_streams
 
 
 _limits: dict[torch.device, DeviceLimits] = {}

@@ -21,7 +21,7 @@ from fxwrap.lines import Launch
 from fxwrap.options import Options
 from fxwrap.passes.communication import size_values
 from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines
-from fxwrap.profiling.limits import DeviceLimits, device_limits
+from fxwrap.profiling.limits import DeviceLimits, device_limits, queues_work
 from fxwrap.profiling.timing import RangeSeconds, range_seconds
 from fxwrap.profiling.work import Work, line_work
 from fxwrap.report import LineTime
@@ -316,7 +316,7 @@ def _line_profile(
 
 
 def _device(line: LineBase) -> torch.device:
-    """Returns the device of a line's tensors, the CPU if it has none."""
+    """Returns the device that runs a line, the CPU if it has no tensors; the host may have some of its operands."""
     values = (*reads(line), *writes(line), *defined(line))
     devices = [value.type.device for value in values if isinstance(value.type, TensorType)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return next(filter(queues_work, devices), next(iter(devices), torch.device("cpu")))
