@@ -17,11 +17,9 @@ from fxwrap.torch_compat.graphs import *
 from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.precompile import *
-from fxwrap.torch_compat.profiling import *
 from fxwrap.torch_compat.python_operators import *
 from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.streams import *
-from fxwrap.torch_compat.structured_trace import *
 from fxwrap.torch_compat.symmetric_memory import *
 from fxwrap.torch_compat.tensors import *
 from fxwrap.torch_compat.training import *
@@ -29,10 +27,12 @@ from fxwrap.torch_compat.training import *
 if TYPE_CHECKING:
     from fxwrap.torch_compat.compiled_functions import *
     from fxwrap.torch_compat.fake_tensors import *
+    from fxwrap.torch_compat.profiling import *
+    from fxwrap.torch_compat.structured_trace import *
     from fxwrap.torch_compat.symbols import *
     from fxwrap.torch_compat.triton import *
 
-_COMPILER_MODULES = ("fake_tensors", "symbols", "triton", "compiled_functions")
+_COMPILER_MODULES = ("profiling", "structured_trace", "fake_tensors", "symbols", "triton", "compiled_functions")
 
 
 def __getattr__(name: str) -> object:
