@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fxwrap.fx_passes import default_decompositions
     from fxwrap.lowering import lower
     from fxwrap.options import Options, Pass, register_pass
+    from fxwrap.profiling import Profile, profile
     from fxwrap.training import CompiledStep, compile_step, load_step
     from fxwrap.wrapper_ir import Program, verify
 
@@ -43,9 +44,10 @@ register_builtin_devices()
 
 __all__ = [
     "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram",
-    "Options", "Pass", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step", "compiles",
-    "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower",
-    "parse", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx", "to_python", "verify",
+    "Options", "Pass", "Profile", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step",
+    "compiles", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load",
+    "load_step", "lower", "parse", "profile", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx",
+    "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
@@ -60,6 +62,7 @@ _MODULES = {
     "LoadedProgram": "fxwrap.artifact",
     "Options": "fxwrap.options",
     "Pass": "fxwrap.options",
+    "Profile": "fxwrap.profiling",
     "Program": "fxwrap.wrapper_ir",
     "Stage": "fxwrap.compile",
     "compare": "fxwrap.comparison",
@@ -75,6 +78,7 @@ _MODULES = {
     "load_step": "fxwrap.training",
     "lower": "fxwrap.lowering",
     "parse": "fxwrap.artifact",
+    "profile": "fxwrap.profiling",
     "register_pass": "fxwrap.options",
     "run": "fxwrap.converters.interpreter",
     "save": "fxwrap.compile.saving",

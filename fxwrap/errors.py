@@ -305,6 +305,10 @@ class InspectionError(FxwrapError):
         return f"cannot inspect '{self.function}': {self.reason}. {self.remedy}"
 
 
+class ProfileError(FxwrapError):
+    """A function that cannot be profiled."""
+
+
 class CommandError(FxwrapError):
     """An invalid command line."""
 

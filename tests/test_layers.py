@@ -38,6 +38,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("compile",),
     ("rewrite", "fx", "training"),  # level 6
     ("comparison", "fused_communication"),
+    ("profiling",),
     ("testing", "builtin_devices", "integrations"),
     ("cli",),
     ("__main__", "__init__"),

@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
+from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.trust import TRUST_LEVELS
 from fxwrap.cli.conformance import add_conformance
-from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, read_program_file, run_saved
-from fxwrap.cli.tables import coverage_table, passes_table
-from fxwrap.cli.target import Target, load_target
+from fxwrap.cli.flags import Parser, refuse_flags, without_broken_pipe
+from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved
+from fxwrap.cli.show import add_show_arguments, show_graphs, show_saved
+from fxwrap.cli.tables import passes_table
+from fxwrap.cli.target import EXPORTED_SUFFIX, Target, load_target
 from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
 from fxwrap.compile import emit, inspect, plan_program_memory
 from fxwrap.errors import CommandError, OptionError
-from fxwrap.memory_planning import plan_svg, plan_table, plan_to_json
+from fxwrap.memory_planning import MemoryTrace, apply_plan, plan_svg, plan_table, plan_to_json
 from fxwrap.options import EMITTERS, PLANNERS, Options
 from fxwrap.passes.out_variants import use_out_variants
-from fxwrap.passes.provenance import provenance
-from fxwrap.report import report_page
+from fxwrap.profiling import profile
+from fxwrap.report import LineTime, report_page
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries, package_runtime
 from fxwrap.torch_compat import quiet_fake_errors
-from fxwrap.wrapper_ir import print_program, symbol_values
+from fxwrap.wrapper_ir import symbol_values
 
 DISAGREEMENT, USAGE_ERROR, FAILURE = 1, 2, 3
 """Exit codes besides 0: emitters disagree; the command line is invalid; the compilation or the run failed."""
@@ -42,8 +47,9 @@ A TARGET is one of
   FILE.pt2         a program saved by torch.export.save
   FILE.fxw         for show, inspect, run and export-cmake: a program saved by fxwrap.save
 
-NAME may also be a function without arguments that returns (function, inputs). Inputs come from --inputs, else from the
-target's attribute example_inputs, else from NAME_example_inputs in its module, else from the exported program.
+NAME may also be a factory: a function without arguments that returns (function, inputs) or (function, args, kwargs).
+Inputs come from --inputs, else from the target's attribute example_inputs, else from NAME_example_inputs in its module,
+else from the exported program. They are positional arguments in a tuple, or keyword arguments in a dict.
 """
 
 _EXAMPLES = """\
@@ -70,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; error messages go to stderr."""
     chosen = _parser().parse_args(arguments)
     try:
-        with quiet_fake_errors():
+        with quiet_fake_errors(), without_broken_pipe():
             return int(chosen.run(chosen))
     except CommandError as error:
         print(f"fxwrap: {error}", file=sys.stderr)
@@ -80,16 +86,18 @@ def main(arguments: Sequence[str]) -> int:
         return FAILURE
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m fxwrap",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    versions = ", ".join([f"{name} {version}" for name, version in package_versions().items()])
+    parser.add_argument("--version", action="version", version=f"{versions}, Python {platform.python_version()}")
     commands = parser.add_subparsers(
         required=True,
         metavar="show | emit | plan | report | compare | passes | inspect | run | export-cmake | conformance | build",
@@ -153,15 +161,7 @@ def _add_build(commands: _Commands) -> None:
 def _add_show(commands: _Commands) -> None:
     summary = "print the program: the typed lines between the graph and the emitted code"
     command = _add_command(commands, "show", summary, 'model.py:block --inputs "f32[4, 64]" --origins')
-    command.add_argument("--origins", action="store_true", help="end each line with its operator and source location")
-    command.add_argument(
-        "--coverage",
-        action="store_true",
-        help="print which operators were fused, and the decline reasons of the others",
-    )
-    command.add_argument("--provenance", action="store_true", help="print, as JSON, the source lines of each kernel")
-    command.add_argument("--stages", action="store_true", help="print the program after each step that changed it")
-    command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
+    add_show_arguments(command)
     command.set_defaults(run=_show)
 
 
@@ -183,6 +183,10 @@ def _add_plan(commands: _Commands) -> None:
     )
     command.add_argument("--json", metavar="FILE", help="write the plan to FILE as JSON")
     command.add_argument("--svg", metavar="FILE", help="draw the memory of one graph over its lines to FILE")
+    command.add_argument("--trace", metavar="FILE", help="write it as a trace for ui.perfetto.dev to FILE")
+    command.add_argument(
+        "--snapshot", metavar="FILE", help="write it as a memory snapshot for pytorch.org/memory_viz to FILE"
+    )
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
     command.set_defaults(run=_plan)
 
@@ -191,6 +195,7 @@ def _add_report(commands: _Commands) -> None:
     summary = "write one HTML page: source, graph, program, kernels, emitted code, coverage and memory, linked"
     command = _add_command(commands, "report", summary, "model.py:make_model --training -o report.html")
     command.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    command.add_argument("--profile", action="store_true", help="run it, and show the time of each line")
     command.set_defaults(run=_report, stages=True, graph=None)
 
 
@@ -215,7 +220,9 @@ def _add_command(commands: _Commands, name: str, summary: str, example: str) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("target", metavar="TARGET", help="MODULE:NAME, FILE.py:NAME or FILE.pt2")
-    command.add_argument("--inputs", metavar="TYPES", help='inputs filled at random, e.g. "f32[4, 8], i64[2], int"')
+    command.add_argument(
+        "--inputs", metavar="TYPES", help='inputs filled at random, e.g. "f32[4, 8], i64[2], mask=bool[4]"'
+    )
     command.add_argument("--training", action="store_true", help="run forward and backward")
     command.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="e.g. autotune=true; may be repeated"
@@ -274,29 +281,21 @@ def _options(chosen: argparse.Namespace) -> Options:
 
 
 def _target(chosen: argparse.Namespace) -> Target:
+    if chosen.target.endswith(EXPORTED_SUFFIX):
+        refuse_flags(chosen, ("training", "dynamic"), f"'{chosen.target}' is an exported program")
     torch.manual_seed(chosen.seed)
     return load_target(chosen.target, chosen.inputs, chosen.seed)
 
 
 def _show(chosen: argparse.Namespace) -> int:
     if chosen.target.endswith(SUFFIX):
-        if chosen.coverage or chosen.stages:
-            raise CommandError(f"'{chosen.target}' has no coverage and no stages: it was compiled before it was saved")
-        program = read_program_file(chosen.target).program
-        print(provenance(program).to_json() if chosen.provenance else print_program(program, origins=chosen.origins))
-        return 0
-    for graph in _graphs(chosen):
-        if chosen.coverage:
-            print(coverage_table(graph.name, graph.compiled.coverage))
-            continue
-        if chosen.provenance:
-            print(graph.compiled.provenance.to_json())
-            continue
-        stages = graph.compiled.stages if chosen.stages else graph.compiled.stages[-1:]
-        for stage in stages:
-            if chosen.stages:
-                print(f"--- after {stage.pass_name}")
-            print(print_program(stage.program, origins=chosen.origins))
+        unused = ("coverage", "stages", "inputs", "training", "option", "dynamic", "seed", "graph")
+        refuse_flags(chosen, unused, f"'{chosen.target}' was compiled before it was saved")
+        texts = show_saved(chosen)
+    else:
+        texts = show_graphs(chosen, _graphs(chosen))
+    for text in texts:
+        print(text)
     return 0
 
 
@@ -313,7 +312,7 @@ def _emit(chosen: argparse.Namespace) -> int:
 
 def _plan(chosen: argparse.Namespace) -> int:
     graphs = _graphs(chosen)
-    if chosen.json or chosen.svg:
+    if chosen.json or chosen.svg or chosen.trace or chosen.snapshot:
         _check_single(graphs)
     for graph in graphs:
         program = use_out_variants(graph.compiled.program)
@@ -324,11 +323,28 @@ def _plan(chosen: argparse.Namespace) -> int:
             _write(Path(chosen.json), plan_to_json(plan))
         if chosen.svg:
             _write(Path(chosen.svg), plan_svg(plan, values))
+        trace = MemoryTrace.of(apply_plan(program, plan))
+        if chosen.trace:
+            _write(Path(chosen.trace), trace.perfetto())
+        if chosen.snapshot:
+            _write(Path(chosen.snapshot), trace.snapshot())
     return 0
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    contents = [record.content() for graph in _graphs(chosen) for record in inspect(graph.compiled)]
+    graphs = _graphs(chosen)
+    times: list[dict[str, LineTime]] = [{} for _ in graphs]
+    if chosen.profile:
+        target = _target(chosen)
+        measured = profile(
+            target.function, target.inputs, options=_options(chosen), training=chosen.training, dynamic=chosen.dynamic
+        )
+        times = [measured.times(number) for number in range(len(measured.graphs))]
+    emitter = _options(chosen).emitter  # a captured graph runs in the interpreter
+    contents = [
+        replace(record.content(own), emitter=emitter, source=emit(record.program, emitter).source)
+        for graph, own in zip(graphs, times, strict=True) for record in inspect(graph.compiled)
+    ]  # fmt: skip
     if not contents:
         raise CommandError(f"'{chosen.target}' has no graph to report")
     title = chosen.target.rpartition(":")[2]
@@ -343,6 +359,8 @@ def _passes(_chosen: argparse.Namespace) -> int:
 
 
 def _build(chosen: argparse.Namespace) -> int:
+    if chosen.runtime is not None and chosen.package is not None:
+        raise CommandError("--package and --runtime write different files; pass one of them")
     if chosen.runtime is not None:
         print(*install_runtime(Path(chosen.runtime)), sep="\n")
     elif chosen.package is None:
@@ -352,13 +370,13 @@ def _build(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: str | bytes) -> None:
     """Writes a file atomically. Raises CommandError for a folder that does not exist or cannot be written."""
     if not path.parent.is_dir():
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
     if not os.access(path.parent, os.W_OK):
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
-    write_file(path, lambda file: file.write(text.encode()))
+    write_file(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))
 
 
 def _compare(chosen: argparse.Namespace) -> int:

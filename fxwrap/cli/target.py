@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from fxwrap.comparison import Arguments
 from fxwrap.errors import CommandError, ParseError
 from fxwrap.lines import CORE_LINES
 from fxwrap.wrapper_ir import Input, ScalarType, TensorType, parse_program
@@ -22,9 +24,13 @@ RANDOM_INTEGERS = 8
 """The exclusive bound of random integers: small enough to index an embedding table."""
 
 
+EXPORTED_SUFFIX = ".pt2"
+"""The suffix of exported programs."""
+
+
 @dataclass(frozen=True)
 class Target:
-    """A function to compile, and its inputs, or None if they are unknown."""
+    """A function to compile, and its inputs, as `compare` takes them, or None if they are unknown."""
 
     function: object
     inputs: Any = None
@@ -33,16 +39,17 @@ class Target:
 def load_target(text: str, inputs: str | None, seed: int) -> Target:
     """Returns the target `MODULE:NAME`, `FILE.py:NAME` or `FILE.pt2`, with inputs.
 
-    `inputs` are types in the IR's notation ("f32[4, 8], i64[2]") for random tensors; by default the target's own
+    `inputs` are types in the IR's notation ("f32[4, 8], mask=bool[2]") for random tensors; by default the target's own
     inputs. Raises CommandError for an unknown target and for one without inputs.
     """
-    target = _load_exported(Path(text)) if text.endswith(".pt2") else _load_named(text)
+    target = _load_exported(Path(text)) if text.endswith(EXPORTED_SUFFIX) else _load_named(text)
     if inputs is not None:
         target = Target(target.function, random_inputs(inputs, seed))
     if target.inputs is None:
         raise CommandError(
             f"'{text}' has no example inputs; pass --inputs \"f32[4, 8], i64[2]\", or set its attribute "
-            "example_inputs, or name a function without arguments that returns (function, inputs)"
+            "example_inputs, or name a function without arguments that returns (function, inputs) or "
+            "(function, args, kwargs)"
         )
     return target
 
@@ -113,26 +120,49 @@ def _has_no_parameters(function: object) -> bool:
 
 
 def _call_factory(factory: Any) -> Target:
-    """Calls a function without arguments; it is a target itself unless it returns (function, inputs)."""
+    """Calls a function without arguments.
+
+    It is a target itself unless it returns (function, inputs) or (function, args, kwargs). Raises CommandError for
+    keyword arguments that are not in a mapping.
+    """
     result = factory()
-    if isinstance(result, tuple) and len(result) == 2 and callable(result[0]):
-        return Target(*result)
-    return Target(factory, ())
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        return Target(factory, ())
+    function, inputs, *keywords = result
+    if not keywords:
+        return Target(function, inputs)
+    (named,) = keywords
+    if not isinstance(inputs, tuple | list) or not isinstance(named, Mapping):
+        kinds = f"({type(inputs).__name__}, {type(named).__name__})"
+        raise CommandError(
+            f"'{factory.__name__}' returns a function and {kinds}; return (function, inputs), or "
+            "(function, args, kwargs) with a tuple and a dict"
+        )
+    return Target(function, Arguments(tuple(inputs), dict(named)))
 
 
-def random_inputs(text: str, seed: int) -> tuple[Any, ...]:
+def random_inputs(text: str, seed: int) -> Arguments:
     """Returns random inputs of types in the IR's notation, "f32[4, 8], i64[2]@cuda:0"; on the CPU by default.
 
-    Floating tensors are normally distributed, integers are 0 to 7; `int` is 2, `float` 0.5 and `bool` true. Raises
-    CommandError for invalid types.
+    "mask=bool[4]" is a keyword argument. Floating tensors are normally distributed, integers are 0 to 7; `int` is 2,
+    `float` 0.5 and `bool` true. Raises CommandError for invalid types, and for a positional argument after a keyword.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(random_input(item, generator) for item in _parse_types(text))
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", text)]
+    named = [part.partition("=") if re.match(r"[A-Za-z_]\w*\s*=", part) else ("", "", part) for part in parts]
+    names = [name.strip() for name, _, _ in named]
+    count = names.count("")
+    if any(names[:count]):
+        raise CommandError(f'--inputs "{text}" has a positional argument after a keyword argument')
+    if len({*names[count:]}) < len(names[count:]):
+        raise CommandError(f'--inputs "{text}" has a keyword argument twice')
+    values = [random_input(item, generator) for item in _parse_types(text, [part for _, _, part in named])]
+    return Arguments(tuple(values[:count]), dict(zip(names[count:], values[count:], strict=True)))
 
 
-def _parse_types(text: str) -> tuple[Input, ...]:
-    with_device = re.sub(r"\](?!@)", "]@cpu", text)
-    inputs = [f"%x{position}: borrowed {part}" for position, part in enumerate(re.split(r",(?![^\[]*\])", with_device))]
+def _parse_types(text: str, parts: Sequence[str]) -> tuple[Input, ...]:
+    devices = [re.sub(r"\](?!@)", "]@cpu", part) for part in parts]
+    inputs = [f"%x{position}: borrowed {part}" for position, part in enumerate(devices)]
     try:
         program = parse_program(f"program @inputs({', '.join(inputs)}) {{\n  control.return()\n}}\n", CORE_LINES)
     except ParseError as error:

@@ -103,7 +103,9 @@ def _as_options(options: Options | Mapping[str, object] | None) -> Options:
 
 
 def normalize_arguments(inputs: object) -> Arguments:
-    """Returns inputs (a tuple or list, a mapping of keywords, or one value) as arguments."""
+    """Returns inputs (a tuple or list, a mapping of keywords, one value, or arguments) as arguments."""
+    if isinstance(inputs, Arguments):
+        return inputs
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})

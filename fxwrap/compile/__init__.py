@@ -13,5 +13,6 @@ from fxwrap.compile.inspection import inspect as inspect
 from fxwrap.compile.inspection import record_loaded as record_loaded
 from fxwrap.compile.steps import EMISSION_STEPS as EMISSION_STEPS
 from fxwrap.compile.steps import PROGRAM_STEPS as PROGRAM_STEPS
+from fxwrap.compile.steps import effective_emitter as effective_emitter
 from fxwrap.compile.steps import plan_program_memory as plan_program_memory
 from fxwrap.converters.emission import emit as emit

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
 from fxwrap.compile.group_speeds import with_group_speeds
-from fxwrap.compile.inspection import dump_compile, record_compile
+from fxwrap.compile.inspection import record_compile, write_compile
 from fxwrap.compile.kernels import (
     KernelFailure,
     compile_program_kernels,
@@ -95,8 +95,7 @@ def compile_graph(
         )
         compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
         record_compile(compiled, name, text, events)
-        if (folder := dump_folder(options.dump)) is not None:
-            dump_compile(compiled, folder)
+        write_compile(compiled, options.dump)
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled

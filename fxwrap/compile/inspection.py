@@ -17,9 +17,15 @@ from fxwrap.errors import InspectionError
 from fxwrap.events import Event, EventLog, GraphLoaded, step_seconds
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
-from fxwrap.report import ReportContent, report_page, write_dump
+from fxwrap.report import LineTime, ReportContent, dump_folder, report_page, trace_compile, write_dump
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.torch_compat import DynamoCompile, compiled_function, current_dynamo_compile, dynamo_graph_ids
+from fxwrap.torch_compat import (
+    DynamoCompile,
+    compiled_function,
+    current_dynamo_compile,
+    dynamo_graph_ids,
+    traces_compiles,
+)
 from fxwrap.wrapper_ir import Program
 
 KINDS = ("inference", "forward", "backward")
@@ -140,20 +146,23 @@ class CompileRecord:
         """The program's memory plan, if there is one."""
         return self.compiled.plan
 
-    def content(self) -> ReportContent:
-        """Returns the content of the report."""
+    def content(self, times: Mapping[str, LineTime] = MappingProxyType({})) -> ReportContent:
+        """Returns the content of the report; `times` are those of a profile (`Profile.times`)."""
         compiled = self.compiled
         emitter = compiled.options.emitter if isinstance(compiled, Compiled) else compiled.emitter
         return ReportContent(
             name=self.name, kind=self.kind, compile_id=self.compile_id, graph=self.graph, options=self.options,
             emitter=emitter, source=compiled.source, cached=self.cached,
             stages=tuple([(stage.pass_name, stage.program) for stage in self.stages]), coverage=self.coverage,
-            plan=self.plan, events=self._details.events,
+            plan=self.plan, events=self._details.events, times=times,
         )  # fmt: skip
 
-    def write_report(self, path: str | Path) -> None:
-        """Writes the report, one HTML page that needs no other file. Raises OSError where that is not possible."""
-        content = self.content()
+    def write_report(self, path: str | Path, times: Mapping[str, LineTime] = MappingProxyType({})) -> None:
+        """Writes the report, one HTML page that needs no other file, with the times of a profile, if there are any.
+
+        Raises OSError where that is not possible.
+        """
+        content = self.content(times)
         text = report_page([content], content.title)
         write_file(Path(path), lambda file: file.write(text.encode("utf-8", "surrogatepass")))
 
@@ -182,9 +191,18 @@ def record_loaded(loaded: LoadedProgram) -> CompileRecord:
     return _process.record(loaded)
 
 
-def dump_compile(compiled: Compiled | LoadedProgram, folder: Path) -> None:
-    """Writes a recorded graph into a folder below `folder`."""
-    write_dump(_process.record(compiled).content(), folder)
+def write_compile(compiled: Compiled | LoadedProgram, dump: str | None) -> None:
+    """Writes a recorded graph into torch's structured trace and into a folder, if they are turned on.
+
+    `dump` is the option; the environment has its default.
+    """
+    folder = dump_folder(dump)
+    if folder is None and not traces_compiles():
+        return
+    content = _process.record(compiled).content()
+    trace_compile(content)
+    if folder is not None:
+        write_dump(content, folder)
 
 
 def compiles() -> tuple[CompileRecord, ...]:

@@ -16,7 +16,7 @@ import torch
 from fxwrap.artifact import load_content, program_content
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.inspection import dump_compile, record_loaded
+from fxwrap.compile.inspection import record_loaded, write_compile
 from fxwrap.compile_cache import NotCacheable, backend_key, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
 from fxwrap.converters.intercepted_calls import accept_fake_tensors
@@ -139,8 +139,7 @@ def load_graph(content: bytes) -> PrecompiledGraph:
         loaded = load_content(content, "a precompiled graph")
     static_inputs, negative_inputs = _call_description(loaded)
     record_loaded(loaded)
-    if (folder := dump_folder(None)) is not None:
-        dump_compile(loaded, folder)
+    write_compile(loaded, None)
     return precompiled_graph(
         lambda: graph_entry(loaded, static_inputs, negative_inputs), lambda: content, load_graph
     )  # fmt: skip

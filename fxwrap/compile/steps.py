@@ -40,6 +40,7 @@ from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.passes.overlap_collectives import overlap_collectives
 from fxwrap.passes.partition import partition
+from fxwrap.passes.profile_ranges import insert_profile_ranges
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
@@ -278,6 +279,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "insert_device_guards", "make the device of each call current, where it is not",
         _transform(insert_device_guards),
+    ),
+    Step(
+        "insert_profile_ranges", "put each line that computes in a range for profilers",
+        _transform(insert_profile_ranges), "profile_ranges", lambda options: options.profile_ranges,
     ),
 )  # fmt: skip
 """The steps up to the final program."""

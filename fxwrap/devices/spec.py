@@ -102,6 +102,10 @@ class DeviceSpec:
         collective_latency_s: the seconds that a collective of a few bytes takes.
         collective_bytes_per_s: the bytes of a large collective's larger side per second. Collectives are bucketed up to
             `collective_bucket_bytes`; 0 never buckets them.
+        memory_bytes_per_s: the bytes that the device reads and writes per second, for `fxwrap.profile`; 0 measures
+            them.
+        matmul_flops_per_s: the floating-point operations of matmuls per second by dtype, for `fxwrap.profile`; those of
+            other dtypes are measured.
         coalesced_collectives: the functional collectives ("all_reduce") whose coalesced form the device's process
             groups run as one.
     """
@@ -132,6 +136,8 @@ class DeviceSpec:
     random_state_bytes: int | None = None
     collective_latency_s: float = 0.0
     collective_bytes_per_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    matmul_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
     coalesced_collectives: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

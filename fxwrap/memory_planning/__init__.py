@@ -5,4 +5,5 @@ from fxwrap.memory_planning.assignment import *
 from fxwrap.memory_planning.live_ranges import *
 from fxwrap.memory_planning.plan import *
 from fxwrap.memory_planning.serialization import *
+from fxwrap.memory_planning.traces import MemoryTrace as MemoryTrace
 from fxwrap.memory_planning.visualization import *

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from fxwrap.memory_planning.plan import MemoryPlan, PoolAllocation, PoolPlan
 from fxwrap.symbolic import Number, Size, evaluate
 from fxwrap.wrapper_ir import Program, hints_with_fallback, live_bytes, print_line, symbol_infos
 
-_WIDTH, _HEIGHT, _MARGIN, _GAP = 1000, 320, 60, 40
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 1000, 320, 90, 30, 60, 80
+"""Pixels: the width of all lines, the height of the largest pool, margins, and the distance of pools."""
+
+_TEXT_HEIGHT, _CHARACTER_WIDTH = 13, 7
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f")
 
 
@@ -36,19 +40,51 @@ def plan_table(plan: MemoryPlan, values: Mapping[str, Number] | None = None) -> 
 
 
 def plan_svg(plan: MemoryPlan, values: Mapping[str, Number] | None = None) -> str:
-    """Returns an SVG drawing of the body's pools: lines are horizontal, offsets vertical."""
-    pools = plan.body.pools
-    height = _MARGIN + len(pools) * (_HEIGHT + _GAP) + _GAP
+    """Returns an SVG drawing of the body's pools: lines are horizontal, bytes vertical, all pools have one scale."""
     body = plan.body
-    title = f"peak {body.peak:,} bytes, lower bound {body.lower_bound:,}, {len(body.pools)} pools"
-    size = f'width="{_WIDTH + 2 * _MARGIN}" height="{height}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        f'<text x="{_MARGIN}" y="24" font-size="16">{escape(title)}</text>',
-    ]
-    for index, pool in enumerate(pools):
-        parts += _pool_svg(pool, _PoolSizes(pool, values or {}), _MARGIN + index * (_HEIGHT + _GAP))
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    sizes = [_PoolSizes(pool, values or {}) for pool in body.pools]
+    bytes_ = [item.evaluate(pool.size) or 0 for pool, item in zip(body.pools, sizes, strict=True)]
+    scale = _Scale(max([pool.end for pool in body.pools], default=1), max([*bytes_, 1]))
+    parts = [f'<text x="{_LEFT}" y="24" font-size="16">{escape(_title(plan))}</text>']
+    top = _TOP
+    for pool, pool_sizes, total in zip(body.pools, sizes, bytes_, strict=True):
+        parts += _pool_svg(pool, pool_sizes, total, scale, top)
+        top += round(scale.height(total)) + _GAP
+    size = f'width="{_LEFT + _WIDTH + _RIGHT}" height="{top}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    background = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, background, *parts, "</svg>"]) + "\n"
+
+
+def _title(plan: MemoryPlan) -> str:
+    body = plan.body
+    pools = "1 pool" if len(body.pools) == 1 else f"{len(body.pools)} pools"
+    return f"peak {body.peak:,} bytes, lower bound {body.lower_bound:,}, {pools}"
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The scales of a drawing: pixels for lines and bytes, and the distances of the marks on its axes."""
+
+    lines: int
+    bytes: int
+
+    def across(self, line: int) -> float:
+        return _LEFT + line * _WIDTH / self.lines
+
+    def height(self, bytes_: int) -> float:
+        return bytes_ * _HEIGHT / self.bytes
+
+    @property
+    def line_step(self) -> int:
+        """1, 2, 5, 10, 20... lines, for at most 14 marks."""
+        steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+        return next((step for step in steps if self.lines / step <= 14), self.lines)
+
+    @property
+    def byte_step(self) -> int:
+        """A power of two of bytes, for at most 8 marks."""
+        return int(2 ** (self.bytes // 8).bit_length())
 
 
 class _PoolSizes:
@@ -71,32 +107,52 @@ class _PoolSizes:
         return str(size) if number is None else f"{number:,}"
 
 
-def _pool_svg(pool: PoolPlan, sizes: _PoolSizes, top: int) -> list[str]:
-    pool_size, lines = sizes.evaluate(pool.size) or 1, pool.end - pool.first
-    across: Callable[[int], float] = lambda line: _MARGIN + (line - pool.first) * _WIDTH / lines  # noqa: E731
-    title = f"{pool.name} on {pool.device}: {pool_size:,} bytes, lines {pool.first} to {pool.end - 1}"
+def _pool_svg(pool: PoolPlan, sizes: _PoolSizes, total: int, scale: _Scale, top: int) -> list[str]:
+    """Returns a pool with its axes; `top` is the top of its caption."""
+    caption = f"{pool.name} on {pool.device}: {total:,} bytes, lines {pool.first} to {pool.end - 1}, {pool.algorithm}"
+    low = top + 10 + scale.height(total)  # the line of offset 0
+    left, width = scale.across(pool.first), scale.across(pool.end) - scale.across(pool.first)
     parts = [
-        f'<text x="{_MARGIN}" y="{top}">{escape(title)}</text>',
-        f'<rect x="{_MARGIN}" y="{top + 8}" width="{_WIDTH}" height="{_HEIGHT - 16}" fill="#f4f4f4" stroke="#888"/>',
+        f'<text x="{_LEFT}" y="{top}">{escape(caption)}</text>',
+        f'<rect x="{left:.1f}" y="{top + 10}" width="{width:.1f}" height="{low - top - 10:.1f}" fill="#f4f4f4"/>',
     ]
+    for offset in range(0, total + 1, scale.byte_step):
+        y = low - scale.height(offset)
+        parts.append(f'<path d="M{_LEFT - 5} {y:.1f}h{_WIDTH + 5}" stroke="#ddd"/>')
+        parts.append(f'<text x="{_LEFT - 9}" y="{y + 4:.1f}" text-anchor="end">{_bytes_text(offset)}</text>')
+    for line in range(0, scale.lines + 1, scale.line_step):
+        x = scale.across(line)
+        parts.append(f'<path d="M{x:.1f} {low:.1f}v5" stroke="#888"/>')
+        parts.append(f'<text x="{x:.1f}" y="{low + 18:.1f}" text-anchor="middle">{line}</text>')
     for index, allocation in enumerate(pool.allocations):
-        parts.append(_memory_svg(allocation, sizes, across, top + 8, pool_size, _COLOURS[index % len(_COLOURS)]))
+        parts += _memory_svg(allocation, sizes, scale, low, _COLOURS[index % len(_COLOURS)])
+    parts.append(f'<path d="M{_LEFT} {top + 10}V{low:.1f}H{_LEFT + _WIDTH}" fill="none" stroke="#888"/>')
+    place = f'x="{_LEFT + _WIDTH}" y="{low + 33:.1f}" text-anchor="end" fill="#666"'
+    parts.append(f"<text {place}>line of the program</text>")
     return parts
 
 
-def _memory_svg(
-    allocation: PoolAllocation, sizes: _PoolSizes, across: Callable[[int], float], top: int, pool_size: int, colour: str
-) -> str:
+def _memory_svg(allocation: PoolAllocation, sizes: _PoolSizes, scale: _Scale, low: float, colour: str) -> list[str]:
     item = allocation.range
     offset, size = sizes.evaluate(allocation.offset) or 0, sizes.evaluate(item.size) or 0
-    scale = (_HEIGHT - 16) / pool_size
-    left, right = across(item.first), across(item.end)
-    y = top + (_HEIGHT - 16) - (offset + size) * scale
+    left, width = scale.across(item.first), scale.across(item.end) - scale.across(item.first)
+    y, height = low - scale.height(offset + size), scale.height(size)
     label = f"%{item.name}: {size:,} bytes at {offset:,}, lines {item.first} to {item.end - 1}"
-    return (
-        f'<rect x="{left:.1f}" y="{y:.1f}" width="{max(right - left, 1):.1f}" height="{max(size * scale, 0.5):.1f}" '
-        f'fill="{colour}" fill-opacity="0.8" stroke="white" stroke-width="0.5"><title>{escape(label)}</title></rect>'
-    )
+    place = f'x="{left:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{max(height, 0.5):.1f}"'
+    look = f'fill="{colour}" fill-opacity="0.8" stroke="white" stroke-width="0.5"'
+    parts = [f"<rect {place} {look}><title>{escape(label)}</title></rect>"]
+    if height >= _TEXT_HEIGHT and width >= _CHARACTER_WIDTH * (len(item.name) + 2):
+        text = f'y="{y + height / 2 + 4:.1f}" pointer-events="none">%{escape(item.name)}</text>'
+        parts.append(f'<text x="{left + 4:.1f}" {text}')
+    return parts
+
+
+def _bytes_text(bytes_: int) -> str:
+    """Returns a multiple of a power of two in its largest unit."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if bytes_ and bytes_ % unit == 0:
+            return f"{bytes_ // unit:,} {name}"
+    return f"{bytes_:,} B" if bytes_ else "0"
 
 
 def out_of_memory_message(plan: MemoryPlan, program: Program) -> str:

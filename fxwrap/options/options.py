@@ -99,6 +99,8 @@ class Options:
             allocations.
         check_memory: runs the program in the interpreter and checks its memory: allocations and freed memory are filled
             with NaN or a pattern, and MemoryCheckError names a line that uses memory twice.
+        profile_ranges: whether each line that computes is in a range for profilers (torch.profiler, and NVTX under
+            `torch.autograd.profiler.emit_nvtx`) with its handle, operators and source lines; see `fxwrap.profile`.
         dump: a folder into which each graph writes its FX graph, the program after each step, kernels, emitted text,
             plan, provenance, events and a report; see `fxwrap.compiles`. The environment variable FXWRAP_DUMP is its
             default. It changes neither results nor cache keys; graphs are compiled, not loaded from a cache.
@@ -144,6 +146,7 @@ class Options:
     memory_slack: float = 0.0
     check_memory: bool = False
     compile_cache: bool = True
+    profile_ranges: bool = False
     dump: str | None = None
     kernels: Literal["text", "subgraph"] = "text"
     choose_kernel_form: Callable[..., str] | None = None

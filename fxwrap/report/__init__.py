@@ -4,3 +4,5 @@ from fxwrap.report.content import *
 from fxwrap.report.dump import *
 from fxwrap.report.graph_text import *
 from fxwrap.report.page import *
+from fxwrap.report.program_json import *
+from fxwrap.report.trace import *

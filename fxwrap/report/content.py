@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from fxwrap.events import EventLog
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.wrapper_ir import Program
 
-__all__ = ["ReportContent"]
+__all__ = ["LineTime", "ReportContent"]
+
+
+@dataclass(frozen=True)
+class LineTime:
+    """The time of a line in a run: measured, and at the limits of its device, for its bytes and operations."""
+
+    seconds: float
+    limit_seconds: float
+    bytes: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class ReportContent:
         coverage: the outcome of each call of the graph.
         plan: the memory plan, if there is one.
         events: the log of the compile.
+        times: the measured lines by handle, if the graph was profiled.
     """
 
     name: str
@@ -43,6 +55,7 @@ class ReportContent:
     coverage: tuple[NodeCoverage, ...]
     plan: MemoryPlan | None
     events: EventLog
+    times: Mapping[str, LineTime] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import re
 import warnings
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
@@ -16,18 +12,14 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.errors import DumpWarning
 from fxwrap.events import DumpFailed
-from fxwrap.memory_planning import plan_to_json
-from fxwrap.passes.provenance import provenance
 from fxwrap.report.content import ReportContent
 from fxwrap.report.page import report_page
-from fxwrap.wrapper_ir import print_program
+from fxwrap.report.texts import LANGUAGE_SUFFIXES, compile_texts, file_name
 
 __all__ = ["DUMP_ENV", "dump_folder", "write_dump"]
 
 DUMP_ENV = "FXWRAP_DUMP"
 """The environment variable with the default of the option `dump`."""
-
-_SUFFIXES: Mapping[str, str] = {"python": ".py", "cpp": ".cpp", "fx": ".py", "interpreter": ".txt", "triton": ".py"}
 
 _numbers = count()
 
@@ -64,18 +56,9 @@ def _warn(folder: str, reason: str) -> None:
 
 def _write(content: ReportContent, folder: Path) -> Path:
     own = _new_folder(folder, content)
-    texts = {"graph.txt": content.graph, "options.txt": content.options + "\n", "program.txt": str(content.program)}
-    for number, (name, program) in enumerate(content.stages):
-        texts[f"stages/{number:02}_{_file_name(name)}.txt"] = print_program(program, origins=True)
+    texts = dict(compile_texts(content))
     for kernel in content.program.kernels:
-        texts[f"kernels/{_file_name(kernel.name)}{_SUFFIXES.get(kernel.language, '.txt')}"] = kernel.source
-    texts[f"source{_SUFFIXES[content.emitter]}"] = content.source
-    if content.plan is not None:
-        texts["plan.json"] = plan_to_json(content.plan)
-    texts["provenance.json"] = provenance(content.program).to_json()
-    rows = [dataclasses.asdict(item) for item in content.coverage]
-    texts["coverage.json"] = json.dumps(rows, indent=1)
-    texts["events.json"] = content.events.to_json()
+        texts[f"kernels/{file_name(kernel.name)}{LANGUAGE_SUFFIXES.get(kernel.language, '.txt')}"] = kernel.source
     texts["index.html"] = report_page([content], content.title)
     for name, text in texts.items():
         path = own / name
@@ -93,7 +76,7 @@ def _new_folder(folder: Path, content: ReportContent) -> Path:
         else None
     )
     prefix = "" if rank is None else f"rank{rank}-"
-    name = f"{prefix}{os.getpid()}-{next(_numbers):04}-{_file_name(content.title)}"
+    name = f"{prefix}{os.getpid()}-{next(_numbers):04}-{file_name(content.title)}"
     for attempt in count():
         path = folder / (name if not attempt else f"{name}-{attempt}")
         try:
@@ -102,8 +85,3 @@ def _new_folder(folder: Path, content: ReportContent) -> Path:
             continue
         return path
     raise AssertionError("unreachable")
-
-
-def _file_name(text: str) -> str:
-    """Returns a text with the characters that a file's name may have everywhere."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", text)[:80].strip("-.") or "unnamed"

@@ -47,6 +47,16 @@ function coloured(text, language) {
 // --- panes -----------------------------------------------------------------------------------------------------------
 // A pane's content is a list of rows: { text, number, language, node | origin | origins | nodes, kind }.
 
+const hasTimes = () => Object.keys(graph.times).length > 0;
+
+// The time of the line that runs a call; lines that free or check its operands have the same origin, but no time.
+function timeOf(text, origin) {
+  if (!hasTimes()) return undefined;
+  const runs = /\b(kernel\.launch|extern\.\w+|collective\.\w+|control\.call) @/.test(text);
+  const time = runs && origin >= 0 ? graph.times[graph.origins[origin][1]] : undefined;
+  return time ? secondsText(time[0]) : "";
+}
+
 function programRows(position, withDifferences) {
   const stage = graph.stages[position], rows = [];
   const before = position > 0 ? graph.stages[position - 1].rows : [];
@@ -55,7 +65,7 @@ function programRows(position, withDifferences) {
   const row = (index, kind) => {
     const [text, origin, numbered] = graph.rows[index];
     const shown = numbered && kind !== "removed" ? number++ : "";
-    rows.push({ text, origin: kind === "removed" ? -1 : origin, number: shown, language: "program", kind });
+    rows.push({ text, origin: kind === "removed" ? -1 : origin, number: shown, language: "program", kind, time: timeOf(text, origin) });
   };
   stage.rows.forEach((index, at) => {
     while (next < changes.length && changes[next][2] <= at && changes[next][3] <= at) next += 1;
@@ -160,15 +170,21 @@ class Pane {
         parts.push(`${index ? "</div>" : ""}<div class="chunk" style="contain-intrinsic-size:auto ${height}px">`);
       }
       const number = row.number === undefined ? "" : `<span class="n">${row.number}</span>`;
+      const time = row.time === undefined ? "" : `<span class="s">${row.time}</span>`;
       const text = row.kind === "head" ? `<span class="head">${escape(row.text)}</span>` : coloured(row.text, row.language);
       const linked = linksOf(row) ? " link" : "";
-      parts.push(`<div class="row${linked} ${row.kind === "head" ? "" : row.kind || ""}" data-i="${index}">${number}<span class="t">${text || " "}</span></div>`);
+      parts.push(`<div class="row${linked} ${row.kind === "head" ? "" : row.kind || ""}" data-i="${index}">${number}${time}<span class="t">${text || " "}</span></div>`);
     });
     this.body.innerHTML = parts.join("") + "</div>";
     this.elements = this.body.querySelectorAll(".row");
     this.mark(selection !== null);
+    this.scrollToStart();
+  }
+
+  // A hidden element does not scroll, so this is repeated when the section appears.
+  scrollToStart() {
     if (selection !== null) return;
-    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[key];
+    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[this.key];
     this.body.scrollTop = start ? 18 * Math.max(0, this.rows.findLastIndex(start) - 4) : 0;
   }
 
@@ -274,11 +290,13 @@ function showDetails() {
     if (outcome) { operators.add(outcome[1]); if (outcome[3]) reasons.add(outcome[3]); }
   }
   const handles = [...selection.origins].map(origin => graph.origins[origin][1]).filter(handle => handle);
+  const times = [...selection.origins].map(origin => graph.times[graph.origins[origin][1]]).filter(time => time);
+  const time = times.length ? [secondsText(times.reduce((sum, [seconds]) => sum + seconds, 0))] : [];
   const list = (items, most = 12) => {
     const all = [...items];
     return escape(all.slice(0, most).join(", ")) + (all.length > most ? ` and ${all.length - most} more` : "");
   };
-  const parts = [["Nodes", names], ["Operators", operators], ["Calls", handles], ["Source", places], ["Modules", modules], ["Not fused", reasons]];
+  const parts = [["Nodes", names], ["Operators", operators], ["Calls", handles], ["Time", time], ["Source", places], ["Modules", modules], ["Not fused", reasons]];
   details.innerHTML = parts.filter(([, items]) => [...items].length)
     .map(([title, items]) => `<span><b>${title}:</b> ${list(items)}</span>`).join("");
 }
@@ -529,6 +547,36 @@ function showMemory() {
   }
 }
 
+// --- the time of lines -----------------------------------------------------------------------------------------------
+
+function showTime() {
+  const section = $("#time");
+  section.replaceChildren(make("h2", { textContent: "Time of each line" }));
+  const total = Object.values(graph.times).reduce((sum, [seconds]) => sum + seconds, 0);
+  section.append(make("p", { className: "muted", textContent:
+    `${secondsText(total)} in these lines of a run. "At the limit" is the time of their bytes and operations at the rates that the device reaches; ` +
+    "the lines with the most to gain are first." }));
+  const titles = ["call", "time", "", "to gain", "at the limit", "bytes", "rate", "operations", "computes"];
+  const table = make("table", {}, make("tr", {}, ...titles.map(title => make("th", { textContent: title }))));
+  const origins = new Map(graph.origins.map(([, handle], origin) => [handle, origin]));
+  const gain = ([seconds, limit]) => Math.max(0, seconds - limit);
+  const rows = Object.entries(graph.times).sort((a, b) => gain(b[1]) - gain(a[1]));
+  const most = Math.max(...rows.map(([, [seconds]]) => seconds), 1e-9);
+  const number = text => make("td", { className: "num", textContent: text });
+  for (const [handle, time] of rows) {
+    const [seconds, limit, bytes, flops] = time, origin = origins.get(handle);
+    const link = make("a", { className: "jump", href: "#code", textContent: handle });
+    link.onclick = event => { event.preventDefault(); if (origin !== undefined) chooseAndShow(linksOf({ origin })); };
+    table.append(make("tr", {}, make("td", { className: "mono" }, link), number(secondsText(seconds)),
+      make("td", {}, make("span", { className: "meter", style: `width:${Math.max(1, 160 * seconds / most)}px` })),
+      number(secondsText(gain(time))), number(secondsText(limit)), number(bytesText(bytes)),
+      number(seconds ? `${(bytes / seconds / 1e9).toPrecision(3)} GB/s` : ""),
+      number(flops && seconds ? `${(flops / seconds / 1e9).toPrecision(3)} GFLOP/s` : ""),
+      make("td", { textContent: origin === undefined ? "" : graph.origins[origin][0].slice(0, 120) })));
+  }
+  section.append(table);
+}
+
 // --- the compile -----------------------------------------------------------------------------------------------------
 
 function showCompile() {
@@ -564,7 +612,7 @@ function showCompile() {
 
 // --- the page --------------------------------------------------------------------------------------------------------
 
-const SECTIONS = { code: () => {}, coverage: showCoverage, memory: showMemory, compile: showCompile };
+const SECTIONS = { code: () => panes.forEach(pane => pane.scrollToStart()), coverage: showCoverage, memory: showMemory, time: showTime, compile: showCompile };
 let drawn = new Set();
 
 function showSection() {
@@ -600,6 +648,8 @@ function showGraph(index) {
   panes = shown.map(key => new Pane(key));
   $("#panes").replaceChildren(...panes.map(pane => pane.element));
   for (const pane of panes) pane.show(pane.select.value);
+  $('nav a[href="#time"]').hidden = !hasTimes();
+  if (location.hash === "#time" && !hasTimes()) location.hash = "code";
   showDetails();
   showSection();
 }

@@ -69,6 +69,10 @@ class _GraphData:
             "files": self.sources.files(), "modules": self.sources.modules(),
             "nodeSources": [self.sources.of_node(name) for name in self.nodes],
             "events": json.loads(content.events.to_json()),
+            "times": {
+                handle: [time.seconds, time.limit_seconds, time.bytes, time.flops]
+                for handle, time in content.times.items()
+            },
         }  # fmt: skip
 
     def _node(self, name: str) -> int:

@@ -81,9 +81,9 @@ class Origin:
         names, operators = ", ".join(self.nodes), ", ".join(self.operators)
         computed = f"{names}: {operators}" if names else operators
         handle = "" if self.handle.rpartition(":")[0] in self.operators else self.handle
-        return "  ".join([part for part in (computed, self._location_text(), handle) if part])
+        return "  ".join([part for part in (computed, self.location_text(), handle) if part])
 
-    def _location_text(self) -> str:
+    def location_text(self) -> str:
         """Returns the locations with each file's name once: "model.py:7, 9"."""
         numbers: dict[str, list[str]] = {}
         for file, _, line in [location.rpartition(":") for location in self.locations]:

@@ -19,6 +19,7 @@ import fxwrap
 from fxwrap.cli import main
 from fxwrap.cli.tables import coverage_table
 from fxwrap.cli.target import random_inputs
+from fxwrap.comparison import Arguments
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
 from fxwrap.errors import CommandError
 from fxwrap.fx_passes import (
@@ -50,6 +51,18 @@ class Layers:
 
 def scale(x):
     return x * 3
+
+def weighted(x, *, weight):
+    return x * weight
+
+def make_weighted():
+    return weighted, (torch.ones(2),), {"weight": torch.ones(2)}
+
+def make_by_name():
+    return weighted, {"weight": torch.ones(2), "x": torch.ones(2)}
+
+def make_wrong():
+    return weighted, torch.ones(2), {"weight": torch.ones(2)}
 
 def scale_example_inputs():
     return {"x": torch.ones(2)}
@@ -252,13 +265,15 @@ def test_a_broken_exported_program_is_reported(tmp_path: Path, capsys: pytest.Ca
 def test_random_inputs_have_the_types_asked_for() -> None:
     real, index, flag, number, half, transposed = random_inputs(
         "f32[4, 8], i64[2]@cpu, bool[3], c64[2], bf16[5], f32[2, 3 | 1, 2]", seed=0
-    )
+    ).positional
     assert real.shape == (4, 8) and real.dtype == torch.float32 and real.std() > 0.5
     assert index.dtype == torch.int64 and int(index.min()) >= 0 and int(index.max()) < 8
     assert flag.dtype == torch.bool and number.dtype == torch.complex64 and half.dtype == torch.bfloat16
     assert transposed.stride() == (1, 2)
-    assert random_inputs("int, float, bool", seed=0) == (2, 0.5, True)
-    assert torch.equal(random_inputs("f32[3]", seed=7)[0], random_inputs("f32[3]", seed=7)[0])
+    assert random_inputs("int, float, bool", seed=0) == Arguments((2, 0.5, True), {})
+    assert random_inputs("int, size=int, scale = float", seed=0) == Arguments((2,), {"size": 2, "scale": 0.5})
+    first, second = (random_inputs("f32[3], y=f32[3]", seed=7) for _ in range(2))
+    assert torch.equal(first.positional[0], second.positional[0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +283,9 @@ def test_random_inputs_have_the_types_asked_for() -> None:
         ("f32[4", "is not a list of types"),
         ("f32[s0]", "takes sizes that are numbers"),
         ("token", "takes tensors and numbers"),
+        ("x=f32[2], f32[3]", "has a positional argument after a keyword argument"),
+        ("x=f32[2], x=f32[3]", "has a keyword argument twice"),
+        ("x=f31[2]", "is not a list of types such as .*: unknown dtype 'f31'"),
     ],
 )
 def test_wrong_types_of_inputs_are_named(text: str, message: str) -> None:
@@ -314,7 +332,7 @@ def test_inspect_and_show_saved_programs(saved_program: Path, capsys: pytest.Cap
     assert main(["show", str(saved_program)]) == 0
     assert capsys.readouterr().out.startswith("program @scaled(%x: ")
     assert main(["show", str(saved_program), "--coverage"]) == 2
-    assert "has no coverage and no stages" in capsys.readouterr().err
+    assert "was compiled before it was saved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
@@ -384,3 +402,110 @@ def test_report_needs_a_graph_and_a_folder(capsys: pytest.CaptureFixture[str], m
     missing = tmp_path / "missing" / "report.html"
     code, _, error = run(capsys, "report", f"{model}:scale", "--option", "fuse=false", "-o", str(missing))
     assert code == 2 and f"the folder '{missing.parent}' does not exist; create it first" in error
+
+
+@pytest.mark.parametrize(
+    "arguments", [("make_weighted",), ("make_by_name",), ("weighted", "--inputs", "f32[2], weight=f32[2]")]
+)
+def test_keyword_inputs(arguments: tuple[str, ...], model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, *flags = arguments
+    code, out, _ = run(capsys, "show", f"{model}:{name}", *flags)
+    assert code == 0 and "aten.mul" in str(fxwrap.parse(out).kernels) and len(fxwrap.parse(out).inputs) == 2
+    code, out, _ = run(capsys, "compare", f"{model}:{name}", *flags, "--repeats", "0", "--emitter", "python")
+    assert code == 0 and "agree" in out
+
+
+def test_a_factory_with_wrong_inputs_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "show", f"{model}:make_wrong")
+    assert code == 2
+    assert err == (
+        "fxwrap: 'make_wrong' returns a function and (Tensor, dict); return (function, inputs), or (function, args, "
+        "kwargs) with a tuple and a dict\n"
+    )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    out = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert re.fullmatch(r"fxwrap \S+, torch \S+, triton \S+, sympy \S+, Python \S+\n", out.replace("\n ", " "))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("show", "TARGET", "--cover"), "unrecognized arguments: --cover"),
+        (("show", "TARGET", "--coverage", "--stages"), "--stages: not allowed with argument --coverage"),
+        (("show", "TARGET", "--origins", "--json"), "--json: not allowed with argument --origins"),
+        (("passes", "--json"), "unrecognized arguments: --json"),
+    ],
+)
+def test_unknown_and_contradictory_flags_are_refused(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "text"),
+    [
+        (
+            "saved.fxw",
+            ("--training", "--seed", "3"),
+            "--training, --seed: 'saved.fxw' was compiled before it was saved",
+        ),
+        ("saved.fxw", ("--stages",), "--stages: 'saved.fxw' was compiled before it was saved, so it has no effect"),
+        ("exported.pt2", ("--dynamic",), "--dynamic: 'exported.pt2' is an exported program, so it has no effect"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(
+    target: str, flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "show", target, *flags)
+    assert code == 2 and err.startswith(f"fxwrap: {text}") and err.endswith("; leave it out\n")
+
+
+def test_a_build_writes_one_of_its_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "build", "--package", "a", "--runtime", "b")
+    assert (code, err) == (2, "fxwrap: --package and --runtime write different files; pass one of them\n")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m fxwrap passes | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "fxwrap", "passes"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_show_json_has_lines_with_types_and_origins(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:make_model", "--json")
+    (graph,) = json.loads(out)
+    assert code == 0 and graph["name"] == "inference"
+    launch = next(line for line in graph["lines"] if line["opcode"] == "kernel.launch")
+    assert launch["handle"] == "relu_0:1" and launch["operators"] == ["aten.relu"]
+    assert launch["writes"] and graph["lines"][launch["number"]] == launch
+    assert graph["kernels"][0]["loops"].startswith("kernel(")
+    assert graph["inputs"][0]["type"].startswith("f32[")
+    defined = [line["defines"] for line in graph["lines"] if line["defines"]]
+    assert defined == [{"t": "f32[4, 8 | 1, 4]@cpu"}, {"addmm": "f32[2, 8]@cpu"}]
+
+
+def test_coverage_and_stages_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "show", f"{model}:make_model", "--coverage", "--json", "--training")
+    forward, backward = json.loads(out)
+    assert (forward["name"], backward["name"]) == ("forward", "backward")
+    assert {"node": "relu", "operator": "aten.relu.default", "kind": "fused"}.items() <= forward["coverage"][-1].items()
+    _, out, _ = run(capsys, "show", f"{model}:make_model", "--stages", "--json")
+    assert json.loads(out)[0]["stages"][0]["step"] == "lower"
+
+
+def test_saved_programs_as_json(saved_program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", str(saved_program), "--json")
+    assert code == 0 and json.loads(out)[0]["lines"]

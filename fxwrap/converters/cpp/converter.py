@@ -37,7 +37,6 @@ class CppConverter(LoopConverter):
         self.writer = CppWriter(unit, self.convert)
         self.external_values: set[str] = set()
         self.outputs: list[str] = []
-        self.ranges: list[str] = []
         self.kernels: dict[str, ir.KernelDefinition] = {}
         self.replayed_calls: list[lines.CallFunction] = []
         self.replayed_functions_slot = ""  # of the handle to the replayed functions
@@ -337,13 +336,10 @@ class CppConverter(LoopConverter):
         self.writer.emit(comment_text(line.text))
 
     def enter_range(self, line: lines.EnterRange) -> None:
-        self.ranges.append(self.unit.fresh_slot("range"))
-        self.writer.call("profiler._record_function_enter.default", [string_text(line.name)], self.ranges[-1:])
+        self.writer.emit(f"enter_range(f, {string_text(line.name)});")
 
     def exit_range(self, line: lines.ExitRange) -> None:
-        handle = self.ranges.pop()
-        self.writer.call("profiler._record_function_exit.default", [handle])
-        self.writer.drop([handle])
+        self.writer.emit("exit_range(f);")
 
     def record_event(self, line: lines.RecordEvent) -> None:
         slot = self.unit.slot(line.result.name)

@@ -271,7 +271,7 @@ class FxConverter(GraphEmitter):
         self.writer.comments.append(line.text)
 
     def enter_range(self, line: lines.EnterRange) -> None:
-        self._ranges.append(self.writer.call(torch.ops.profiler._record_function_enter_new.default, [line.name, None]))
+        self._ranges.append(self.writer.call(torch.ops.profiler._record_function_enter_new.default, [line.name]))
 
     def exit_range(self, line: lines.ExitRange) -> None:
         self.writer.call(torch.ops.profiler._record_function_exit._RecordFunction, [self._ranges.pop()])

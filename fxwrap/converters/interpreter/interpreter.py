@@ -6,7 +6,7 @@ It checks every result against its type, so that a wrong type raises an error he
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from fxwrap.lines import ExternCall, Mutate
 from fxwrap.runtime import checks, control, devices, symmetric_memory, tensors
 from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.runtime.plain_inputs import with_plain_inputs
+from fxwrap.runtime.ranges import enter_range
 from fxwrap.symbolic import Number, evaluate, symbol_kind
 from fxwrap.torch_compat import operator_overload, out_argument_names, storage_identity
 from fxwrap.wrapper_ir import (
@@ -324,8 +325,7 @@ class Interpreter(Converter):
         """Does nothing."""
 
     def enter_range(self, line: lines.EnterRange) -> None:
-        self.guards.append(torch.profiler.record_function(line.name))
-        self.guards[-1].__enter__()
+        self.guards.append(enter_range(line.name) or nullcontext())
 
     def record_event(self, line: lines.RecordEvent) -> None:
         self.define(line.result, devices.record_event(torch.device(line.device), line.stream, line.event))

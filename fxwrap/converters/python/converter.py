@@ -403,12 +403,14 @@ class PythonConverter(Converter):
             self.emit(f"# {visible}".rstrip())
 
     def enter_range(self, line: lines.EnterRange) -> None:
+        enter = self.module.define_global("range_enter", self._runtime("ranges", "enter_range"))
         self.ranges.append(f"range_{len(self.statements)}")
-        self.emit(f"{self.ranges[-1]} = torch.profiler.record_function({line.name!r})")
-        self.emit(f"{self.ranges[-1]}.__enter__()")
+        self.emit(f"{self.ranges[-1]} = {enter}({line.name!r})")
 
     def exit_range(self, line: lines.ExitRange) -> None:
-        self.emit(f"{self.ranges.pop()}.__exit__(None, None, None)")
+        name = self.ranges.pop()
+        self.emit(f"if {name}:")
+        self.emit(f"    {name}.__exit__(None, None, None)")
 
     def record_event(self, line: lines.RecordEvent) -> None:
         number = f", {line.event}" if line.event else ""

@@ -18,7 +18,9 @@ from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, Operand, TensorType, Value, captured_symbols
 
 _RUNTIME_MODULES = {
-    **dict.fromkeys(("checks", "control", "devices", "kernels", "symmetric_memory", "tensors"), "fxwrap.runtime"),
+    **dict.fromkeys(
+        ("checks", "control", "devices", "kernels", "ranges", "symmetric_memory", "tensors"), "fxwrap.runtime"
+    ),
     "replay": "fxwrap.runtime.graph_capture",
 }
 """The runtime modules that emitted Python may import, with their packages."""

@@ -48,7 +48,7 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
         *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],
         *[types[0] for types, _ in symbols],
     )
-    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature)
+    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
 
 
 def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:

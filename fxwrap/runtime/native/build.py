@@ -36,6 +36,7 @@ _BRIDGE_UNITS = (
     ("bridge/typed_calls.cpp",),
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
+        "bridge/ranges.cpp",
         "bridge/engine.cpp",
         *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),

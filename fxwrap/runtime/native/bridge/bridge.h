@@ -273,6 +273,11 @@ FXWRAP_API void enter_device(Frame& f, Device& device);
 FXWRAP_API void enter_stream(Frame& f, Device& device, int64_t stream);
 FXWRAP_API void exit_device(Frame& f);
 
+// Opens a range for torch's profiler, and closes the innermost one. Without a profiler, a few nanoseconds each. Ranges that
+// are still open when the program ends or throws are closed then. `name` is a literal.
+FXWRAP_API void enter_range(Frame& f, const char* name);
+FXWRAP_API void exit_range(Frame& f);
+
 // Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
 FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
                              Device& device);

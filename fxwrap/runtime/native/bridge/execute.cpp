@@ -58,6 +58,7 @@ void Execution::run() {
   at::AutoDispatchBelowAutograd below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   DeviceStackGuard devices_left;
+  RangeStackGuard ranges_left;
   program_.run(frame_);
 }
 

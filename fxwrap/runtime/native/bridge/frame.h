@@ -66,4 +66,16 @@ class DeviceStackGuard {
   size_t depth_;
 };
 
+// On destruction, exits the profiler ranges that this thread entered since construction and has not exited.
+class RangeStackGuard {
+ public:
+  RangeStackGuard();
+  ~RangeStackGuard();
+  RangeStackGuard(const RangeStackGuard&) = delete;
+  RangeStackGuard& operator=(const RangeStackGuard&) = delete;
+
+ private:
+  size_t depth_;
+};
+
 }  // namespace fxwrap

@@ -1,0 +1,77 @@
+"""The command `show`: programs, their stages, coverage and provenance, as text or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fxwrap.cli.saved import read_program_file
+from fxwrap.cli.tables import coverage_table
+from fxwrap.comparison import CapturedGraph
+from fxwrap.compile import Stage
+from fxwrap.passes.provenance import provenance
+from fxwrap.report import program_to_json
+from fxwrap.wrapper_ir import print_program
+
+
+def add_show_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `show`."""
+    shown = command.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--coverage",
+        action="store_true",
+        help="print which operators were fused, and the decline reasons of the others",
+    )
+    shown.add_argument("--provenance", action="store_true", help="print, as JSON, the source lines of each kernel")
+    shown.add_argument("--stages", action="store_true", help="print the program after each step that changed it")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--origins", action="store_true", help="end each line with its operator and source location")
+    form.add_argument("--json", action="store_true", help="print JSON: lines, types, origins, kernels")
+    command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
+
+
+def show_saved(chosen: argparse.Namespace) -> Iterator[str]:
+    """Yields the texts of a saved program."""
+    program = read_program_file(chosen.target).program
+    if chosen.provenance:
+        yield provenance(program).to_json()
+    elif chosen.json:
+        yield json.dumps([program_to_json(program)], indent=1)
+    else:
+        yield print_program(program, origins=chosen.origins)
+
+
+def show_graphs(chosen: argparse.Namespace, graphs: Sequence[CapturedGraph]) -> Iterator[str]:
+    """Yields the texts of compiled graphs; with --json, one list with an object for each graph."""
+    if chosen.json:
+        yield json.dumps([_graph_data(chosen, graph) for graph in graphs], indent=1)
+        return
+    for graph in graphs:
+        if chosen.coverage:
+            yield coverage_table(graph.name, graph.compiled.coverage)
+        elif chosen.provenance:
+            yield graph.compiled.provenance.to_json()
+        else:
+            yield from _stage_texts(chosen, graph.compiled.stages)
+
+
+def _graph_data(chosen: argparse.Namespace, graph: CapturedGraph) -> dict[str, Any]:
+    compiled = graph.compiled
+    if chosen.coverage:
+        return {"name": graph.name, "coverage": [dataclasses.asdict(item) for item in compiled.coverage]}
+    if chosen.provenance:
+        return {"name": graph.name, "provenance": json.loads(compiled.provenance.to_json())}
+    if chosen.stages:
+        stages = [{"step": stage.pass_name, **program_to_json(stage.program)} for stage in compiled.stages]
+        return {"name": graph.name, "stages": stages}
+    return program_to_json(compiled.program)
+
+
+def _stage_texts(chosen: argparse.Namespace, stages: Sequence[Stage]) -> Iterator[str]:
+    for stage in stages if chosen.stages else stages[-1:]:
+        if chosen.stages:
+            yield f"--- after {stage.pass_name}"
+        yield print_program(stage.program, origins=chosen.origins)

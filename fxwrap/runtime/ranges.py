@@ -1,0 +1,3 @@
+"""Profiler ranges of emitted Python and of the interpreter."""
+
+from fxwrap.torch_compat import enter_range as enter_range

@@ -1,0 +1,83 @@
+"""Profiler ranges: the pass, and its lines in all emitters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxwrap
+from fxwrap.artifact import parse
+from fxwrap.compile import emit
+from fxwrap.errors import InputError
+from fxwrap.options import EMITTERS
+from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines
+from fxwrap.passes.provenance import assign_call_handles
+from fxwrap.wrapper_ir import Program, verify
+
+PROGRAM = """
+program @p(%x: borrowed f32[3, 3]@cpu, %flag: borrowed bool[]@cpu) {
+  %buf = memory.alloc() : f32[3, 3]@cpu
+  extern.call @aten.mm.out(%x, %x) outs=(%buf)
+  %y = control.cond(%flag, %buf) : f32[3, 3]@cpu {
+  ^then(%t: f32[3, 3]@cpu):
+    %a = extern.call @aten.neg.default(%t) : f32[3, 3]@cpu
+    control.yield(%a)
+  ^else(%e: f32[3, 3]@cpu):
+    %b = extern.call @aten.cholesky.default(%e) : f32[3, 3]@cpu
+    control.yield(%b)
+  }
+  memory.free(%buf)
+  control.return(%y)
+}
+"""
+
+
+def ranged() -> Program:
+    return verify(insert_profile_ranges(assign_call_handles(parse(PROGRAM))))
+
+
+def test_ranges_are_around_lines_that_compute_also_in_blocks() -> None:
+    program = ranged()
+    assert ranged_lines(program).keys() == {"aten.mm.out:1", "aten.neg:1", "aten.cholesky:1"}
+    names = [type(line).__name__ for line in program.body.lines]
+    assert names[:4] == ["Alloc", "EnterRange", "ExternCall", "ExitRange"]
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_profilers_see_the_ranges_of_every_emitter(emitter: str) -> None:
+    x, flag = torch.eye(3), torch.tensor(True)
+    emitted = emit(ranged(), emitter)
+    emitted(x, flag)
+    with torch.profiler.profile(acc_events=True) as profile:
+        (result,) = emitted(x, flag)
+    torch.testing.assert_close(result, -x)
+    events = {event.name: event for event in profile.events()}
+    assert {"aten.mm.out:1", "aten.neg:1"} <= events.keys() and "aten.cholesky:1" not in events
+    call = next(event for event in profile.events() if event.name == "aten::neg")
+    outer = events["aten.neg:1"].time_range
+    assert outer.start <= call.time_range.start <= call.time_range.end <= outer.end
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_ranges_of_a_failed_run_are_closed(emitter: str) -> None:
+    emitted = emit(ranged(), emitter)
+    skew = torch.tensor([[0.0, 1, 0], [-1, 0, 0], [0, 0, 1]])  # its square is not positive definite
+    with torch.profiler.profile(acc_events=True) as profile:
+        with pytest.raises((RuntimeError, InputError)):
+            emitted(skew, torch.tensor(False))
+        emitted(torch.eye(3), torch.tensor(True))
+    failed, later = [
+        next(event for event in profile.events() if event.name == name) for name in ("aten.cholesky:1", "aten.neg:1")
+    ]
+    assert failed.time_range.end <= later.time_range.start
+
+
+def test_names_have_operators_and_source_lines(fresh_dynamo: None) -> None:
+    compiled = torch.compile(
+        lambda x: torch.mm(x, x), backend="fxwrap", options={"fuse": False, "profile_ranges": True}
+    )
+    compiled(torch.eye(2))
+    (record,) = fxwrap.inspect(compiled)
+    (name,) = ranged_lines(record.program)
+    assert name.startswith("aten.mm:1  aten.mm  test_profile_ranges.py:")
+    assert record.stages[-1].pass_name == "insert_profile_ranges"

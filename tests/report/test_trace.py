@@ -1,0 +1,55 @@
+"""The artifacts of compiles in torch's structured trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SCRIPT = """
+import torch, fxwrap
+compiled = torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options={"fuse": False})
+compiled(torch.randn(2, 4)).sum().backward()
+torch.compiler.reset()
+torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options={"fuse": False})(torch.randn(2, 4))
+graph = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+fxwrap.compile_graph(graph, options=fxwrap.Options(fuse=False), name="two words/caf\\udce9")
+"""
+
+
+def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
+    """Returns the metadata and payload of each artifact of fxwrap in torch's trace."""
+    (path,) = folder.iterdir()
+    found: list[tuple[dict[str, Any], str]] = []
+    payload: list[str] = []
+    for line in path.read_text().splitlines()[::-1]:
+        if line.startswith("\t"):
+            payload.append(line[1:])
+            continue
+        metadata = json.loads(line[line.index("{") :]) if "{" in line else {}
+        if str(metadata.get("artifact", {}).get("name", "")).startswith("fxwrap_"):
+            found.append((metadata, "\n".join(payload[::-1])))
+        payload = []
+    return found[::-1]
+
+
+def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "FXWRAP_CACHE_DIR": str(tmp_path / "cache")}
+    environment["FXWRAP_COMPILE_CACHE"] = "1"
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment)
+    found = artifacts(tmp_path / "trace")
+    names = [item["artifact"]["name"] for item, _ in found]
+    for kind in ("forward", "backward"):
+        assert {f"fxwrap_{kind}_{part}" for part in ("graph", "program", "source", "provenance", "events")} <= {*names}
+        assert f"fxwrap_{kind}_stages_00_lower" in names
+    of_forward = [item for item in found if item[0]["artifact"]["name"] == "fxwrap_forward_program"]
+    assert len(of_forward) == 2  # the second one came from a cache
+    assert all((item["frame_id"], item["frame_compile_id"]) == (0, 0) for item, _ in of_forward)
+    assert of_forward[0][1].startswith("program @forward(")
+    events = [item for item in found if item[0]["artifact"]["name"] == "fxwrap_forward_events"]
+    assert [item["artifact"]["encoding"] for item, _ in events] == ["json", "json"]
+    assert {row["event"] for row in json.loads(events[1][1])} & {"CacheHit", "GraphLoaded"}
+    assert "fxwrap_two-words-caf_program" in names and not any("frame_id" in item for item, _ in found[-3:])
