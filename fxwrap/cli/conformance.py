@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
+from fxwrap.cli.flags import Parser
 from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.testing.conformance import GROUPS, run_conformance
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of the command line, to which one is added."""
 
 
