@@ -50,7 +50,8 @@ class Origin:
     of each value that a kernel launch writes, and the value's position among that node's results; it is empty where
     that is unknown, and for lines that were parsed or imported. `metadata` is that of tools other than fxwrap, for
     lines that were imported from an FX graph: the node's name and its entries, for each node of the line. `calls`
-    are the operators that a launch computes, with operands by role; None for other lines, for launches that compute a part of an operator, and in programs that were loaded or parsed.
+    are the operators that a launch computes, with operands by role; None for other lines, for launches that compute a
+    part of an operator, and in programs that were loaded or parsed.
     """
 
     sources: tuple[Source, ...] = ()
