@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import parse_backend
-from fxwrap.comparison.dispatch_modes import Float64Mode
 from fxwrap.compile import fxwrap as fxwrap_backend
+from fxwrap.debugging import Float64Mode
 
 BACKENDS = ("eager", "inductor", "fxwrap")
 FLAGGED = 10.0

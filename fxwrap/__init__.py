@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fxwrap import rewrite as rewrite
     from fxwrap.artifact import LoadedProgram, load, parse
     from fxwrap.artifact.environment import environment_key
-    from fxwrap.comparison import compare
+    from fxwrap.comparison import Bisection, Minified, bisect, compare, minify, save_repro
     from fxwrap.compile import Compiled, CompileRecord, GraphInfo, Stage, compile_graph, compiles, inspect
     from fxwrap.compile.saving import save
     from fxwrap.compile_cache import CompileCounts, compile_counts
@@ -43,16 +43,17 @@ __version__ = "0.1.0"
 register_builtin_devices()
 
 __all__ = [
-    "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram",
-    "Options", "Pass", "Profile", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step",
-    "compiles", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load",
-    "load_step", "lower", "parse", "profile", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx",
-    "to_python", "verify",
+    "Bisection", "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo",
+    "LoadedProgram", "Minified", "Options", "Pass", "Profile", "Program", "Stage", "bisect", "compare",
+    "compile_counts", "compile_graph", "compile_step", "compiles", "default_decompositions", "devices",
+    "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower", "minify", "parse", "profile",
+    "register_pass", "rewrite", "run", "save", "save_repro", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
 
 _MODULES = {
+    "Bisection": "fxwrap.comparison",
     "CompileCounts": "fxwrap.compile_cache",
     "CompileRecord": "fxwrap.compile",
     "Compiled": "fxwrap.compile",
@@ -60,11 +61,13 @@ _MODULES = {
     "EmittedProgram": "fxwrap.converters.emitted_program",
     "GraphInfo": "fxwrap.compile",
     "LoadedProgram": "fxwrap.artifact",
+    "Minified": "fxwrap.comparison",
     "Options": "fxwrap.options",
     "Pass": "fxwrap.options",
     "Profile": "fxwrap.profiling",
     "Program": "fxwrap.wrapper_ir",
     "Stage": "fxwrap.compile",
+    "bisect": "fxwrap.comparison",
     "compare": "fxwrap.comparison",
     "compile_counts": "fxwrap.compile_cache",
     "compile_graph": "fxwrap.compile",
@@ -77,11 +80,13 @@ _MODULES = {
     "load": "fxwrap.artifact",
     "load_step": "fxwrap.training",
     "lower": "fxwrap.lowering",
+    "minify": "fxwrap.comparison",
     "parse": "fxwrap.artifact",
     "profile": "fxwrap.profiling",
     "register_pass": "fxwrap.options",
     "run": "fxwrap.converters.interpreter",
     "save": "fxwrap.compile.saving",
+    "save_repro": "fxwrap.comparison",
     "to_cpp": "fxwrap.converters.cpp",
     "to_fx": "fxwrap.converters.fx",
     "to_python": "fxwrap.converters.python",

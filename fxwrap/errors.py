@@ -278,6 +278,52 @@ class MemoryCheckError(FxwrapError):
 
 
 @dataclass
+class DivergenceError(FxwrapError):
+    """A compiled graph whose values differ from eager's by more than rounding, with the option debug="bisect".
+
+    Fields: `report` is the text of the divergence; `part` the part of the compiler that is at fault; `location`
+    "file:line" in the model's source, or ""; `divergence` the `fxwrap.debugging.Divergence`.
+    """
+
+    report: str
+    part: str
+    location: str = ""
+    divergence: object = None
+
+    def __str__(self) -> str:
+        return self.report
+
+
+class ReproError(FxwrapError):
+    """A failure that a file cannot reproduce: no graph is known, or it has objects that code cannot build."""
+
+
+@dataclass
+class NonFiniteError(FxwrapError):
+    """A line that computes NaN or infinity, with the option check_values="nan".
+
+    Fields: `graph` is the graph's name; `line` the line as text; `location` "file:line" in the model's source, or "";
+    `operators` the line's operators; `nan` and `inf` count the elements; `values` has the statistics as text.
+    """
+
+    graph: str
+    line: str
+    location: str
+    operators: tuple[str, ...]
+    nan: int
+    inf: int
+    values: str
+
+    def __str__(self) -> str:
+        where = f" ({self.location})" if self.location else ""
+        counts = " and ".join([f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count])
+        return (
+            f"graph '{self.graph}'{where}: {', '.join(self.operators) or 'a line'} computes {counts}: {self.values}\n"
+            f"> {self.line}\nNo earlier line does; check_values='stats' shows the range of each line's values"
+        )
+
+
+@dataclass
 class DeviceError(FxwrapError):
     """A device type that cannot be registered, or without a capability that a program needs."""
 

@@ -110,3 +110,15 @@ def test_the_overview_lists_every_chapter() -> None:
 def test_every_option_has_a_row() -> None:
     rows = re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(field.name for field in dataclasses.fields(fxwrap.Options))
+
+
+def test_the_snippets_of_the_tutorial_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    run_snippets("docs/debugging.md")
+    printed = capsys.readouterr().out
+    assert "At fault: pass 'confuse_operands'\n  line 6: %mm_1 = extern.call @aten.mm.default(%addmm, %mm)" in printed
+    assert "pass debugging.md>:19" in printed and "graph 'inference' (debugging.md>:5)" in printed
+    assert "Not written, since code cannot build it: the option 'passes'." in (tmp_path / "repro.py").read_text()

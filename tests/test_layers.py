@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("converters", "lowering"),  # level 4
     ("tuning", "user_passes"),  # level 5
     ("artifact", "report"),
+    ("debugging",),
     ("compile_cache",),
     ("compile",),
     ("rewrite", "fx", "training"),  # level 6

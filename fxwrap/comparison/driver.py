@@ -9,12 +9,27 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxwrap.comparison.copies import OpaqueState, TensorState, copy_inputs, widen_module
-from fxwrap.comparison.dispatch_modes import CorrectedEager, Float64Mode, infer_random_dtype
 from fxwrap.comparison.measure import median_seconds, peak_bytes
-from fxwrap.comparison.observe import Arguments, Comparator, Function, Observation, RunConfig, largest_error
+from fxwrap.comparison.observe import (
+    Arguments,
+    Comparator,
+    Function,
+    Observation,
+    RunConfig,
+    largest_error,
+    normalize_arguments,
+)
 from fxwrap.comparison.report import Report, RunOutcome
 from fxwrap.comparison.subjects import CapturedGraph, Subject, is_graph, make_subject
+from fxwrap.debugging import (
+    CorrectedEager,
+    Float64Mode,
+    OpaqueState,
+    TensorState,
+    copy_inputs,
+    infer_random_dtype,
+    widen_module,
+)
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.options import EMITTERS, Options
 
@@ -65,8 +80,8 @@ def compare(
         raise CompareError("a graph or program has no gradients; compare the function or module itself")
     arguments = normalize_arguments(inputs)
     objects = OpaqueState((arguments.positional, arguments.keywords))
-    with _preserve_rng_state(), _reset_compiler_caches(fn):
-        subject = make_subject(fn, arguments, _as_options(options), dynamic)
+    with preserve_rng_state(), reset_compiler_caches(fn):
+        subject = make_subject(fn, arguments, as_options(options), dynamic)
         try:
             config = RunConfig(seed, training, subject.nested_outputs, subject.donated_inputs)
             return _Comparison(subject, arguments, objects, config, tolerance, repeats).report(emitters)
@@ -88,8 +103,8 @@ def capture(
     Takes the arguments of `compare`. Runs the function once, on copies of the inputs, with its backward if `training`.
     """
     arguments = normalize_arguments(inputs)
-    with _preserve_rng_state(), _reset_compiler_caches(fn):
-        subject = make_subject(fn, arguments, _as_options(options), dynamic)
+    with preserve_rng_state(), reset_compiler_caches(fn):
+        subject = make_subject(fn, arguments, as_options(options), dynamic)
         if subject.nested_outputs:
             try:
                 RunConfig(0, training).run(subject.call("interpreter"), _copy(arguments))
@@ -98,17 +113,9 @@ def capture(
         return tuple(subject.graphs)
 
 
-def _as_options(options: Options | Mapping[str, object] | None) -> Options:
+def as_options(options: Options | Mapping[str, object] | None) -> Options:
+    """Returns options that are a mapping as `Options`."""
     return options if isinstance(options, Options) else Options.from_mapping(options)
-
-
-def normalize_arguments(inputs: object) -> Arguments:
-    """Returns inputs (a tuple or list, a mapping of keywords, one value, or arguments) as arguments."""
-    if isinstance(inputs, Arguments):
-        return inputs
-    if isinstance(inputs, Mapping):
-        return Arguments((), dict(inputs))
-    return Arguments(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
 
 
 @dataclass(frozen=True)
@@ -216,14 +223,15 @@ def _state_like(state: TensorState, function: object) -> TensorState:
 
 
 @contextmanager
-def _preserve_rng_state() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
+    """Restores the states of the default generators at the end of the block."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         yield
 
 
 @contextmanager
-def _reset_compiler_caches(fn: object) -> Iterator[None]:
+def reset_compiler_caches(fn: object) -> Iterator[None]:
     """Resets torch.compile, so that comparisons do not count toward its recompile limit."""
     if is_graph(fn):
         yield

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fxwrap.comparison.copies import TensorState
 from fxwrap.comparison.report import Deviation, Disagreement
+from fxwrap.debugging import TensorState
 from fxwrap.torch_compat import keystr, storage_identity, tree_flatten, tree_flatten_with_path
 
 TOLERANCES: Mapping[torch.dtype, float] = {
@@ -46,6 +46,15 @@ class Arguments:
     def named(self) -> dict[str, object]:
         """Returns the leaves of the nested arguments, by a name with their path."""
         return {**_named(self.positional, "input"), **_named(dict(self.keywords or {}), "input")}
+
+
+def normalize_arguments(inputs: object) -> Arguments:
+    """Returns inputs (a tuple or list, a mapping of keywords, one value, or arguments) as arguments."""
+    if isinstance(inputs, Arguments):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return Arguments((), dict(inputs))
+    return Arguments(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.comparison.copies import TensorState, module_state
 from fxwrap.comparison.observe import Arguments, Function
 from fxwrap.compile import Compiled, Stage, compile_graph, emit, make_backend
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
+from fxwrap.debugging import TensorState, module_state
 from fxwrap.errors import CompareError
 from fxwrap.options import Options
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, tree_flatten

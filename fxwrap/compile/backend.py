@@ -14,6 +14,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import compile_graph
 from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
+from fxwrap.debugging import with_repro_environment
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
 from fxwrap.lines import Return
@@ -91,7 +92,7 @@ fxwrap.reset = clear_caches  # type: ignore[attr-defined]  # torch.compiler.rese
 
 
 def make_backend(
-    options: Options, compile_with: Callable[..., Compiled] = compile_graph
+    chosen: Options, compile_with: Callable[..., Compiled] = compile_graph
 ) -> Callable[[GraphModule, Sequence[object]], CompiledGraphFunction]:
     """Returns a backend for `torch.compile(backend=...)`, for inference and training.
 
@@ -101,6 +102,7 @@ def make_backend(
 
     def backend(graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         begin_dynamo_compile(graph_module)
+        options = with_repro_environment(chosen)
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
         subclassed = [position for position, item in enumerate(example_inputs) if _is_subclassed(item)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
@@ -16,6 +16,7 @@ from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, Fla
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.intercepted_calls import call_as_graph
+from fxwrap.debugging import GraphCase, ProgramValues
 from fxwrap.events import PassRan
 from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
@@ -26,6 +27,8 @@ from fxwrap.signature.exported import exported_convention
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import FirstCallAutotuner
 from fxwrap.wrapper_ir import Program, program_key
+
+EntryT = TypeVar("EntryT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,19 @@ class _CompileResult:
     def program(self) -> Program:
         return self.stages[-1].program
 
+    @cached_property
+    def values(self) -> ProgramValues | None:
+        check = self.options.check_values
+        return None if check is None else ProgramValues(self.program, check)
+
     def boxed(self) -> BoxedCallable:
-        return user_entry(self.emitted.boxed, self.program, self.plan, boxed=True)
+        return self._checked(user_entry(self.emitted.boxed, self.program, self.plan, boxed=True))
 
     def flat(self) -> FlatCallable:
-        return user_entry(self.emitted.flat, self.program, self.plan, boxed=False)
+        return self._checked(user_entry(self.emitted.flat, self.program, self.plan, boxed=False))
+
+    def _checked(self, entry: EntryT) -> EntryT:
+        return entry if self.values is None else self.values.checking(entry)
 
     @cached_property
     def provenance(self) -> Provenance:
@@ -95,14 +106,17 @@ class Compiled(EmittedProgram, StructuredProgram):
         cached: bool = False,
         signature: ExportedSignature | None = None,
         passes: tuple[PassRan, ...] = (),
+        case: GraphCase | None = None,
     ) -> None:
         """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`.
 
-        `signature` is that of the exported program that was compiled, or None for a GraphModule.
+        `signature` is that of the exported program that was compiled, or None for a GraphModule. `case` has all forms
+        of the graph, with the option `debug`.
         """
         self.options = options
         self.cached = cached
         self.signature = signature
+        self.case = case
         self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options, passes)
         self._first_call: FirstCallAutotuner | None = None
         if recompile is None:
@@ -166,6 +180,11 @@ class Compiled(EmittedProgram, StructuredProgram):
     def plan(self) -> MemoryPlan | None:
         """The program's memory plan, if the options asked for one."""
         return self._result.plan
+
+    @property
+    def values(self) -> ProgramValues | None:
+        """Statistics of each line's tensors in the latest call, with the option `check_values`."""
+        return self._result.values
 
     @property
     def program(self) -> Program:

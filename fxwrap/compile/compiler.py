@@ -24,9 +24,18 @@ from fxwrap.compile.kernels import (
 )
 from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
+from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
+from fxwrap.debugging import (
+    GraphCase,
+    GraphHistory,
+    attach_failure,
+    bisecting_program,
+    compile_failure,
+    with_repro_environment,
+)
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
@@ -87,13 +96,18 @@ def compile_graph(
         raise GraphError("", *_NO_KEYWORDS)
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode():
-        options = with_group_speeds((options or Options()).resolve_devices(), graph)
+        options = with_repro_environment(options or Options())
+        options = with_group_speeds(options.resolve_devices(), graph)
         events = EventLog(name)
         text = graph_text(graph)
         request = CompileRequest(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
-        compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
+        try:
+            compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
+        except Exception as error:
+            attach_failure(error, compile_failure(graph, example_inputs, options, error))
+            raise
         record_compile(compiled, name, text, events)
         write_compile(compiled, options.dump)
     if compiled_by_key is not None:
@@ -126,10 +140,12 @@ def _compile_request(
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     request.events.record(GraphLowered(sum([node.op == "call_function" for node in graph_module.graph.nodes])))
     warm_up_kernel_compilers(graph_module, options)
-    prepared = _prepare(request)
+    history = None if options.debug is None else GraphHistory()
+    prepared = _prepare(request, history)
     context = steps.CompileContext(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
-        gpu_tuner() if options.autotune else None, signature=_signature(graph), events=request.events,
+        gpu_tuner() if options.autotune else None, graphs=() if history is None else history.graphs,
+        signature=_signature(graph), events=request.events,
     )  # fmt: skip
     compiled, is_reproducible = _compile(context)
     compiled.is_reproducible = is_reproducible
@@ -154,8 +170,8 @@ def _export(
     return torch.export.export(module, tuple(example_inputs or ()), dict(example_kwargs or {}))
 
 
-def _prepare(request: CompileRequest) -> PreparedGraph | Program:
-    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes.
+def _prepare(request: CompileRequest, history: GraphHistory | None) -> PreparedGraph | Program:
+    """Returns the graph after the user's passes at FX_BEFORE_LOWERING and the FX passes, which `history` records.
 
     An exported program that fxwrap emitted is imported: its graph launches kernels that cannot be lowered again.
     """
@@ -167,15 +183,18 @@ def _prepare(request: CompileRequest) -> PreparedGraph | Program:
         )
     request.events.begin_step()
     source = graph_source(graph, example_inputs, options, name)
-    if options.autotune == FIRST_CALL and source.graph_module is graph:
-        # The caller may change its graph before the first call compiles it again.
+    if (options.autotune == FIRST_CALL or history is not None) and source.graph_module is graph:
+        # The caller may change its graph before the first call compiles it again; a wrong pass may change it now.
         source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))
     passes = options.passes_at(FX_BEFORE_LOWERING)
     source = run_source_passes(passes, source, example_inputs, request.events, check=options.verify)
     request.events.end_step("import_graph")
+    if history is not None:
+        history.add("import_graph", source)
     return prepare_graph(
         source, example_inputs, options, fused_operators=RULES,
         flexible_stride_outputs=request.flexible_stride_outputs, events=request.events,
+        on_change=None if history is None else history.add,
     )  # fmt: skip
 
 
@@ -259,7 +278,8 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
     events, stages = context.events, list[Stage]()
     events.begin_step()
     state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
-    same = _same_program(state.program, options, context.compiled_by_key) if options.cacheable else None
+    shares = options.cacheable and options.debug is None
+    same = _same_program(state.program, options, context.compiled_by_key) if shares else None
     if same is not None:
         return _Attempt(same)
     state = _run_steps(steps.EMISSION_STEPS, state, context, stages)
@@ -268,11 +288,24 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
     recompile = None
     if _autotunes_on_first_call(state.program, context):
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
+    case = _graph_case(state.emitted, stages, context)
+    emitted = state.emitted if case is None else bisecting_program(case)
     compiled = Compiled(
-        stages, options, state.emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature,
-        passes=passes_of(events.events),
+        stages, options, emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature,
+        passes=passes_of(events.events), case=case,
     )  # fmt: skip
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
+
+
+def _graph_case(emitted: EmittedProgram, stages: Sequence[Stage], context: steps.CompileContext) -> GraphCase | None:
+    """Returns all forms of the graph for the option `debug`."""
+    options, prepared = context.options, context.prepared
+    if options.debug is None or isinstance(prepared, Program):
+        return None
+    return GraphCase(
+        prepared.name, context.graphs, prepared, [(stage.pass_name, stage.program) for stage in stages],
+        emitted, options, steps.effective_emitter(options), context.fake_inputs,
+    )  # fmt: skip
 
 
 def _autotunes_on_first_call(program: Program, context: steps.CompileContext) -> bool:

@@ -49,7 +49,7 @@ def torch_cache_key(options: Options, example_inputs: Sequence[object]) -> str |
 
     A graph that is precompiled and cannot be cached gets a key that no other graph has.
     """
-    if options.on_graph is not None or options.check_memory or has_functorch_level():
+    if options.on_graph is not None or options.observes or options.check_memory or has_functorch_level():
         return None
     try:
         _check_usable(options)
@@ -79,7 +79,8 @@ def _check_usable(options: Options) -> None:
 def check_not_precompiling(options: Options) -> None:
     """Raises OptionError in `aot_compile`, for options with which graphs cannot be saved."""
     if is_aot_compiling():
-        name = "on_graph" if options.on_graph is not None else "check_memory"
+        names = [name for name in ("on_graph", "debug", "check_values") if getattr(options, name) is not None]
+        name = next(iter(names), "check_memory")
         raise OptionError(
             f"torch.compile(...).aot_compile cannot save graphs with the option '{name}', whose code exists in this "
             f"process only: compile without '{name}'"

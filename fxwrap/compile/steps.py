@@ -14,9 +14,10 @@ from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
+from fxwrap.debugging import insert_observations
 from fxwrap.errors import FusionWarning
 from fxwrap.events import EventLog, WarningIssued
-from fxwrap.fx_passes import PreparedGraph
+from fxwrap.fx_passes import GraphSource, PreparedGraph
 from fxwrap.lines import Return
 from fxwrap.lowering import Lowered, NodeCoverage, lower_prepared
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
@@ -65,6 +66,7 @@ class CompileContext:
         compiled_by_key: earlier results, which equal programs share.
         tuner: selects the configurations of kernels; None without autotuning.
         declined_nodes: names of nodes that become extern calls.
+        graphs: the imported graph, and those after FX passes, by the name of the pass, for the option `debug`.
         signature: that of the exported program that is compiled, None for a GraphModule.
         events: the log of the compile.
     """
@@ -77,6 +79,7 @@ class CompileContext:
     compiled_by_key: Mapping[str, Compiled] | None = None
     tuner: Tuner | None = None
     declined_nodes: frozenset[str] = frozenset()
+    graphs: Sequence[tuple[str, GraphSource]] = ()
     signature: ExportedSignature | None = None
     events: EventLog = field(default_factory=lambda: EventLog("program"))
 
@@ -261,7 +264,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,
-        "cuda_graphs", lambda options: options.cuda_graphs,
+        "cuda_graphs", lambda options: options.cuda_graphs and options.check_values is None,
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
@@ -283,6 +286,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "insert_profile_ranges", "put each line that computes in a range for profilers",
         _transform(insert_profile_ranges), "profile_ranges", lambda options: options.profile_ranges,
+    ),
+    Step(
+        "insert_observations", "call the observer of values after each line that computes a tensor",
+        _transform(insert_observations), "check_values", lambda options: options.check_values is not None,
     ),
 )  # fmt: skip
 """The steps up to the final program."""

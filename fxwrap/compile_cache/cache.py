@@ -114,7 +114,7 @@ class CacheSlot:
 
 def find_slot(request: CompileRequest) -> CacheSlot | None:
     """Returns the slot of a compile; None where the cache is disabled or the compile cannot be cached."""
-    if not request.options.compile_cache or not is_enabled():
+    if not request.options.compile_cache or request.options.debug is not None or not is_enabled():
         return None
     start = time.perf_counter()
     try:

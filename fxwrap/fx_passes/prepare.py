@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -83,6 +83,7 @@ def prepare_graph(
     fused_operators: Collection[str] = frozenset(),
     flexible_stride_outputs: Collection[int] = (),
     events: EventLog | None = None,
+    on_change: Callable[[str, PreparedGraph], None] | None = None,
 ) -> PreparedGraph:
     """Imports a graph, propagates fake tensors and runs the FX passes; the result is the input of lowering.
 
@@ -96,6 +97,7 @@ def prepare_graph(
         fused_operators: names of the overloads with a lowering rule.
         flexible_stride_outputs: positions of outputs whose strides may change.
         events: the log of the compile.
+        on_change: receives the name of each pass that ran, and the graph after it, which later passes may change.
 
     Raises GraphError for a graph that cannot be compiled.
     """
@@ -109,6 +111,8 @@ def prepare_graph(
     for step in enabled_steps(FX_PASSES, options):
         prepared = step.run(prepared, context)
         events.end_step(step.name)
+        if on_change is not None:
+            on_change(step.name, prepared)
     return prepared
 
 

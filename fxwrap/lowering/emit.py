@@ -347,7 +347,7 @@ class LineEmitter:
             if isinstance(item, Scattered) and self.values[item] != self.values.get(item.initial):
                 self._emit_scatter_base_copy(item)
         language = self._options.text_language(plan.device_type)
-        values, origin = built.values(), self._origin(built.computed)
+        values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)
         split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None
         kernels = (built.kernel,) if split is None else split.kernels
         for buffer in split.temporaries if split is not None else ():
@@ -358,13 +358,15 @@ class LineEmitter:
             kernel, formulas = hoist_expressions(original)
             printed = self._print_kernel(plan, kernel, built, formulas, language)
             definition = KernelDefinition(
-                built.name, printed.language, printed.source, printed.signature, printed.options, printed.scheduled
-            )
+                built.name, printed.language, printed.source, printed.signature, printed.options, printed.scheduled,
+                kernel,
+            )  # fmt: skip
             name = self.builder.state.kernels.add(definition)
             symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
             arguments = (*[values[buffer.name] for buffer in kernel.inputs], *symbols)
             outs = tuple([values[buffer.name] for buffer in kernel.outputs])
             grid = tuple([substitute_formulas(size, formulas) for size in printed.grid])
+            origin = replace(origin, results=tuple([computed.get(value, ("", 0)) for value in outs]))
             if split is None:
                 origin = replace(origin, calls=kernel_calls(self._context, plan, stored, arguments, outs))
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
@@ -390,6 +392,15 @@ class LineEmitter:
             return self.request.print_kernel(KernelRequest(kernel, language, device, hint, limits, built.name, region))
         except FxwrapError as error:
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
+
+    def _computed_nodes(self, built: BuiltKernel, stored: Sequence[Definition]) -> dict[Value, tuple[str, int]]:
+        """Returns the node of each output of a kernel, and its position among that node's results."""
+        results = self.definitions.results
+        return {
+            value: (self.builder.qualified(results[item].node), results[item].position)
+            for item, value in zip(stored, built.outputs, strict=True)
+            if item in results
+        }
 
     def _origin(self, definitions: tuple[Definition, ...]) -> Origin:
         """Returns the origin of a kernel: the nodes of its definitions."""

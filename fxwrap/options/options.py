@@ -101,6 +101,11 @@ class Options:
             with NaN or a pattern, and MemoryCheckError names a line that uses memory twice.
         profile_ranges: whether each line that computes is in a range for profilers (torch.profiler, and NVTX under
             `torch.autograd.profiler.emit_nvtx`) with its handle, operators and source lines; see `fxwrap.profile`.
+        debug: "bisect" compares each call with the graph, operator by operator and in float64, and raises
+            DivergenceError with the first wrong line; see `fxwrap.bisect`. Results are not cached.
+        check_values: observes the tensors that each line computes: "nan" raises NonFiniteError for the first line with
+            NaN, "inf" also for infinities, with its line in the model's source; "stats" collects minimum, maximum,
+            mean, NaN and infinities of each line; see `Compiled.values`. CUDA graphs are not captured.
         dump: a folder into which each graph writes its FX graph, the program after each step, kernels, emitted text,
             plan, provenance, events and a report; see `fxwrap.compiles`. The environment variable FXWRAP_DUMP is its
             default. It changes neither results nor cache keys; graphs are compiled, not loaded from a cache.
@@ -145,6 +150,8 @@ class Options:
     memory_planning: Literal["default", "none", "reuse"] | Planner = "default"
     memory_slack: float = 0.0
     check_memory: bool = False
+    debug: Literal["bisect"] | None = None
+    check_values: Literal["nan", "inf", "stats"] | None = None
     compile_cache: bool = True
     profile_ranges: bool = False
     dump: str | None = None
@@ -180,6 +187,8 @@ class Options:
                 raise OptionError(
                     f"option 'collective_speeds' takes (seconds, bytes per second), not {speed!r} for '{name}'"
                 )
+        if self.debug is not None and self.on_graph is not None:
+            raise OptionError("option 'debug' checks compiled graphs, which the option 'on_graph' replaces")
         if self.cuda_graph_limit < 1:
             raise OptionError(f"option 'cuda_graph_limit' is at least 1, not {self.cuda_graph_limit!r}")
 
@@ -191,6 +200,11 @@ class Options:
     def cacheable(self) -> bool:
         """Whether `text` identifies the passes: each of them has a key."""
         return all(item.key is not None for item in self.passes)
+
+    @property
+    def observes(self) -> bool:
+        """Whether calls observe the values of lines, for which the compile's process is needed."""
+        return self.debug is not None or self.check_values is not None
 
     def resolve_devices(self) -> Options:
         """Returns the options with the registered devices, if they name none themselves.

@@ -194,8 +194,10 @@ class _KernelCombining:
         inputs = len(columns) - len(first.line.outs)
         arguments = [value for column in columns[:inputs] for value in column]
         outs = tuple([value for column in columns[inputs:] for value in column])
-        sources = [source for item in candidates if item.line.origin is not None for source in item.line.origin.sources]
-        origin = Origin(tuple(dict.fromkeys(sources)))
+        origins = [(item.line, item.line.origin) for item in candidates if item.line.origin is not None]
+        sources = [source for _, origin in origins for source in origin.sources]
+        nodes = {value: node for line, origin in origins for value, node in zip(line.outs, origin.results)}
+        origin = Origin(tuple(dict.fromkeys(sources)), results=tuple([nodes.get(value, ("", 0)) for value in outs]))
         return Launch(self._add_kernel(name_hint, printed), (*arguments, *scalars), outs, printed.grid, origin=origin)
 
     def _add_kernel(self, name_hint: str, printed: PrintedKernel) -> str:

@@ -107,7 +107,7 @@ class _GraphData:
         return [
             {
                 "name": kernel.name, "language": kernel.language, "source": kernel.source.strip("\n"),
-                "loops": "" if kernel.scheduled is None else str(kernel.scheduled).strip("\n"),
+                "loops": "" if kernel.loop_ir is None else str(kernel.loop_ir).strip("\n"),
                 "origins": [origin for origin in launches.get(kernel.name, ()) if origin >= 0],
                 "launches": len(launches.get(kernel.name, ())),
             }

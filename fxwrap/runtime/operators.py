@@ -1,6 +1,12 @@
-"""Operators in place of `torch.ops.higher_order.print` and `call_torchbind`, whose calls no schema describes."""
+"""Operators in place of `torch.ops.higher_order.print` and `call_torchbind`, whose calls no schema describes, and the
+operator with which a program shows the value of a line to an observer."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 
@@ -61,3 +67,46 @@ def _(object: object, method: str, arguments: list[object]) -> object:
 
 
 declare_side_effect(torch.ops.fxwrap_runtime.call_method.default)
+
+
+# --- observers --------------------------------------------------------------------------------------------------------
+
+Observer: TypeAlias = Callable[[int, torch.Tensor], None]
+"""Receives the number of an observation point, and the tensor, whose memory the program may overwrite later."""
+
+_library.define("observe(Tensor value, int point) -> ()")  # type: ignore[no-untyped-call]
+
+
+class _Observers(threading.local):
+    """The observers of the programs that this thread runs, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Observer] = []
+
+
+_observers = _Observers()
+
+
+@torch.library.impl(_library, "observe", "CompositeExplicitAutograd")
+def _observe(value: torch.Tensor, point: int) -> None:
+    """Calls the innermost observer of this thread; without one, does nothing."""
+    if _observers.stack:
+        _observers.stack[-1](point, value)
+
+
+@torch.library.register_fake("fxwrap_runtime::observe")  # type: ignore[untyped-decorator]
+def _(value: torch.Tensor, point: int) -> None:
+    """Fake tensors have no values."""
+
+
+declare_side_effect(torch.ops.fxwrap_runtime.observe.default)
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Calls `observer` for each observation point that this thread runs in the block."""
+    _observers.stack.append(observer)
+    try:
+        yield
+    finally:
+        _observers.stack.pop()

@@ -26,7 +26,9 @@ _COMMUNICATING_NAMESPACES = frozenset({_COLLECTIVES, "c10d", "c10d_functional", 
 _COMMUNICATING_OPERATORS = frozenset({
     *_INTO_TENSORS, "fxwrap_runtime.matmuls_reduce_scatter.default", "fxwrap_runtime.one_shot_all_reduce.default",
 })  # fmt: skip
-_PRINT_OPERATORS = frozenset({"aten._print.default", "fxwrap_runtime.print.default"})
+_OUTPUT_OPERATORS = frozenset({
+    "aten._print.default", "fxwrap_runtime.print.default", "fxwrap_runtime.observe.default",
+})  # fmt: skip
 
 _UNDECLARED_VIEWS = {"aten.unsafe_split.Tensor": 0, "aten.unsafe_split_with_sizes.default": 0}
 """Operators whose results alias an argument, by its position, although their schemas do not declare it."""
@@ -177,7 +179,7 @@ def _mutated_returns(schema: FunctionSchema) -> tuple[str | None, ...]:
 def _fixed_effects(overload: OpOverload, name: str, writes: bool) -> tuple[Effect, ...]:
     if name in _ASSERTION_OPERATORS:
         return (ASSERT,)
-    if name in _PRINT_OPERATORS:
+    if name in _OUTPUT_OPERATORS:
         return (OUTPUT,)
     if overload.namespace in _COMMUNICATING_NAMESPACES or name in _COMMUNICATING_OPERATORS:
         return (communication_effect(""),)

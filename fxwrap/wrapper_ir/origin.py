@@ -46,14 +46,17 @@ class Origin:
     """The provenance of a line, which is ignored by equality.
 
     `sources` are the nodes whose results the line computes, in order; a fused kernel has several. `handle` identifies
-    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `metadata` is that of tools
-    other than fxwrap, for lines that were imported from an FX graph: the node's name and its entries, for each node of
-    the line. `calls` are the operators that a launch computes, with operands by role; None for other lines, for
-    launches that compute a part of an operator, and in programs that were loaded or parsed.
+    the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `results` has the node
+    of each value that a kernel launch writes, and the value's position among that node's results; it is empty where
+    that is unknown, and for lines that were parsed or imported. `metadata` is that of tools other than fxwrap, for
+    lines that were imported from an FX graph: the node's name and its entries, for each node of the line. `calls`
+    are the operators that a launch computes, with operands by role; None for other lines, for launches that compute a
+    part of an operator, and in programs that were loaded or parsed.
     """
 
     sources: tuple[Source, ...] = ()
     handle: str = ""
+    results: tuple[tuple[str, int], ...] = field(default=(), repr=False, compare=False)
     metadata: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=(), repr=False, compare=False)
     calls: KernelCalls | None = field(default=None, repr=False, compare=False)
 

@@ -60,8 +60,9 @@ class KernelDefinition:
     `source` is called `kernel`, or "fxwrap_..." if fxwrap printed it, so that profilers show its operators. `signature`
     has one entry for each parameter: "*f32" for a tensor, "i64" for a size, "i64 n" with the parameter's name for a
     user's kernel. `options` are launch metadata as sorted pairs (num_warps, constants). The hash covers everything but
-    `name`. `scheduled` is the scheduled loop IR kernel, or the region, that the printer printed. It is not part of the
-    text form, the hash or equality, and None in a program that was parsed or imported.
+    `name`. `loop_ir` is the kernel of the loop IR that was printed, None for kernels of other origin; `scheduled` is
+    the printer's scheduled form of it, or the region. Both are no part of the text form, the hash or equality, and None
+    in a program that was parsed or imported.
     """
 
     name: str
@@ -70,6 +71,7 @@ class KernelDefinition:
     signature: tuple[str, ...] = ()
     options: tuple[tuple[str, str | int | float | bool], ...] = ()
     scheduled: object = field(default=None, compare=False, repr=False)
+    loop_ir: object = field(default=None, compare=False, repr=False)
 
     @property
     def hash(self) -> str:

@@ -14,17 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.comparison import (
-    COMPARED_EMITTERS,
-    CompiledFunction,
-    Report,
-    compare,
-    copy_inputs,
-    peak_bytes,
-    tensor_error,
-)
+from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction, Report, compare, peak_bytes, tensor_error
 from fxwrap.converters import emission
 from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.debugging import copy_inputs
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.lines import ExternCall, Mutate, Return
 from fxwrap.options import EMITTERS, Options

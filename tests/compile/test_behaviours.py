@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.comparison import CapturedGraph, CompiledFunction, capture, copy_inputs, peak_bytes
+from fxwrap.comparison import CapturedGraph, CompiledFunction, capture, peak_bytes
 from fxwrap.compile import emit
+from fxwrap.debugging import copy_inputs
 from fxwrap.errors import OptionError
 from fxwrap.fx_passes.decompositions import foreach_decompositions
 from fxwrap.lines import ExternCall

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap.comparison import capture
-from fxwrap.comparison.copies import copy_inputs
 from fxwrap.compile import emit, plan_program_memory
+from fxwrap.debugging import copy_inputs
 from fxwrap.lines import Reuse
 from fxwrap.memory_planning import apply_plan
 from fxwrap.passes.out_variants import use_out_variants

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Compiled, Options
-from fxwrap.comparison import GRADIENT_NORM_FLOOR, copy_inputs, tensor_error
+from fxwrap.comparison import GRADIENT_NORM_FLOOR, tensor_error
+from fxwrap.debugging import copy_inputs
 from fxwrap.lines import Launch, View
 from fxwrap.wrapper_ir import Program, symbol_infos
 from tests.artifact.fresh_process import run_in_fresh_process

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.comparison import copy_inputs
+from fxwrap.debugging import copy_inputs
 from fxwrap.lines import Launch
 from fxwrap.regions import parse_region
 from fxwrap.wrapper_ir import Program

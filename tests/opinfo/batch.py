@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from fxwrap import Options, compile_graph
-from fxwrap.comparison import copy_inputs
 from fxwrap.compile import Compiled
+from fxwrap.debugging import copy_inputs
 from fxwrap.torch_compat import FakeTensorMode, OpOverload
 from fxwrap.wrapper_ir.operators import operator_schema
 from tests.opinfo.calls import SEED, Call, concatenate_graphs, new_mode, traced

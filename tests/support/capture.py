@@ -12,8 +12,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from fxwrap.comparison import copy_inputs
 from fxwrap.compile import Compiled, compile_graph, make_backend
+from fxwrap.debugging import copy_inputs
 from fxwrap.options import Options
 from fxwrap.torch_compat import tree_map
 from tests.support.models import ModelCase

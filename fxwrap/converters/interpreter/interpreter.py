@@ -82,10 +82,14 @@ class Interpreter(Converter):
         for constant in self.program.constants:
             self.define(constant.value, self.program.store.tensors[constant.value.name])
             self.arguments.add(constant.value.name)
-        prepare_kernels(kernel_texts(self.program))
+        self.prepare_kernels()
         with torch.no_grad():
             self._run_lines(self.program.body)
         return self.outputs
+
+    def prepare_kernels(self) -> None:
+        """Compiles the program's kernels."""
+        prepare_kernels(kernel_texts(self.program))
 
     def define_inputs(self, inputs: Sequence[Content]) -> None:
         """Sets the values and symbols of the inputs. Raises InputError for a wrong number of them, or another kind."""

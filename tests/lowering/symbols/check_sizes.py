@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fxwrap import Options
-from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, CompiledFunction, copy_inputs
+from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, CompiledFunction
+from fxwrap.debugging import copy_inputs
 from fxwrap.torch_compat import tree_flatten
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.comparison.copies import WIDENED_DTYPES
-from fxwrap.torch_compat import TorchDispatchMode, torch_schema, tree_map
+from fxwrap.debugging.copies import WIDENED_DTYPES
+from fxwrap.torch_compat import HigherOrderOperator, TorchDispatchMode, torch_schema, tree_map
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 
@@ -19,8 +19,16 @@ class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     """Runs every operator in float64 and complex128.
 
     Widens tensors that a function captures, and replaces dtype arguments. Random operators run in `random_dtype`, the
-    function's original dtype, since the random numbers depend on the dtype.
+    function's original dtype, since the random numbers depend on the dtype. The functions that a higher-order operator
+    takes run in the mode too.
     """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets functions compile themselves in the mode, as FlexAttention does in eager mode."""
+        return True
 
     def __init__(self, random_dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -28,10 +36,20 @@ class Float64Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            args, kwargs = tree_map(lambda leaf: self._in_mode(leaf) if callable(leaf) else _wide(leaf), (args, kwargs))
+            return tree_map(_wide_tensor, func(*args, **kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
             return self._draw(func, args, kwargs)
         args, kwargs = tree_map(_wide, (args, kwargs))
         return tree_map(_wide_tensor, func(*args, **kwargs))
+
+    def _in_mode(self, function: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
 
     def _draw(self, func: Any, args: object, kwargs: object) -> Any:
         """Runs a random operator on copies in the original dtype, and copies mutated operands back."""

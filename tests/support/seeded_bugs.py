@@ -1,0 +1,113 @@
+"""Bugs of each part of the compiler, put in for the time of a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from fxwrap.caching import clear_caches
+from fxwrap.compile import steps
+from fxwrap.converters.cpp import converter as cpp_converter
+from fxwrap.converters.python import converter as python_converter
+from fxwrap.fx_passes import prepare
+from fxwrap.lines import ExternCall
+from fxwrap.lowering import RULES
+from fxwrap.printers.cpp import statements
+from fxwrap.wrapper_ir import Program
+
+
+def lowering(patch: pytest.MonkeyPatch) -> None:
+    """`tanh` is lowered as `sigmoid`."""
+    patch.setitem(RULES, "aten.tanh.default", RULES["aten.sigmoid.default"])
+
+
+def printer(patch: pytest.MonkeyPatch) -> None:
+    """The C++ printer prints `tanh` 1% too large, until the end of the test."""
+    clear_caches()
+    patch.setattr(statements, "expression", _large_tanh(statements.expression))
+
+
+def _large_tanh(original: Callable[..., str]) -> Callable[..., str]:
+    def expression(operation: Any, operands: Any, dtype: Any) -> str:
+        text = original(operation, operands, dtype)
+        return f"({text} * 1.01f)" if operation.name == "tanh" else text
+
+    return expression
+
+
+THIRD = 3
+"""The number of the matmul whose operands a wrong pass swaps."""
+
+
+def swap_operands(program: Program) -> Program:
+    """Swaps the operands of the third matmul of a program."""
+    lines, count = list(program.body.lines), 0
+    for position, line in enumerate(lines):
+        if isinstance(line, ExternCall) and line.target == "aten.mm.default":
+            count += 1
+            if count == THIRD:
+                lines[position] = line.replace(arguments=line.arguments[::-1])
+    return program.replace(body=dataclasses.replace(program.body, lines=tuple(lines)))
+
+
+def program_pass(patch: pytest.MonkeyPatch) -> None:
+    """The pass `insert_device_guards` swaps the operands of a matmul."""
+
+    def run(step: Any, state: Any, context: Any) -> Any:
+        after = step.run(state, context)
+        return dataclasses.replace(after, program=swap_operands(after.program))
+
+    patch.setattr(steps, "PROGRAM_STEPS", _replaced(steps.PROGRAM_STEPS, "insert_device_guards", run))
+
+
+def graph_pass(patch: pytest.MonkeyPatch) -> None:
+    """The FX pass `unfuse_biases` changes the factor of a multiplication."""
+
+    def run(step: Any, state: Any, context: Any) -> Any:
+        after = step.run(state, context)
+        for node in after.graph_module.graph.nodes:
+            if str(node.target) == "aten.mul.Tensor" and node.args[1] == 0.5:
+                node.args = (node.args[0], 0.25)
+        return after
+
+    patch.setattr(prepare, "FX_PASSES", _replaced(prepare.FX_PASSES, "unfuse_biases", run))
+
+
+def converter(patch: pytest.MonkeyPatch) -> None:
+    """The converters to Python and C++ swap the operands of matmuls whose right operand is `w3`."""
+    original, original_call = python_converter.call_text, cpp_converter.CppConverter._call
+
+    def swapped(target: str, arguments: Any) -> Any:
+        return arguments[::-1] if target == "aten.mm.default" and is_third(arguments) else arguments
+
+    def call_text(module: Any, target: str, arguments: Any, keywords: Any) -> str:
+        return original(module, target, swapped(target, arguments), keywords)
+
+    def call(self: Any, line: Any, target: str, keywords: Any) -> None:
+        original_call(self, line.replace(arguments=swapped(target, line.arguments)), target, keywords)
+
+    patch.setattr(python_converter, "call_text", call_text)
+    patch.setattr(cpp_converter.CppConverter, "_call", call)
+
+
+def is_third(arguments: Any) -> bool:
+    """Whether a matmul of `chain` has the right operand `w3`."""
+    return arguments[1].name in ("arg3_1", "primals_4")
+
+
+def _replaced(table: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> Any:
+    return tuple([
+        dataclasses.replace(step, run=lambda state, context, step=step: run(step, state, context))
+        if step.name == name else step
+        for step in table
+    ])  # fmt: skip
+
+
+BUGS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "lowering": lowering, "kernel printer": printer, "pass": program_pass, "graph pass": graph_pass,
+    "converter": converter,
+}  # fmt: skip
+"""The bugs by the part of the compiler that is at fault."""
