@@ -37,6 +37,40 @@ class GraphError(FxwrapError):
         return f"{where}{location}: {self.reason}. {self.remedy}"
 
 
+class CallError(GraphError):
+    """A call of an operator on operands that eager mode rejects.
+
+    Its class is also the class of eager's error: code that catches an IndexError of `x.amax(1)` catches that of the
+    compile. `of` returns the class.
+    """
+
+    @staticmethod
+    def of(error: BaseException) -> type[CallError]:
+        """Returns the class of errors that are also of an error's class."""
+        classes = (CallIndexError, CallValueError, CallTypeError, CallNotImplementedError, CallRuntimeError)
+        return next((item for item in classes if isinstance(error, item.__bases__[1])), CallError)
+
+
+class CallRuntimeError(CallError, RuntimeError):
+    """A `CallError` where eager mode raises RuntimeError."""
+
+
+class CallIndexError(CallError, IndexError):
+    """A `CallError` where eager mode raises IndexError."""
+
+
+class CallValueError(CallError, ValueError):
+    """A `CallError` where eager mode raises ValueError."""
+
+
+class CallTypeError(CallError, TypeError):
+    """A `CallError` where eager mode raises TypeError."""
+
+
+class CallNotImplementedError(CallError, NotImplementedError):
+    """A `CallError` where eager mode raises NotImplementedError, for a dtype or device that an operator lacks."""
+
+
 @dataclass
 class StepError(FxwrapError):
     """A training step that cannot become one program, or whose state does not match the program any more.

@@ -10,12 +10,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import Argument, Target
 
-from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.errors import CallError, FxwrapError, GraphError
 from fxwrap.fx_passes.graph_copy import items_of, run_on_fakes
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.fx_passes.source import check_desugared, location_of
 from fxwrap.fx_passes.stream_calls import stream_call
-from fxwrap.inference import explain_fake_call
+from fxwrap.inference import eager_error, explain_fake_call
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -173,10 +173,18 @@ class _FakePropagator(Interpreter):
         except FxwrapError:
             raise
         except Exception as error:
-            failure = explain_fake_call(n.target, error)
-            raise GraphError(n.name, failure.reason, failure.remedy, location_of(n)) from error
+            raise self._failure(n, error) from error
         self.values[n] = value
         return value
+
+    def _failure(self, node: Node, error: Exception) -> GraphError:
+        """Returns the error of a node: a `CallError`, with eager mode's words, for operands that eager mode rejects."""
+        failure = explain_fake_call(node.target, error)
+        if failure.is_unknown:
+            return GraphError(node.name, failure.reason, failure.remedy, location_of(node))
+        eager = eager_error(node.target, *self.fetch_args_kwargs_from_env(node))
+        reason = failure.reason if eager is None else explain_fake_call(node.target, eager).reason
+        return CallError.of(eager or error)(node.name, reason, failure.remedy, location_of(node))
 
     def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> object:
         key = str(target)

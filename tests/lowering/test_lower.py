@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.errors import GraphError
+from fxwrap.errors import CallError, CallIndexError, CallRuntimeError, GraphError
 from fxwrap.lines import Alloc, Bind, CheckLayout, ExternCall, Free, Launch, Mutate, ReadItem, View
 from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import Ownership
@@ -354,6 +355,49 @@ def test_a_failing_call_names_its_node() -> None:
     graph_module = hand_written(lambda graph, x, y: graph.call_function(aten.mm.default, (x, y)), "x", "y")
     with pytest.raises(GraphError, match=r"node 'mm_default': aten.mm.default fails on these inputs"):
         fxwrap.lower(graph_module, [torch.randn(2, 3), torch.randn(2, 3)])
+
+
+EMPTY, LARGE = torch.ones(3, 0), torch.ones(1).expand(1 << 10, 1 << 10)
+BOOLS = torch.ones(3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "error"),
+    [
+        *[(getattr(aten, name).default, (EMPTY, [1]), CallIndexError) for name in ("amax", "amin")],
+        *[
+            (getattr(aten, name).default, (EMPTY, *dim), CallIndexError)
+            for name in ("argmax", "argmin")
+            for dim in ((), (1,))
+        ],
+        (aten.aminmax.default, (EMPTY,), CallRuntimeError),
+        (aten.sum.dim_IntList, (EMPTY, [4]), CallIndexError),
+        *[(getattr(aten, name).Tensor, (BOOLS, BOOLS), CallRuntimeError) for name in ("sub", "rsub")],
+        (aten.neg.default, (BOOLS,), CallRuntimeError),
+        (aten.reshape.default, (LARGE, [7]), CallRuntimeError),  # fake tensors alone: more elements than are tried
+    ],
+    ids=str,
+)
+def test_a_call_that_eager_mode_rejects_raises_an_error_of_its_class(
+    target: Any, operands: tuple[Any, ...], error: type[CallError]
+) -> None:
+    tensors = [item for item in operands if isinstance(item, torch.Tensor)]
+    graph_module = hand_written(
+        lambda graph, *xs: graph.call_function(target, (*xs, *operands[len(xs) :])), *"xy"[: len(tensors)]
+    )
+    with pytest.raises((IndexError, RuntimeError)) as eager:
+        target(*operands)
+    with pytest.raises(error) as raised:
+        fxwrap.lower(graph_module, tensors)
+    assert isinstance(raised.value, GraphError) and isinstance(raised.value, type(eager.value))
+    if target is not aten.reshape.default:
+        assert str(eager.value).partition("\n")[0] in str(raised.value)
+
+
+def test_classes_of_call_errors() -> None:
+    for error in (IndexError, ValueError, TypeError, NotImplementedError, RuntimeError):
+        assert CallError.of(error()).__bases__ == (CallError, error)
+    assert CallError.of(AttributeError()) is CallError
 
 
 def test_the_wrong_number_of_example_inputs_is_rejected() -> None:
