@@ -5,10 +5,11 @@ model gives each line its time: matmuls and attention by their operations, every
 latency and bandwidth of NVLink within a host of 8 GPUs, and of the network between hosts. Collectives run one after the
 other beside the compute lines; a start waits for the compute lines before it, and a wait for its collective.
 
-    python -m benchmarks.schedule_simulation [--ranks 8 64] [--layers 4] [--tokens 4096 1024] [--slack 0.0]
+    python -m benchmarks.schedule_simulation [--ranks 8 64] [--layers 24] [--tokens 4096 1024] [--slack 0.0] [--record]
 
-Prints for each size the number of collectives, the compute and communication time, the time of the step before and
-after, its ratio to the lower bound max(compute, communication), and the peak memory without inputs.
+A step is forward, backward and the update of AdamW. Prints for each size the number of collectives, the compute and
+communication time, the time of the step before and after, its ratio to the lower bound max(compute, communication),
+and the peak memory without inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxwrap
+from benchmarks.results import Report, add_record_option
 from fxwrap.devices import CPU, CUDA, DeviceSpec
 from fxwrap.lines import ExternCall, Launch, StartCollective, WaitCollective
 from fxwrap.options import Options
@@ -144,8 +146,18 @@ def layer(shape: Shape, x: Tensor, shards: list[Tensor]) -> Tensor:
     return x + _ShardedLinear.apply(inner, down)
 
 
+def _update(parameters: Sequence[Tensor], gradients: Sequence[Tensor], state: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Updates parameters in place, as AdamW does."""
+    with torch.no_grad():
+        for parameter, gradient, (mean, square) in zip(parameters, gradients, state, strict=True):
+            new_mean, new_square = mean.lerp(gradient, 0.1), square * 0.95 + gradient * gradient * 0.05
+            mean.copy_(new_mean)
+            square.copy_(new_square)
+            parameter.copy_(parameter * (1 - 1e-4) - 1e-3 * new_mean / (new_square.sqrt() + 1e-8))
+
+
 def training_graph(shape: Shape, layers: int, tokens: int) -> GraphModule:
-    """Returns the forward and the backward of some layers as one graph, with the ranks of the current group."""
+    """Returns forward, backward and update of some layers as one graph, with the ranks of the current group."""
     ranks = torch.distributed.get_world_size()
     key_width = shape.width // shape.heads * shape.key_heads
     rows = [shape.width, key_width, key_width, shape.width, shape.hidden, shape.hidden, shape.width]
@@ -156,15 +168,20 @@ def training_graph(shape: Shape, layers: int, tokens: int) -> GraphModule:
         norms = [torch.empty(shape.width // ranks, dtype=torch.bfloat16) for _ in range(2)]
         return [norms[0], *weights[:4], norms[1], *weights[4:]]
 
-    def step(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def step(x: Tensor, parameters: list[Tensor], state: list[tuple[Tensor, Tensor]]) -> Tensor:
         leaves = [item.detach().requires_grad_() for item in parameters]
         for number in range(layers):
             x = layer(shape, x, leaves[9 * number : 9 * number + 9])
-        return torch.autograd.grad(x.float().square().mean(), leaves)
+        loss = x.float().square().mean()
+        _update(parameters, torch.autograd.grad(loss, leaves), state)
+        return loss.detach()
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = [torch.empty(tokens, shape.width, dtype=torch.bfloat16), *[x for _ in range(layers) for x in shards()]]
-        return make_fx(step, tracing_mode="real")(*inputs)
+        parameters = [item for _ in range(layers) for item in shards()]
+        state = [(torch.empty_like(item), torch.empty_like(item)) for item in parameters]
+        return make_fx(step, tracing_mode="real")(
+            torch.empty(tokens, shape.width, dtype=torch.bfloat16), parameters, state
+        )
 
 
 # --- the cost model ---------------------------------------------------------------------------------------------------
@@ -264,37 +281,34 @@ def compare(cluster: Cluster, shape: Shape, layers: int, tokens: int, slack: flo
     return Comparison(simulate(program, cluster), simulate(overlapped, cluster), *peaks)
 
 
-def row(comparison: Comparison, ranks: int, tokens: int) -> str:
-    """Returns the row of one size."""
+def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int | float | None]:
+    """Returns the row of one size; times are in ms."""
     before, after, bound = comparison.before, comparison.after, comparison.bound
-    exposed = (after.total - before.compute) / after.total
-    return (
-        f"{ranks:>6} {tokens:>7} {before.collectives:>6} {after.collectives:>6} {before.compute * 1e3:>9.1f} "
-        f"{after.communication * 1e3:>9.1f} {before.total * 1e3:>9.1f} {after.total * 1e3:>9.1f} {exposed:>8.1%} "
-        f"{before.total / bound:>7.3f} {after.total / bound:>7.3f} {comparison.peak_before / 2**30:>8.2f} "
-        f"{comparison.peak_after / 2**30:>8.2f}"
-    )
-
-
-HEADER = (
-    "                 collectives   compute     comm.       step, ms                of the bound        peak, GiB\n"
-    " ranks  tokens before  after        ms        ms    before     after  exposed  before   after   before    after"
-)
+    return {
+        "ranks": ranks, "tokens": tokens, "collectives before": before.collectives, "after": after.collectives,
+        "compute": round(before.compute * 1e3, 1), "communication": round(after.communication * 1e3, 1),
+        "step before": round(before.total * 1e3, 1), "step": round(after.total * 1e3, 1),
+        "exposed": round((after.total - before.compute) / after.total, 3),
+        "/ bound before": round(before.total / bound, 3), "/ bound": round(after.total / bound, 3),
+        "peak before, GiB": round(comparison.peak_before / 2**30, 2),
+        "peak, GiB": round(comparison.peak_after / 2**30, 2),
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Prints a row for each number of ranks and tokens."""
+    """Adds a row for each number of ranks and tokens."""
     parser = argparse.ArgumentParser(description="Simulates overlap of communication and computation.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 1024])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--slack", type=float, default=0.0)
-    arguments = parser.parse_args()
-    print(HEADER)
-    for tokens in arguments.tokens:
-        for ranks in arguments.ranks:
-            comparison = compare(Cluster(ranks), Shape(), arguments.layers, tokens, arguments.slack)
-            print(row(comparison, ranks, tokens), flush=True)
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    report = Report("schedule_simulation", chosen, note="times of a cost model, in ms")
+    for tokens in chosen.tokens:
+        for ranks in chosen.ranks:
+            comparison = compare(Cluster(ranks), Shape(), chosen.layers, tokens, chosen.slack)
+            report.add(row(comparison, ranks, tokens))
 
 
 if __name__ == "__main__":

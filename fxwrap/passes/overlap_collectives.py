@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil, floor
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import ExtensionLine, ExternCall, Launch, View, WaitCollective
+from fxwrap.lines import Alloc, ExtensionLine, ExternCall, Launch, View, WaitCollective
 from fxwrap.passes.bucket_collectives import functional_name
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
@@ -26,7 +26,9 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     First each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
     next buckets of parameters are gathered ahead. Then each wait moves down in the same way. Where few lines are left
     between a start and its wait, the lines before the start that it does not depend on run after it, such as the
-    gradients of weights beside an all_reduce of the gradient of an activation. The peak memory exceeds that of the
+    gradients of weights beside an all_reduce of the gradient of an activation. Between two starts, lines run in the
+    order of the collectives whose results they need: updates of parameters, in the order in which their gradients are
+    scattered. The peak memory exceeds that of the
     program by at most `slack`, a fraction. All decisions follow from the program; symbols count with one
     fixed value. All_gathers, all_reduces and reduce_scatters may pass each other, but no two of one kind; all other
     collectives keep their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
@@ -44,10 +46,13 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
             break
     else:
         return program
-    delayed = regions.apply_order(_with_delayed_lines(regions, moves, orders, allowed - regions.unowned_bytes))
-    if ir.live_bytes(delayed, hints).peak > allowed:
-        delayed = regions.apply_order(orders)
-    return drop_repeated_waits(delayed)
+    delayed = _with_delayed_lines(regions, moves, orders, allowed - regions.unowned_bytes)
+    sorted_ = _with_ready_lines_first(regions, delayed, allowed - regions.unowned_bytes)
+    for changed in (sorted_, delayed):
+        result = regions.apply_order(changed)
+        if ir.live_bytes(result, hints).peak <= allowed:
+            return drop_repeated_waits(result)
+    return drop_repeated_waits(regions.apply_order(orders))
 
 
 def _with_delayed_lines(
@@ -68,6 +73,46 @@ def _with_delayed_lines(
                 move.schedule.at = before
                 lines = lines[(len(lines) + 1) // 2 :]
     return result
+
+
+def _with_ready_lines_first(
+    regions: SchedulingRegions, orders: Sequence[Sequence[int]], allowed: int
+) -> Sequence[Sequence[int]]:
+    """Returns orders in which lines between two starts follow the results that they need, as far as memory allows."""
+    result = [list(order) for order in orders]
+    for number, units in enumerate(regions.regions):
+        order = result[number]
+        starts = [index for index, position in enumerate(order) if units[position].lines[0].is_async_start]
+        for first, end in zip(starts, [*starts[1:], len(order)]):
+            window = order[first + 1 : end]
+            changed = _by_readiness(units, order[: first + 1], window)
+            if changed == window:
+                continue
+            new = [*order[: first + 1], *changed, *order[end:]]
+            if regions.peak([*result[:number], new, *result[number + 1 :]]) <= allowed:
+                result[number] = order = new
+    return result
+
+
+def _by_readiness(units: Sequence[SchedulingUnit], before: Sequence[int], window: Sequence[int]) -> list[int]:
+    """Returns the units of a window by the last collective, of those started before, whose results they need.
+
+    Allocations and views, which do no work, stay with the first line that needs them.
+    """
+    started = {position: rank for rank, position in enumerate(before) if units[position].lines[0].is_async_start}
+    needs: dict[int, int] = {}
+    for position in window:
+        unit = units[position]
+        ranks = [needs[item] for item in unit.predecessors if item in needs]
+        if unit.lines[0].is_async_wait:
+            ranks += [started[item] for item in unit.predecessors if item in started]
+        needs[position] = max(ranks, default=-1)
+    for position in reversed(window):
+        unit = units[position]
+        users = [needs[item] for item in unit.successors if item in needs]
+        if users and isinstance(unit.lines[0], Alloc | View):
+            needs[position] = min(users)
+    return sorted(window, key=lambda position: needs[position])
 
 
 def drop_repeated_waits(program: Program) -> Program:
