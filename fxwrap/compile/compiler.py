@@ -22,6 +22,7 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
+from fxwrap.compile.progress import show_progress
 from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.exported import ExportedSignature, is_emitted
@@ -93,7 +94,8 @@ def compile_graph(
         request = CompileRequest(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
-        compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
+        with show_progress(events):
+            compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
         record_compile(compiled, name, text, events)
         write_compile(compiled, options.dump)
     if compiled_by_key is not None:
@@ -165,7 +167,7 @@ def _prepare(request: CompileRequest) -> PreparedGraph | Program:
         return from_fx(
             graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name
         )
-    request.events.begin_step()
+    request.events.begin_step("import_graph")
     source = graph_source(graph, example_inputs, options, name)
     if options.autotune == FIRST_CALL and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again.
@@ -257,7 +259,6 @@ def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
 def _attempt(context: steps.CompileContext) -> _Attempt:
     options, fake_inputs = context.options, context.fake_inputs
     events, stages = context.events, list[Stage]()
-    events.begin_step()
     state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
     same = _same_program(state.program, options, context.compiled_by_key) if options.cacheable else None
     if same is not None:
@@ -297,6 +298,7 @@ def _run_steps(
 ) -> steps.CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
     for step in steps.steps_for(table, context.options):
+        context.events.begin_step(step.name)
         before, state = state.program, step.run(state, context)
         changed = state.program is not before and state.program != before
         if changed:
