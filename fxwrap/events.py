@@ -325,12 +325,24 @@ def event_count(*kinds: type[Event]) -> int:
         return sum([_process.counts[kind] for kind in kinds])
 
 
+@dataclass(frozen=True)
+class Activity:
+    """The step that a compile is running, and the number of kernels that the step compiles."""
+
+    step: str = "import_graph"
+    kernels: int = 0
+
+
 class EventLog:
-    """The events of one compile, in order, with the seconds since it began."""
+    """The events of one compile, in order, with the seconds since it began.
+
+    `activity` is the current step, which is no event: its end is one.
+    """
 
     def __init__(self, name: str) -> None:
         """`name` is the name of the graph."""
         self.name = name
+        self.activity = Activity()
         self._start = self._mark = time.perf_counter()
         self._events: list[tuple[float, Event]] = []
 
@@ -348,9 +360,14 @@ class EventLog:
         if log.isEnabledFor(event.level):
             log.log(event.level, "%s", event.message(self.name))
 
-    def begin_step(self) -> None:
-        """The time until `end_step` is that of the next step."""
+    def begin_step(self, step: str) -> None:
+        """The time until `end_step` is that of this step."""
+        self.activity = Activity(step)
         self._mark = time.perf_counter()
+
+    def begin_kernels(self, number: int) -> None:
+        """The current step compiles a number of kernels from now on."""
+        self.activity = Activity(self.activity.step, number)
 
     def end_step(self, step: str, changed: bool | None = None) -> None:
         """Records the end of a step; the next one begins."""

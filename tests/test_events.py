@@ -67,7 +67,7 @@ def test_messages() -> None:
 def test_seconds_of_repeated_steps_are_added() -> None:
     log = EventLog("waves")
     for step in ("lower", "emit", "lower"):
-        log.begin_step()
+        log.begin_step("lower")
         log.end_step(step, changed=True)
     seconds = [event.seconds for event in log.events if isinstance(event, StepEnded)]
     assert step_seconds(log.events) == {"lower": seconds[0] + seconds[2], "emit": seconds[1]}

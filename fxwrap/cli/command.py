@@ -16,6 +16,7 @@ import torch
 
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.trust import TRUST_LEVELS
+from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.conformance import add_conformance
 from fxwrap.cli.flags import Parser, refuse_flags, without_broken_pipe
 from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved
@@ -172,6 +173,7 @@ def _add_emit(commands: _Commands) -> None:
     command.add_argument("--emitter", choices=EMITTERS, default="python", help="the emitter (default: python)")
     command.add_argument("-o", "--output", metavar="FILE", help="write to FILE, whole or not at all")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
+    add_color_flag(command)
     command.set_defaults(run=_emit)
 
 
@@ -303,7 +305,7 @@ def _emit(chosen: argparse.Namespace) -> int:
     graphs = _graphs(chosen)
     texts = [emit(graph.compiled.program, chosen.emitter).source for graph in graphs]
     if chosen.output is None:
-        print("\n".join(texts))
+        print("\n".join([coloured(text, chosen.emitter, chosen.color) for text in texts]))
         return 0
     _check_single(graphs)
     _write(Path(chosen.output), texts[0])

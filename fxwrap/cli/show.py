@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.saved import read_program_file
 from fxwrap.cli.tables import coverage_table
 from fxwrap.comparison import CapturedGraph
@@ -30,6 +31,7 @@ def add_show_arguments(command: argparse.ArgumentParser) -> None:
     form = command.add_mutually_exclusive_group()
     form.add_argument("--origins", action="store_true", help="end each line with its operator and source location")
     form.add_argument("--json", action="store_true", help="print JSON: lines, types, origins, kernels")
+    add_color_flag(command)
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
 
 
@@ -41,7 +43,7 @@ def show_saved(chosen: argparse.Namespace) -> Iterator[str]:
     elif chosen.json:
         yield json.dumps([program_to_json(program)], indent=1)
     else:
-        yield print_program(program, origins=chosen.origins)
+        yield coloured(print_program(program, origins=chosen.origins), "interpreter", chosen.color)
 
 
 def show_graphs(chosen: argparse.Namespace, graphs: Sequence[CapturedGraph]) -> Iterator[str]:
@@ -74,4 +76,4 @@ def _stage_texts(chosen: argparse.Namespace, stages: Sequence[Stage]) -> Iterato
     for stage in stages if chosen.stages else stages[-1:]:
         if chosen.stages:
             yield f"--- after {stage.pass_name}"
-        yield print_program(stage.program, origins=chosen.origins)
+        yield coloured(print_program(stage.program, origins=chosen.origins), "interpreter", chosen.color)

@@ -145,6 +145,10 @@ class Compiled(EmittedProgram, StructuredProgram):
             return CallingConvention.of_flat(self.program)
         return exported_convention(self.signature.module_call_graph, self.signature.inputs)
 
+    def _repr_html_(self) -> str:
+        """Returns the program in colours, which notebooks show; a `CompileRecord` is shown as its report."""
+        return self.program._repr_html_()
+
     def _repr_details(self) -> str:
         return f"emitter '{self.options.emitter}'"
 

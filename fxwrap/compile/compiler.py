@@ -22,6 +22,7 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
+from fxwrap.compile.progress import show_progress
 from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
@@ -104,7 +105,8 @@ def compile_graph(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
         try:
-            compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
+            with show_progress(events):
+                compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
         except Exception as error:
             attach_failure(error, compile_failure(graph, example_inputs, options, error))
             raise
@@ -181,7 +183,7 @@ def _prepare(request: CompileRequest, history: GraphHistory | None) -> PreparedG
         return from_fx(
             graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name
         )
-    request.events.begin_step()
+    request.events.begin_step("import_graph")
     source = graph_source(graph, example_inputs, options, name)
     if (options.autotune == FIRST_CALL or history is not None) and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again; a wrong pass may change it now.
@@ -276,7 +278,6 @@ def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
 def _attempt(context: steps.CompileContext) -> _Attempt:
     options, fake_inputs = context.options, context.fake_inputs
     events, stages = context.events, list[Stage]()
-    events.begin_step()
     state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
     shares = options.cacheable and options.debug is None
     same = _same_program(state.program, options, context.compiled_by_key) if shares else None
@@ -330,6 +331,7 @@ def _run_steps(
 ) -> steps.CompileState:
     """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
     for step in steps.steps_for(table, context.options):
+        context.events.begin_step(step.name)
         before, state = state.program, step.run(state, context)
         changed = state.program is not before and state.program != before
         if changed:

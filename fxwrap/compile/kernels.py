@@ -75,6 +75,7 @@ def compile_program_kernels(
     for line in program.lines():
         if isinstance(line, Launch):
             launches.setdefault(line.kernel, []).append(line)
+    events.begin_kernels(len(launches))
     values = hints_with_fallback(program)
     uses = {name: _kernel_use(program, lines[0], values) for name, lines in launches.items()}
     linked = {

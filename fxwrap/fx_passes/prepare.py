@@ -101,14 +101,16 @@ def prepare_graph(
 
     Raises GraphError for a graph that cannot be compiled.
     """
+    events = events or EventLog(name)
+    events.begin_step("propagate_fakes")
     source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
     if options.output_strides == "any":
         flexible_stride_outputs = range(len(tree_flatten(source.output.args)[0]))
     prepared = _with_fakes(source, example_inputs, flexible_stride_outputs)
     context = FxPassContext(options, fused_operators, example_inputs)
-    events = events or EventLog(name)
     events.end_step("propagate_fakes")
     for step in enabled_steps(FX_PASSES, options):
+        events.begin_step(step.name)
         prepared = step.run(prepared, context)
         events.end_step(step.name)
         if on_change is not None:

@@ -84,8 +84,8 @@ def make_translation_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
         else:
             own_flags = KERNEL_FLAGS if flags is None else tuple(shlex.split(flags))
             rename = f"-D{find_function_name(kernel.source)}={kernel.symbol}"
-            units.append(NativeSource(kernel.source, (*own_flags, rename)))
-    return [*[NativeSource(_unit(group)) for group in _groups(shared)], *units]
+            units.append(NativeSource(kernel.source, (*own_flags, rename), kernels=1))
+    return [*[NativeSource(_unit(group), kernels=len(group)) for group in _groups(shared)], *units]
 
 
 def emit_cpp_entry_points(kernels: Sequence[KernelText]) -> str:

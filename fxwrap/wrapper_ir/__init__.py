@@ -7,6 +7,7 @@ from fxwrap.symbolic import Size as Size
 from fxwrap.wrapper_ir.analyses import *
 from fxwrap.wrapper_ir.canonicalization import *
 from fxwrap.wrapper_ir.effects import *
+from fxwrap.wrapper_ir.highlight import *
 from fxwrap.wrapper_ir.kernel_calls import *
 from fxwrap.wrapper_ir.line import *
 from fxwrap.wrapper_ir.operators import *

@@ -12,6 +12,7 @@ import torch
 
 from fxwrap.devices.kernel_names import kernel_content_hash
 from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
+from fxwrap.wrapper_ir.highlight import highlight_html
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks
 from fxwrap.wrapper_ir.printer import print_lines, print_literal, print_symbol_info, print_type
 from fxwrap.wrapper_ir.types import Value
@@ -130,6 +131,10 @@ class Program:
 
     def __str__(self) -> str:
         return print_program(self)
+
+    def _repr_html_(self) -> str:
+        """Returns the text with origins in colours, which notebooks show."""
+        return highlight_html(print_program(self, origins=True))
 
 
 def _print_input(item: Input) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from fxwrap.fx_passes import (
     SOURCE_PASSES,
 )
 from fxwrap.lowering import NodeCoverage
+from fxwrap.wrapper_ir import print_program
 
 MODEL = """
 import torch
@@ -509,3 +511,36 @@ def test_coverage_and_stages_as_json(model: str, capsys: pytest.CaptureFixture[s
 def test_saved_programs_as_json(saved_program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", str(saved_program), "--json")
     assert code == 0 and json.loads(out)[0]["lines"]
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "interpreter"])
+def test_colours_change_nothing_but_colours(emitter: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pygments")
+    arguments = ("emit", f"{model}:make_model", "--emitter", emitter)
+    _, plain, _ = run(capsys, *arguments)
+    _, coloured, _ = run(capsys, *arguments, "--color", "always")
+    assert "\033" not in plain and coloured.count("\033[") > 20
+    assert re.sub(r"\033\[[\d;]*m", "", coloured).strip() == plain.strip()
+
+
+@pytest.mark.parametrize(("terminal", "environment", "expected"), [(True, {}, True), (False, {}, False),
+                                                                    (True, {"NO_COLOR": "1"}, False)])  # fmt: skip
+def test_colours_are_those_of_a_terminal(
+    terminal: bool, environment: dict[str, str], expected: bool, model: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    _, out, _ = run(capsys, "show", f"{model}:scale")
+    assert ("\033[35mmemory.alloc\033[0m" in out) == expected
+
+
+def test_notebooks_show_programs(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "show", f"{model}:scale", "--origins")
+    program = fxwrap.parse(out)
+    text = program._repr_html_()
+    assert text.startswith("<pre") and '<span style="color:#8250df">memory.alloc</span>' in text
+    assert html.unescape(re.sub(r"<[^>]+>", "", text)) == print_program(program, origins=True)

@@ -24,6 +24,7 @@ import torch
 
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime import cache_folder
+from fxwrap.runtime.compiler_runs import count_finished_kernels
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
 from fxwrap.runtime.native.packaged import find_packaged_entry, torch_identity
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge, find_prebuilt_kernel, register_prebuilt_kernels
@@ -81,12 +82,13 @@ PLATFORM = (platform.system(), platform.machine())
 
 @dataclass(frozen=True, slots=True)
 class NativeSource:
-    """An additional translation unit of a program: text, compiler flags (by default those of CPU kernels), and files
-    that it includes by name."""
+    """An additional translation unit of a program: text, compiler flags (by default those of CPU kernels), files that
+    it includes by name, and the number of kernels that it defines."""
 
     text: str
     flags: tuple[str, ...] = KERNEL_FLAGS
     files: tuple[tuple[str, bytes], ...] = ()
+    kernels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def compile_cpp(
             for file, content in source.files:
                 (folder / file).write_bytes(content)
         precompiled = _claim_precompiled(compiler, source_text, paths[0].with_suffix(".o"))
-        parallel_map(lambda unit: _compile_unit(compiler, *unit), units[precompiled:])
+        parallel_map(lambda unit: _compile_counted_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
         bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"] if with_bridge else []
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
@@ -139,6 +141,12 @@ def compile_cpp(
             (folder / item).unlink()
 
     return cache_folder.find_or_build_entry(f"programs/{key}", build) / f"{stem}.so"
+
+
+def _compile_counted_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
+    output = _compile_unit(compiler, source, path)
+    count_finished_kernels(source.kernels)
+    return output
 
 
 def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:

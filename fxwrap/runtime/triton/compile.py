@@ -24,7 +24,7 @@ from fxwrap.caching import shared_cache
 from fxwrap.devices import CUDA
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.errors import FxwrapError, KernelBuildError
-from fxwrap.runtime.compiler_runs import count_compiler_runs
+from fxwrap.runtime.compiler_runs import count_compiler_runs, count_finished_kernels
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
@@ -122,6 +122,7 @@ def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None
     positions, by_workers = list(jobs), []
 
     def finish(position: int, answer: str | None) -> None:
+        count_finished_kernels()
         by_workers.extend([position] if answer is not None else [])
         if answer:
             errors[position] = KernelBuildError(f"Triton cannot compile it: {answer}")
