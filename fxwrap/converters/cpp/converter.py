@@ -230,7 +230,7 @@ class CppConverter(LoopConverter):
         self.writer.drop(temporaries)
 
     def assertion(self, line: lines.Assert) -> None:
-        arguments = [string_text(line.text)]
+        arguments = ["f", string_text(line.text)]
         if line.error != "RuntimeError" or line.shown is not None:
             arguments.append(string_text(line.error))
         if line.shown is not None:
@@ -299,16 +299,20 @@ class CppConverter(LoopConverter):
     # --- devices, randomness, checks and profiling ------------------------------------------------------------------
 
     def save_state(self, line: lines.SaveRngState) -> None:
-        tensor, device = self.writer.define(line.result), self.unit.device(line.device)
+        tensor, device = self.writer.define(line.result), self._generator_device(line.device)
         self.writer.emit(f"save_random_state(f, {tensor}, {device});")
 
     def restore_state(self, line: lines.RestoreRngState) -> None:
-        tensor, device = self.writer.name_of(line.state), self.unit.device(line.device)
+        tensor, device = self.writer.name_of(line.state), self._generator_device(line.device)
         self.writer.emit(f"restore_random_state(f, {tensor}, {device});")
 
     def exchange_state(self, line: lines.ExchangeRngState) -> None:
-        generator, device = self.writer.name_of(line.generator), self.unit.device(line.device)
+        generator, device = self.writer.name_of(line.generator), self._generator_device(line.device)
         self.writer.emit(f"exchange_random_state(f, {generator}, {device});")
+
+    def _generator_device(self, device: str) -> str:
+        self.unit.needs_torch = True
+        return self.unit.device(device)
 
     def enter_device(self, line: lines.EnterDevice) -> None:
         device = self.unit.device(line.device)
@@ -390,6 +394,7 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
         kernels,
         converter.replayed_calls,
         unit.operators,
+        "torch" if unit.needs_torch else "cpu",
         lambda part: to_cpp(part, converter.handlers),
     )
 

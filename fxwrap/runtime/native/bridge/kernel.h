@@ -37,10 +37,6 @@ float fmodf(float, float) noexcept;
 constexpr double infinity = __builtin_inf();
 constexpr double nan = __builtin_nan("");
 
-// Throw an IndexError and a RuntimeError; defined in the bridge, to which every kernel is linked.
-extern "C" [[noreturn]] void fxwrap_index_error(const char* message);
-extern "C" [[noreturn]] void fxwrap_runtime_error(const char* message);
-
 // --- types ------------------------------------------------------------------------------------------------------------
 
 enum class bfloat16 : uint16_t {};
