@@ -3,7 +3,7 @@
 //   library PATH | device NAME | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
 //   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
 //   constant2 (of another version of DLPack)
-//   leak | race (defects that sanitizers report)
+//   libraries (that the process has loaded) | leak | race (defects that sanitizers report)
 //   call_in_threads THREADS CALLS | open_in_threads THREADS PATH | alive
 //
 // Tensors are raw files; `run` writes each result to FILE.0, FILE.1... An error is printed and ends it with exit code 3.
@@ -112,6 +112,7 @@ class Driver {
       else if (command == "replace_file") model().load_constants(next());
       else if (command == "call_in_threads") call_in_threads(Numbers{std::atoi(next().c_str()), std::atoi(next().c_str())});
       else if (command == "open_in_threads") open_in_threads(std::atoi(arguments.at(i).c_str()), arguments.at(i + 1)), i += 2;
+      else if (command == "libraries") print_libraries();
       else if (command == "leak") leak();
       else if (command == "race") race();
       else if (command == "alive") std::printf("alive %d\n", alive.load());
@@ -204,6 +205,14 @@ class Driver {
     while (!constants_.empty() && left > 0) replace(++swaps % 2 ? old_constants_ : constants_);
     for (std::thread& thread : running) thread.join();
     std::printf("calls %d wrong %d differs %d swapped %d\n", done.load(), wrong.load(), int(before != after), int(swaps > 1));
+  }
+
+  static void print_libraries() {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      const size_t slash = line.find('/');
+      if (slash != std::string::npos && line.find(".so") != std::string::npos) std::printf("%s\n", line.c_str() + slash);
+    }
   }
 
   static void leak() {

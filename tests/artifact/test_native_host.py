@@ -225,8 +225,8 @@ def rewritten(source: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     (
-        ({"target_torch": "1.0 abc"}, "it is for torch '1.0 abc', not '"),
-        ({"target_bridge": "0"}, "it is for bridge '0', not '"),
+        ({"target_interface": "0"}, "it is for interface '0', not '"),
+        ({"target_machine": "Linux vax"}, "it is for machine 'Linux vax', not '"),
         ({"target_libc": "99.9"}, "it is for the C library 99.9, not "),
         ({"target_instructions": ["sse9"]}, "it uses instructions that this processor lacks: sse9"),
     ),
@@ -241,7 +241,7 @@ def test_code_for_another_machine_is_refused(affine: Path, tmp_path: Path, chang
 
 
 def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> None:
-    path = rewritten(affine, tmp_path / "custom.fxw", native_operators=[{"name": "mylib::scale", "overload": ""}])
+    path = rewritten(affine, tmp_path / "custom.fxw", native_operators=[{"name": "mylib::scale", "overload": "", "schema": "mylib::scale(Tensor x) -> Tensor"}])
     assert drive("open", path).lines[0] == (
         f"ArtifactError: {path}: its operator 'mylib::scale' is not registered in this process. "
         "Pass the library that registers it as an option, or load it first"

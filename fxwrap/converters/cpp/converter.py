@@ -163,6 +163,10 @@ class CppConverter(LoopConverter):
         self.writer.call("fxwrap_runtime.launch.default", arguments)
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
+        if _is_plain_copy(line):
+            target, source = [self.writer.name_of(item) for item in ir.values_in(line.arguments)]
+            self.writer.emit(f"copy(f, {target}, {source});")
+            return
         outs = line.outs if isinstance(line, lines.ExternCall) else ()
         names = out_argument_names(line.target) if outs else ()
         self._call(line, line.target, [*line.keywords, *zip(names, outs)])
@@ -397,6 +401,14 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
         "torch" if unit.needs_torch else "cpu",
         lambda part: to_cpp(part, converter.handlers),
     )
+
+
+def _is_plain_copy(line: lines.ExternCall | lines.Mutate) -> bool:
+    """Returns whether a call copies a tensor to another of the same dtype and sizes, on one device."""
+    if line.target != "aten.copy_.default" or ir.values_in(line.results) or len(line.arguments) != 2 or line.keywords:
+        return False
+    types = [item.tensor_type for item in line.arguments if _is_tensor(item)]
+    return len({(type_.dtype, type_.sizes, type_.device) for type_ in types}) == 1 and len(types) == 2
 
 
 def _passed_through(program: ir.Program) -> set[str]:

@@ -157,18 +157,33 @@ void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots 
 namespace bridge {
 namespace {
 
+// Tells the observer of a run that an operator begins and ends.
+class ObservedCall {
+ public:
+  ObservedCall(const Frame& f, const char* name) : observer_(f.observer), name_(name) {
+    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 1);
+  }
+  ~ObservedCall() {
+    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 0);
+  }
+  ObservedCall(const ObservedCall&) = delete;
+  ObservedCall& operator=(const ObservedCall&) = delete;
+
+ private:
+  const Observer* observer_;
+  const char* name_;
+};
+
 void call(Frame& f, CallSite& site) {
   void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
   const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
-  const Observer* observer = f.observer;
-  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 1);
+  const ObservedCall observed(f, site.operator_->name);
   if (ready.is_functional()) {
     const at::AutoDispatchBelowADInplaceOrView functional;
     ready.run(f);
   } else {
     ready.run(f);
   }
-  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 0);
 }
 
 void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device) {
@@ -207,6 +222,11 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
   at::Tensor slice = tensor_on(memory, offset, ref(sizes), ref(strides), dtype);
   share_version_counter(memory, slice);
   tensor_at(f, out) = std::move(slice);
+}
+
+void copy(Frame& f, Slot to, Slot from) {
+  const ObservedCall observed(f, "aten::copy_");
+  tensor_at(f, to).copy_(tensor_at(f, from));
 }
 
 void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = tensor_at(f, from); }
@@ -275,6 +295,7 @@ const Functions functions = {
     .view = view,
     .reuse = reuse,
     .pool_slice = pool_slice,
+    .copy = copy,
     .alias = alias,
     .move = move,
     .drop = drop,

@@ -240,6 +240,7 @@ struct Functions {
   void (*reuse)(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype);  // moves `from`'s memory
   // A tensor `offset` bytes from the start of `pool`'s memory, which it shares.
   void (*pool_slice)(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype);
+  void (*copy)(Frame& f, Slot to, Slot from);    // the elements, of the same dtype and sizes
   void (*alias)(Frame& f, Slot out, Slot from);  // both name the same tensor
   void (*move)(Frame& f, Slot out, Slot from);   // `from` is left empty
   void (*drop)(Frame& f, Slot slot);
@@ -307,6 +308,7 @@ inline void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType
 inline void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype) {
   f.functions->pool_slice(f, out, pool, offset, sizes, strides, dtype);
 }
+inline void copy(Frame& f, Slot to, Slot from) { f.functions->copy(f, to, from); }
 inline void alias(Frame& f, Slot out, Slot from) { f.functions->alias(f, out, from); }
 inline void move(Frame& f, Slot out, Slot from) { f.functions->move(f, out, from); }
 inline void drop(Frame& f, Slot slot) { f.functions->drop(f, slot); }

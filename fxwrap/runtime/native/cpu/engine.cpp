@@ -193,8 +193,7 @@ class CpuEngine final : public Engine {
   }
 
   void copy(const TensorHandle& target, const TensorHandle& source) override {
-    const size_t item = size_t(tensor_of(target).item_bytes());
-    for_each_element(tensor_of(target), tensor_of(source), [&](char* to, const char* from) { std::memcpy(to, from, item); });
+    cpu::copy(tensor_of(target), tensor_of(source));
   }
 
   bool equal(const TensorHandle& a, const TensorHandle& b) override {

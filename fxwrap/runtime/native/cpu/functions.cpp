@@ -11,6 +11,15 @@ namespace {
 
 constexpr size_t alignment = 64;
 
+bool is_contiguous(const Tensor& tensor) {
+  int64_t step = 1;
+  for (size_t dim = tensor.sizes.size(); dim-- > 0;) {
+    if (tensor.sizes[dim] != 1 && tensor.strides[dim] != step) return false;
+    step *= tensor.sizes[dim];
+  }
+  return true;
+}
+
 std::vector<int64_t> copied(Ints values) { return {values.begin(), values.end()}; }
 
 float from_half(uint16_t bits) {
@@ -86,6 +95,7 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
   tensor_at(f, out) = window(tensor_at(f, pool), offset, sizes, strides, dtype);
 }
 
+void copy(Frame& f, Slot to, Slot from) { copy(tensor_at(f, to), tensor_at(f, from)); }
 void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = Tensor(tensor_at(f, from)); }
 void move(Frame& f, Slot out, Slot from) {
   Tensor tensor = std::move(tensor_at(f, from));
@@ -171,6 +181,15 @@ int64_t extent(const int64_t* sizes, const int64_t* strides, size_t rank, int64_
   return bytes;
 }
 
+void copy(const Tensor& to, const Tensor& from) {
+  const int64_t item = to.item_bytes(), bytes = to.count() * item;
+  if (bytes > 0 && is_contiguous(to) && is_contiguous(from)) {
+    std::memmove(to.data(), from.data(), size_t(bytes));
+    return;
+  }
+  for_each_element(to, from, [&](char* target, const char* source) { std::memcpy(target, source, size_t(item)); });
+}
+
 Tensor window(const Tensor& base, int64_t distance, Ints sizes, Ints strides, DType dtype) {
   Tensor result{base.memory, dtype, copied(sizes), copied(strides), 0};
   const int64_t item = result.item_bytes(), start = base.offset * base.item_bytes() + distance;
@@ -192,6 +211,7 @@ const Functions functions = {
     .view = view,
     .reuse = reuse,
     .pool_slice = pool_slice,
+    .copy = copy,
     .alias = alias,
     .move = move,
     .drop = drop,

@@ -49,6 +49,9 @@ int64_t extent(const int64_t* sizes, const int64_t* strides, size_t rank, int64_
 // A tensor that begins `distance` bytes after the first element of another one, in its memory. Throws Failure.
 Tensor window(const Tensor& base, int64_t distance, Ints sizes, Ints strides, DType dtype);
 
+// Copies the elements of a tensor to another of the same dtype and sizes.
+void copy(const Tensor& to, const Tensor& from);
+
 // Calls `visit(a, b)` for each element of two tensors of the same sizes, with its bytes in both.
 template <class Visit> void for_each_element(const Tensor& first, const Tensor& second, const Visit& visit) {
   const size_t rank = first.sizes.size();

@@ -41,6 +41,14 @@ inline constexpr DTypeName dtype_names[] = {
     {DType::quint8, "qu8", nullptr, 1, 0, 0, 0},
     {DType::qint8, "qi8", nullptr, 1, 0, 0, 0},
     {DType::qint32, "qi32", nullptr, 4, 0, 0, 0},
+    {DType::quint4x2, "qu4x2", nullptr, 1, 0, 0, 0},
+    {DType::quint2x4, "qu2x4", nullptr, 1, 0, 0, 0},
+    {DType::bits8, "bits8", nullptr, 1, 0, 0, 0},
+    {DType::bits16, "bits16", nullptr, 2, 0, 0, 0},
+    {DType::bits1x8, "bits1x8", nullptr, 1, 0, 0, 0},
+    {DType::bits2x4, "bits2x4", nullptr, 1, 0, 0, 0},
+    {DType::bits4x2, "bits4x2", nullptr, 1, 0, 0, 0},
+    {DType::bcomplex32, "bcomplex32", nullptr, 4, 0, 0, 0},
 };
 
 inline const DTypeName* find_dtype(const std::string& name) {
