@@ -98,7 +98,7 @@ def project_sources() -> dict[str, Path]:
 
 def runtime_sources() -> list[Path]:
     """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
-    return [_SOURCE_FOLDER / name for name in _UNITS]
+    return [(_SOURCE_FOLDER / name).resolve() for name in _UNITS]
 
 
 def write_runtime_target(folder: Path) -> None:

@@ -64,12 +64,13 @@ Engine& open_engine() {
   return *engine;
 }
 #else
-// A runtime that is linked with its program, in an exported project, and with the bridge if the program needs it.
-#pragma weak fxwrap_engine
-
+// A runtime that is linked with its program, in an exported project: the macro says whether with the bridge too.
 Engine& open_engine() {
-  if (fxwrap_engine == nullptr) throw Failure("ImportError", "this host is built without libtorch");
+#if FXWRAP_LINKED_ENGINE
   return *fxwrap_engine(abi_version);
+#else
+  throw Failure("ImportError", "this host is built without libtorch");
+#endif
 }
 #endif
 
