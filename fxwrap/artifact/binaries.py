@@ -170,7 +170,9 @@ def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str
     if native.binding_is_loaded() or native.find_bridge() is not None:
         return ""
     target = described["bridge"]["target"]
-    return f"its bridge is for torch {target['torch']!r} and Python {target['python']!r}, and none is built for this one"
+    return (
+        f"its bridge is for torch {target['torch']!r} and Python {target['python']!r}, and none is built for this one"
+    )
 
 
 @bounded_cache(256)

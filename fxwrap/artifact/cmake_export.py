@@ -1,4 +1,4 @@
-"""Saved programs as CMake projects: sources that build where fxwrap is not installed, with libtorch if they call operators."""
+"""Saved programs as CMake projects: sources that build without fxwrap, with libtorch if they call operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that call no operators run in a host that loads neither libtorch nor the bridge, with the results of both."""
+"""Programs that call no operators run in a host without libtorch and the bridge, with the results of Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxwrap.artifact.archive import Archive
 from fxwrap.converters.cpp.text import DTYPE_NAMES as cpp_names
 from fxwrap.runtime.native import build_runtime
 from fxwrap.wrapper_ir import DTYPE_NAMES
-from tests.artifact.native_host import described, drive, driver, read_result, tensor_commands
+from tests.artifact.native_host import described, drive, read_result, tensor_commands
 
 LIBTORCH = f"{torch.__path__[0]}/lib/libtorch_cpu.so"
 SOURCES = Path(fxwrap.__file__).parent / "runtime" / "native"
@@ -179,6 +179,28 @@ def test_control_flow_and_numbers(tmp_path: Path, preloaded: str) -> None:
             assert torch.equal(read_result(tmp_path / f"out.{index}", wanted), wanted)
 
 
+class Rows(torch.nn.Module):
+    def forward(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return table[rows] * 2
+
+
+@pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
+def test_the_error_of_a_kernel_is_that_of_python(tmp_path: Path, preloaded: str) -> None:
+    table, rows = torch.randn(4, 3), torch.tensor([1, 3, 0])
+    path = save(Rows(), (table, rows), tmp_path / "rows.fxw")
+    for wrong in (False, True):
+        inputs = [table, torch.where(rows == 3, 4, rows) if wrong else rows]
+        words = tensor_commands(tmp_path, inputs)
+        done = drive("open", path, *words, "run", tmp_path / "out", LD_PRELOAD=preloaded)
+        if wrong:
+            with pytest.raises(IndexError) as error:
+                fxwrap.load(path).flat(*inputs)
+            assert done.code == 3 and done.lines == (f"IndexError: {error.value}", "alive 0")
+        else:
+            wanted = fxwrap.load(path).flat(*inputs)[0]
+            assert torch.equal(read_result(tmp_path / "out.0", wanted), wanted)
+
+
 class Doubled(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.where(x == x, x, x)[::2], x
@@ -237,5 +259,3 @@ def test_threads(scaled: Path, tmp_path: Path) -> None:
     assert done.code == 0 and done.lines == ("calls 4000 wrong 0 differs 0 swapped 0", "alive 0"), done.lines
     done = drive(*words, "open_in_threads", 16, path, "alive")
     assert done.code == 0 and done.lines == ("opened 16 wrong 0", "alive 0"), done.lines
-
-

@@ -79,4 +79,6 @@ def test_a_host_runs_triton_kernels_of_the_file(tmp_path: Path, dtype: torch.dty
     with torch.no_grad():
         wanted = compiled.flat(x)
     for index, tensor in enumerate(wanted):
-        torch.testing.assert_close(read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0
+        )

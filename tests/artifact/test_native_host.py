@@ -241,10 +241,35 @@ def test_code_for_another_machine_is_refused(affine: Path, tmp_path: Path, chang
 
 
 def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> None:
-    path = rewritten(affine, tmp_path / "custom.fxw", native_operators=[{"name": "mylib::scale", "overload": "", "schema": "mylib::scale(Tensor x) -> Tensor"}])
+    path = rewritten(
+        affine,
+        tmp_path / "custom.fxw",
+        native_operators=[{"name": "mylib::scale", "overload": "", "schema": "mylib::scale(Tensor x) -> Tensor"}],
+    )
     assert drive("open", path).lines[0] == (
         f"ArtifactError: {path}: its operator 'mylib::scale' is not registered in this process. "
         "Pass the library that registers it as an option, or load it first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits"),
+    (
+        ("aten::addmm(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", True),  # of a version without the options
+        ("aten::addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar gamma) -> Tensor", False),
+        ("not a schema", False),
+    ),
+)
+def test_operators_of_another_version_of_torch(affine: Path, tmp_path: Path, schema: str, fits: bool) -> None:
+    described_operators = [{"name": "aten::addmm", "overload": "", "schema": schema}]
+    path = rewritten(affine, tmp_path / "other.fxw", native_operators=described_operators)
+    done = drive("open", path)
+    if fits:
+        assert done.code == 0, done.lines
+        return
+    assert done.lines[0] == (
+        f"ArtifactError: {path}: its operator 'aten::addmm' has another signature in this libtorch: "
+        f"{torch.ops.aten.addmm.default._schema}, not {schema}. Save the program with this version of torch"
     )
 
 

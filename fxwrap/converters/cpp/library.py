@@ -33,7 +33,8 @@ class EmittedCpp(EmittedProgram):
         emit: Callable[[Program], EmittedCpp],
     ) -> None:
         """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions, `operators` the called
-        operators as "namespace.name.overload", `engine` is the engine of the C runtime that it needs: "cpu" or "torch"."""
+        operators as "namespace.name.overload", `engine` the engine of the C runtime that they need: "cpu" or "torch".
+        """
         load = cache(self._load)
         super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd
         self._program = program

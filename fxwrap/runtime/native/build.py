@@ -44,7 +44,15 @@ _BRIDGE_UNITS = (
 )
 _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
 _HEADERS = (
-    *("bridge/bridge.h", "bridge/frame.h", "bridge/functions.h", "bridge/values.h", "bridge/calls.h", "bridge/checks.h"),
+    *(
+        "bridge/bridge.h",
+        "bridge/frame.h",
+        "bridge/functions.h",
+        "bridge/values.h",
+        "bridge/calls.h",
+        "bridge/checks.h",
+    ),
+    "bridge/kernel_failure.h",
     *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),
     *("engine/engine.h", "engine/call.h", "engine/checks.h", "engine/dtypes.h", "engine/failure.h"),
     "../../include/fxwrap/runtime.h",
@@ -101,8 +109,8 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
     """Returns the path of an emitted program's shared library, compiled now unless it is in the cache.
 
     `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` (CPU kernels) are linked
-    with it. The sources remain beside the library for debuggers. `CXX` selects the compiler (default: the first of g++, c++ and clang++). Raises NativeBuildError with
-    the command and the compiler's output.
+    with it. The sources remain beside the library for debuggers. `CXX` selects the compiler (default: the first of g++,
+    c++ and clang++). Raises NativeBuildError with the command and the compiler's output.
     """
     sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
     compiler = find_compiler()
@@ -420,7 +428,8 @@ def _interface_digest() -> str:
 
 @cache
 def _kernel_header() -> str:
-    return (_PROGRAM_HEADERS / _KERNEL_HEADER).read_text(encoding="utf-8")
+    headers = ("kernel_failure.h", _KERNEL_HEADER)
+    return "".join([(_PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in headers])
 
 
 @cache
@@ -452,7 +461,9 @@ def binary_target() -> dict[str, str | list[str]]:
     program reaches torch by a table of functions alone, so it is for every version of torch.
     """
     return {
-        "interface": native_digest(_interface_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
+        "interface": native_digest(
+            _interface_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS
+        ),
         "machine": " ".join(PLATFORM),
         "libc": platform.libc_ver()[1],
         "instructions": _cpu_instruction_sets(),

@@ -35,7 +35,7 @@ _UNITS = (
 _HEADERS = (
     *[f"host/{name}.h" for name in ("sha256", "json", "archive", "constants", "code", "model")],
     *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
-    *("cpu/tensor.h", "cpu/engine.h", "bridge/bridge.h", "../../include/fxwrap/runtime.h"),
+    *("cpu/tensor.h", "cpu/engine.h", "bridge/bridge.h", "bridge/kernel_failure.h", "../../include/fxwrap/runtime.h"),
 )
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-O2", "-DNDEBUG", "-pthread")
 _TEMPLATES = _SOURCE_FOLDER / "cmake"

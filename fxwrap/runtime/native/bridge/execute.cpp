@@ -7,6 +7,8 @@
 
 #include "bridge/frame.h"
 #include "bridge/functions.h"
+#include "bridge/kernel_failure.h"
+#include "engine/failure.h"
 
 namespace fxwrap {
 
@@ -60,7 +62,11 @@ void Execution::run() {
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   DeviceStackGuard devices_left;
   RangeStackGuard ranges_left;
-  program_.run(frame_);
+  try {
+    program_.run(frame_);
+  } catch (const KernelFailure& failure) {
+    throw Failure(failure.kind, failure.message);
+  }
 }
 
 }  // namespace fxwrap

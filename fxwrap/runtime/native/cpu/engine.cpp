@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "../../include/fxwrap/dlpack.h"
+#include "bridge/kernel_failure.h"
 #include "cpu/tensor.h"
 #include "engine/call.h"
 
@@ -231,7 +232,11 @@ class CpuEngine final : public Engine {
       tensor_at(f, program.constants.data[i].integer) = *static_cast<const Tensor*>(call.constants[i]);
     }
     apply_threads();
-    program.run(f);
+    try {
+      program.run(f);
+    } catch (const KernelFailure& failure) {
+      throw Failure(failure.kind, failure.message);
+    }
     set_outputs(*this, program, f, call, [&](int64_t slot) { return tensor_output(tensor_at(f, slot)); });
   }
 
