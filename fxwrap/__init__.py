@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxwrap import rewrite as rewrite
     from fxwrap.artifact import LoadedProgram, load, parse
     from fxwrap.artifact.environment import environment_key
+    from fxwrap.artifact.signing import sign
     from fxwrap.comparison import compare
     from fxwrap.compile import Compiled, CompileRecord, GraphInfo, Stage, compile_graph, compiles, inspect
     from fxwrap.compile.saving import save
@@ -46,7 +47,7 @@ __all__ = [
     "CompileCounts", "CompileRecord", "Compiled", "CompiledStep", "EmittedProgram", "GraphInfo", "LoadedProgram",
     "Options", "Pass", "Profile", "Program", "Stage", "compare", "compile_counts", "compile_graph", "compile_step",
     "compiles", "default_decompositions", "devices", "environment_key", "from_fx", "fx", "inspect", "load",
-    "load_step", "lower", "parse", "profile", "register_pass", "rewrite", "run", "save", "to_cpp", "to_fx",
+    "load_step", "lower", "parse", "profile", "register_pass", "rewrite", "run", "save", "sign", "to_cpp", "to_fx",
     "to_python", "verify",
 ]  # fmt: skip
 
@@ -82,6 +83,7 @@ _MODULES = {
     "register_pass": "fxwrap.options",
     "run": "fxwrap.converters.interpreter",
     "save": "fxwrap.compile.saving",
+    "sign": "fxwrap.artifact.signing",
     "to_cpp": "fxwrap.converters.cpp",
     "to_fx": "fxwrap.converters.fx",
     "to_python": "fxwrap.converters.python",

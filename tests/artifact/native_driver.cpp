@@ -1,6 +1,6 @@
 // A host of saved programs without Python and torch, for tests: it runs the commands of its arguments, one after another.
 //
-//   library PATH | device NAME | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
+//   library PATH | device NAME | trust KEY | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
 //   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
 //   constant2 (of another version of DLPack)
 //   libraries (that the process has loaded) | leak | race (defects that sanitizers report)
@@ -94,6 +94,7 @@ class Driver {
       if (command == "open") open(next());
       else if (command == "library") libraries_.push_back(next());
       else if (command == "device") device_ = next();
+      else if (command == "trust") trust_ = next();
       else if (command == "copy") options_.copy_constants = 1;
       else if (command == "threads") options_.threads = std::atoi(next().c_str());
       else if (command == "share") models_.push_back(model().share());
@@ -129,6 +130,7 @@ class Driver {
     options_.libraries = libraries.data();
     options_.library_count = int64_t(libraries.size());
     options_.device = device_.empty() ? nullptr : device_.c_str();
+    options_.trust = trust_.empty() ? nullptr : trust_.c_str();
     models_.emplace_back(path, options_);
   }
 
@@ -248,7 +250,7 @@ class Driver {
   uint32_t version_ = 1;
   FxwrapOpenOptions options_{};
   std::vector<std::string> libraries_;
-  std::string device_;
+  std::string device_, trust_;
 };
 
 }  // namespace

@@ -166,9 +166,11 @@ def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
         (other / name).parent.mkdir(parents=True, exist_ok=True)
         text = source.read_text()
         if source.name == "bridge.h":
-            call, drop = "  void (*call)(Frame& f, CallSite& site);\n", "  void (*drop)(Frame& f, Slot slot);\n"
-            assert call in text and drop in text
-            text = text.replace(drop, "").replace(call, drop + call).replace("abi_version = 5", "abi_version = 6")
+            call = "  void (*call)(Frame& f, CallSite& site);\n"
+            assert call in text and "abi_version = 5" in text
+            text = text.replace(call, f"  void (*added)(Frame& f);\n{call}").replace(
+                "abi_version = 5", "abi_version = 6"
+            )
         (other / name).write_text(text)
     sources = [other / path.relative_to(Path(fxwrap.__file__).parent) for path in runtime_sources()]
     native = other / "runtime" / "native"

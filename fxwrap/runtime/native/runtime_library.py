@@ -29,11 +29,11 @@ RUNTIME_TARGET = "libfxwrap_runtime.target"
 _SOURCE_FOLDER = Path(__file__).parent
 _INCLUDE_FOLDER = _SOURCE_FOLDER.parents[1] / "include"
 _UNITS = (
-    *[f"host/{name}.cpp" for name in ("sha256", "json", "archive", "constants", "code", "model", "api")],
+    *[f"host/{name}.cpp" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model", "api")],
     *("cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
 )
 _HEADERS = (
-    *[f"host/{name}.h" for name in ("sha256", "json", "archive", "constants", "code", "model")],
+    *[f"host/{name}.h" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model")],
     *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
     *("cpu/tensor.h", "cpu/engine.h", "bridge/bridge.h", "bridge/kernel_failure.h", "../../include/fxwrap/runtime.h"),
 )

@@ -65,7 +65,7 @@ void Leaves::add(const SavedConstant& constant) {
 // --- saved programs --------------------------------------------------------------------------------------------------
 
 SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked)
-    : archive(path) {
+    : archive(path, options.trust == nullptr ? "full" : options.trust) {
   try {
     read(options, linked);
   } catch (const JsonError& failure) {
