@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxwrap import parse, run, to_cpp, to_python
 from fxwrap.errors import FxwrapError, NativeBuildError
-from fxwrap.runtime import kernel_table, library
+from fxwrap.runtime import kernel_table
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_symbol
 from fxwrap.runtime.kernels import CPP_KERNELS, load_kernel, prepare_kernels
 from fxwrap.runtime.native import build_bridge
@@ -284,7 +284,7 @@ def _load(kernel: KernelText) -> Callable[..., None]:
 def test_a_first_launch_prepares_new_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each first launch prepared all kernels ever registered: quadratic time and memory in the number of graphs."""
     prepared: list[int] = []
-    monkeypatch.setattr(library, "prepare_kernels", lambda kernels: prepared.append(len(kernels)))
+    monkeypatch.setattr(kernel_table, "prepare_kernels", lambda kernels: prepared.append(len(kernels)))
     source = 'extern "C" void kernel(float* out) { out[0] = 7; }\n'
     with kernel_table.empty_kernel_table():
         for graph in range(4):
