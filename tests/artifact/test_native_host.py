@@ -205,8 +205,8 @@ def test_bad_files_have_the_words_of_python(affine: Path, tmp_path: Path, kind: 
     assert drive("open", path).lines[0] == f"ArtifactError: {error.value}"
 
 
-def rewritten(source: Path, target: Path, **changes: Any) -> Path:
-    """Writes a file again with another description of its binaries; its hashes are right."""
+def rewritten(source: Path, target: Path, devices: list[str] | None = None, **changes: Any) -> Path:
+    """Writes a file again with another description of its binaries, or other devices; its hashes are right."""
     from fxwrap.artifact.archive import Archive
 
     with Archive(source) as archive, target.open("wb") as file, ArchiveWriter(file) as writer:
@@ -218,6 +218,7 @@ def rewritten(source: Path, target: Path, **changes: Any) -> Path:
         for key, value in changes.items():
             section, _, name = key.partition("_")
             manifest["binaries"][section][name] = value
+        manifest["devices"] = devices or manifest["devices"]
         writer.close(manifest)
     return target
 
@@ -249,6 +250,15 @@ def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> Non
     assert drive("open", path).lines[0] == (
         f"ArtifactError: {path}: its operator 'mylib::scale' is not registered in this process. "
         "Pass the library that registers it as an option, or load it first"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_file_for_a_gpu_on_a_machine_without_one(affine: Path, tmp_path: Path) -> None:
+    path = rewritten(affine, tmp_path / "gpu.fxw", devices=["cuda:0"])
+    assert drive("open", path).lines[0] == (
+        f"ArtifactError: {path}: it was compiled for cuda:0, and this libtorch has no CUDA, or finds no GPU. "
+        "Run it on a machine with that device, or compile it for another"
     )
 
 
