@@ -10,6 +10,9 @@ from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import is_python_operator, operator_overload, torch_schema
 from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
+_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in ("stream_id", "record_event", "wait_event", "record_stream")})
+"""Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`)."""
+
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""
 
@@ -33,7 +36,7 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     """Yields the reasons why a program needs Python, each with the name of the item."""
     for name, overload in map(_qualified, emitted.operators):
         full = f"{name}.{overload}" if overload else name
-        if is_python_operator(full):
+        if is_python_operator(full) and full not in _ALSO_NATIVE:
             yield f"the operator '{full}' is implemented in Python"
     for item in program.inputs:
         if not isinstance(item.value, SymbolInfo) and isinstance(item.value.type, OpaqueType):

@@ -248,6 +248,31 @@ def test_constants_are_replaced_and_shared(scaled: Path, tmp_path: Path) -> None
     assert torch.equal(read_result(tmp_path / "again.0", again), again)
 
 
+class Reversed(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flip(0) * 3
+
+
+class Shifted(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, 0) - 2
+
+
+@pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
+def test_programs_of_one_signature_in_one_process(tmp_path: Path, preloaded: str) -> None:
+    """The loader must not take the second library for the first one."""
+    x = torch.randn(4, 6)
+    commands = tensor_commands(tmp_path, [x])
+    modules = [Reversed(), Shifted(), Reversed()]
+    for index, module in enumerate(modules):
+        path = save(module, (x,), tmp_path / f"{index}.fxw")
+        commands += ["open", str(path), "run", str(tmp_path / f"out{index}")]
+    done = drive(*commands, LD_PRELOAD=preloaded)
+    assert done.code == 0, done.lines
+    for index, module in enumerate(modules):
+        assert torch.equal(read_result(tmp_path / f"out{index}.0", x), module(x))
+
+
 def test_threads(scaled: Path, tmp_path: Path) -> None:
     class Pure(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import fxwrap
+from fxwrap.artifact.saving import save_program
+from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
 from tests.artifact.native_host import described, read_result
+from tests.artifact.test_native_host import STREAMS
 
 pytestmark = pytest.mark.gpu
 
@@ -82,3 +85,16 @@ def test_a_host_runs_triton_kernels_of_the_file(tmp_path: Path, dtype: torch.dty
         torch.testing.assert_close(
             read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))
+def test_a_host_runs_streams_and_events_of_a_program(tmp_path: Path, own_stream: bool) -> None:
+    program = insert_device_guards(
+        fxwrap.parse(STREAMS.replace("4]@cpu", "100000]@cuda:0").replace('"cpu"', '"cuda:0"'))
+    )
+    save_program(program, tmp_path / "streams.fxw", emitter="cpp", target="native")
+    x = torch.randn(100000, device="cuda")
+    (tmp_path / "data").mkdir()
+    assert run_host(tmp_path / "streams.fxw", tmp_path / "data", [x], 20, own_stream) == []
+    wanted = (x + -x.sin().exp()).cpu()
+    torch.testing.assert_close(read_result(tmp_path / "data" / "out.0", wanted), wanted, rtol=0, atol=0)

@@ -15,6 +15,7 @@ import torch
 
 import fxwrap
 from fxwrap.artifact.archive import ArchiveWriter
+from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_runtime
 from tests.artifact.native_host import described, drive, driver, read_result, tensor_commands
@@ -124,6 +125,33 @@ def test_operators_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> N
     done = drive("open", affine, *tensor_commands(tmp_path, [batch()]), "operators")
     assert done.code == 0 and "begin aten::mm" in done.lines
     assert [line.split()[0] for line in done.lines] == ["begin", "end"] * (len(done.lines) // 2)
+
+
+STREAMS = """
+program @streams(%x: borrowed f32[4]@cpu) {
+  %t = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %begun = device.record() device="cpu" event=7 : opaque<Event>
+  device.wait(%begun) device="cpu" stream=1
+  %b = memory.alloc() stream=1 : f32[4]@cpu
+  extern.call @aten.exp.out(%t) outs=(%b) stream=1
+  %c = extern.call @aten.neg.default(%b) stream=1 : f32[4]@cpu
+  memory.free(%b) stream=1
+  memory.free(%t) stream=1
+  %done = device.record() device="cpu" stream=1 : opaque<Event>
+  device.wait(%done) device="cpu"
+  %y = extern.call @aten.add.Tensor(%c, %x) : f32[4]@cpu
+  memory.free(%c)
+  control.return(%y)
+}
+"""
+
+
+def test_streams_and_events(tmp_path: Path) -> None:
+    save_program(fxwrap.parse(STREAMS), tmp_path / "streams.fxw", emitter="cpp", target="native")
+    x = torch.randn(4)
+    done = drive("open", tmp_path / "streams.fxw", *tensor_commands(tmp_path, [x]), "run", tmp_path / "out")
+    assert done.code == 0, done.lines
+    assert torch.equal(read_result(tmp_path / "out.0", x), x + -x.sin().exp())
 
 
 # --- bad calls --------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ _BRIDGE_UNITS = (
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
         *("bridge/ranges.cpp", "bridge/engine.cpp", "engine/checks.cpp"),
-        *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
+        *("cuda/streams.cpp", "cuda/stream_operators.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
     ),
@@ -53,7 +53,7 @@ _HEADERS = (
         "bridge/checks.h",
     ),
     "bridge/kernel_failure.h",
-    *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),
+    *("cuda/driver.h", "cuda/launch.h", "cuda/stream_operators.h", "binding/binding.h"),
     *("engine/engine.h", "engine/call.h", "engine/checks.h", "engine/dtypes.h", "engine/failure.h"),
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),

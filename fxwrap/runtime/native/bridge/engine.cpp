@@ -20,6 +20,7 @@
 
 #include "bridge/checks.h"
 #include "bridge/frame.h"
+#include "cuda/stream_operators.h"
 #include "engine/call.h"
 
 namespace at {
@@ -245,6 +246,7 @@ class TorchEngine final : public Engine {
   }
 
   Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) override {
+    register_stream_operators();
     const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!handle.has_value()) {
       return {"is not registered in this process", "Pass the library that registers it as an option, or load it first"};

@@ -122,9 +122,11 @@ void* open_library(const Content& content, const std::string& name, std::string&
     done += size_t(count);
   }
   void* library = dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) failure = dlerror();
+  // The loader knows libraries by their paths: while the file is open, no other program has this one.
+  if (library != nullptr) return library;
+  failure = dlerror();
   close(file);
-  return library;
+  return nullptr;
 }
 
 struct LoadedCode {
