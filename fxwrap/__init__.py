@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxwrap import rewrite as rewrite
     from fxwrap.artifact import LoadedProgram, load, parse
     from fxwrap.artifact.environment import environment_key
+    from fxwrap.artifact.signing import sign
     from fxwrap.comparison import Bisection, Minified, bisect, compare, minify, save_repro
     from fxwrap.compile import Compiled, CompileRecord, GraphInfo, Stage, compile_graph, compiles, inspect
     from fxwrap.compile.saving import save
@@ -47,7 +48,7 @@ __all__ = [
     "LoadedProgram", "Minified", "Options", "Pass", "Profile", "Program", "Stage", "bisect", "compare",
     "compile_counts", "compile_graph", "compile_step", "compiles", "default_decompositions", "devices",
     "environment_key", "from_fx", "fx", "inspect", "load", "load_step", "lower", "minify", "parse", "profile",
-    "register_pass", "rewrite", "run", "save", "save_repro", "to_cpp", "to_fx", "to_python", "verify",
+    "register_pass", "rewrite", "run", "save", "save_repro", "sign", "to_cpp", "to_fx", "to_python", "verify",
 ]  # fmt: skip
 
 _PACKAGES = frozenset({"fx", "rewrite"})
@@ -87,6 +88,7 @@ _MODULES = {
     "run": "fxwrap.converters.interpreter",
     "save": "fxwrap.compile.saving",
     "save_repro": "fxwrap.comparison",
+    "sign": "fxwrap.artifact.signing",
     "to_cpp": "fxwrap.converters.cpp",
     "to_fx": "fxwrap.converters.fx",
     "to_python": "fxwrap.converters.python",

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,13 @@ FORMAT: Final = "fxwrap program"
 FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 MANIFEST_HASH: Final = "manifest.sha256"
+MANIFEST_SIGNATURE: Final = "manifest.signature"
+"""The public key and the signature of the manifest, 32 and 64 bytes; a file may lack this entry."""
+
+SIGNATURE_BYTES: Final = 32 + 64
+
+_UNLISTED: Final = (MANIFEST, MANIFEST_HASH, MANIFEST_SIGNATURE)
+"""The entries that the manifest does not list."""
 
 CHUNK: Final = 1 << 20
 """Bytes per hashed chunk. An entry's hash is the SHA-256 of its content, or of the hashes of its chunks if it has
@@ -112,13 +119,16 @@ class ArchiveWriter:
         """Adds an entry."""
         self.add(name, (content,), len(content))
 
-    def close(self, manifest: Mapping[str, object]) -> None:
-        """Adds the manifest, with format and entries, and ends the file."""
+    def close(self, manifest: Mapping[str, object], sign: Callable[[bytes], bytes] | None = None) -> None:
+        """Adds the manifest, with format and entries, and the signature that `sign` returns for it; ends the file."""
         contents = {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest, "entries": self._entries}
         text = (json.dumps(contents, indent=1, sort_keys=True) + "\n").encode()
         self._write(MANIFEST, (text,), len(text))
         digest = hashlib.sha256(text).hexdigest().encode() + b"\n"
         self._write(MANIFEST_HASH, (digest,), len(digest))
+        if sign is not None:
+            signature = sign(text)
+            self._write(MANIFEST_SIGNATURE, (signature,), len(signature))
         self._zip.close()
 
     def __enter__(self) -> ArchiveWriter:
@@ -357,6 +367,8 @@ class Archive:
         digest = self._read_at(MANIFEST_HASH, hash_extent.start, hash_extent.size)
         if hashlib.sha256(text).hexdigest().encode() + b"\n" != digest:
             raise self.error(MANIFEST, "it is damaged: its hash is wrong")
+        self.manifest_text = text
+        self.signature = self._signature()
         try:
             manifest = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -373,6 +385,19 @@ class Archive:
             )  # fmt: skip
         return manifest
 
+    def names(self) -> list[str]:
+        """Returns the names of the entries that the manifest lists, in the order of the file."""
+        return sorted(self._entries, key=lambda name: self._extents[name].start)
+
+    def _signature(self) -> bytes | None:
+        """Returns the content of the entry with the signature, or None."""
+        extent = self._extents.get(MANIFEST_SIGNATURE)
+        if extent is None:
+            return None
+        if extent.size != SIGNATURE_BYTES:
+            raise self.error(MANIFEST_SIGNATURE, f"it has {extent.size} bytes instead of {SIGNATURE_BYTES}")
+        return bytes(self._read_at(MANIFEST_SIGNATURE, extent.start, extent.size))
+
     def _check_entries(self) -> None:
         listed = self.manifest.get("entries")
         if not isinstance(listed, dict):
@@ -388,7 +413,7 @@ class Archive:
                 raise self.error(name, f"it has {self._extents[name].size} bytes instead of {size}")
             self._entries[name] = size, digest
         for name in self._extents:
-            if name not in listed and name not in (MANIFEST, MANIFEST_HASH):
+            if name not in listed and name not in _UNLISTED:
                 raise self.error(name, "the manifest does not list it", _FOREIGN_ENTRY)
 
 

@@ -64,7 +64,8 @@ def write_binaries(
         manifest["kernels"] = {"symbols": symbols, "entry": _add(writer, library)}
     if manifest:
         bridge = bridge_folder()
-        manifest["bridge"] = {name: _add(writer, bridge / name) for name in native.BRIDGE_LIBRARIES}
+        libraries = {name: _add(writer, bridge / name) for name in native.BRIDGE_LIBRARIES}
+        manifest["bridge"] = {"target": native.bridge_target(), "libraries": libraries}
         manifest["target"] = native.binary_target()
     triton = write_triton(writer, texts)
     return {**manifest, "triton": triton} if triton else manifest
@@ -148,24 +149,30 @@ def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
 
 def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str) -> str:
     items = described[section] if section == "programs" else [described[section]]
-    bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"].items()}
+    bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"]["libraries"].items()}
     libraries = [archive.read(str(item["entry"])) for item in items]
     if sorted(bridge) != sorted(native.BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
-    if not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
-        native.register_prebuilt_bridge(_write_to_cache(bridge))
     paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
-    bridge_folder = native.find_prebuilt_bridge()
-    if bridge_folder is not None:
-        failure = _load_failure((str(bridge_folder / native.BRIDGE_LIBRARIES[0]), *map(str, paths)))
-        if failure:
-            return failure
+    fits = described["bridge"]["target"] == native.bridge_target()
+    if fits and not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
+        native.register_prebuilt_bridge(_write_to_cache(bridge))
+    prebuilt = native.find_prebuilt_bridge()
+    bridges = () if prebuilt is None else (prebuilt / native.BRIDGE_LIBRARIES[0],)
+    failure = _load_failure(tuple([str(path) for path in (*bridges, *paths)]))
+    if failure:
+        return failure
     for item, path in zip(items, paths, strict=True):
         if section == "programs":
             native.register_prebuilt_program(str(item["source"]), path)
         else:
             native.register_prebuilt_kernels([str(symbol) for symbol in item["symbols"]], path)
-    return ""
+    if native.binding_is_loaded() or native.find_bridge() is not None:
+        return ""
+    target = described["bridge"]["target"]
+    return (
+        f"its bridge is for torch {target['torch']!r} and Python {target['python']!r}, and none is built for this one"
+    )
 
 
 @bounded_cache(256)

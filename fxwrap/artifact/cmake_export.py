@@ -1,4 +1,4 @@
-"""Saved programs as CMake projects: sources that build with libtorch alone, where fxwrap is not installed."""
+"""Saved programs as CMake projects: sources that build without fxwrap, with libtorch if they call operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.cpp.library import EmittedCpp
 from fxwrap.errors import ArtifactError
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.runtime.native import PROGRAM_FLAGS, NativeSource, project_sources
+from fxwrap.runtime.native import PROGRAM_FLAGS, NativeSource, project_sources, runtime_sources
 from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.wrapper_ir import Input, Program, hints_with_fallback
 
@@ -40,7 +40,7 @@ def export_cmake(loaded: LoadedProgram, folder: Path) -> list[Path]:
     _check(loaded, emitted, folder)
     units = _units(emitted)
     try:
-        files = [_write(folder / name, content) for name, content in _sources(program, units).items()]
+        files = [_write(folder / name, content) for name, content in _sources(program, emitted, units).items()]
         files += [_write(folder / name, path.read_bytes()) for name, path in _runtime_files().items()]
         save_for_linked_code(loaded.program, folder / WEIGHTS, native_entry(program, emitted, ""), loaded.convention)
     except OSError as error:
@@ -68,15 +68,19 @@ def _units(emitted: EmittedCpp) -> Mapping[str, NativeSource]:
     return {"program.cpp": NativeSource(emitted.source, PROGRAM_FLAGS), **kernels}
 
 
-def _sources(program: Program, units: Mapping[str, NativeSource]) -> dict[str, bytes]:
+def _sources(program: Program, emitted: EmittedCpp, units: Mapping[str, NativeSource]) -> dict[str, bytes]:
     """Returns the files of the program by name."""
-    native = [name for name in _runtime_files() if name.endswith(".cpp")]
+    sources = {name: path for name, path in _runtime_files().items() if name.endswith(".cpp")}
+    host = [name for name, path in sources.items() if path in runtime_sources()]
+    needs_torch = emitted.engine == "torch"
     values = {
         "NAME": re.sub(r"\W+", "_", program.name) or "program",
-        "TORCH": torch.__version__,
+        "NEEDS_TORCH": "ON" if needs_torch else "OFF",
+        "FOR_TORCH": f" for libtorch {torch.__version__}" if needs_torch else "",
+        "PREFIX": "-DCMAKE_PREFIX_PATH=<libtorch> " if needs_torch else "",
         "CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
-        "BRIDGE": _listed([name for name in native if "/host/" not in name]),
-        "HOST": _listed([name for name in native if "/host/" in name]),
+        "BRIDGE": _listed([name for name in sources if name not in host]),
+        "HOST": _listed(host),
         "PROGRAM": _listed(units),
         "FLAGS": "\n".join([_flags(name, unit) for name, unit in units.items()]),
         "INPUTS": "\n".join([f"    inputs.push_back({_example(item, program)});" for item in program.inputs]),

@@ -15,6 +15,7 @@ from fxwrap.artifact.devices import device_map, move_program, program_devices
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.artifact.program_text import read_program
 from fxwrap.artifact.saving import PLAN
+from fxwrap.artifact.signing import check_signature, is_public_key
 from fxwrap.artifact.trust import TRUST_LEVELS
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.lines import ExtensionLine
@@ -56,7 +57,8 @@ def load(
         extensions: vendors' line classes in the program.
         mmap: whether to map constants on the CPU from the file, which is fast and shares memory between processes. The
             file must not change while they are used; `save` and renames replace files, but some tools copy in place.
-        trust: "full", or "none" for a file from a stranger: it runs in the interpreter, may have no kernels, and may
+        trust: "full"; a public key, "ed25519:...", which must have signed the file (`fxwrap.sign`), and whose owner is
+            then trusted; or "none" for a file from a stranger: it runs in the interpreter, may have no kernels, and may
             call only operators that check their operands; compiled code in it is not used.
 
     Raises ArtifactError for a damaged, truncated or foreign file, for a newer format, and for what `trust` does not
@@ -68,6 +70,9 @@ def load(
             raise OptionError("trust='none' runs no code from a file: use emitter='interpreter', binaries='ignored'")
         emitter, binaries, mmap = "interpreter", "ignored", False
     with Archive(Path(path)) as archive:
+        if is_public_key(trust):
+            check_signature(archive, trust)
+            trust = "full"
         loaded = _read_program(archive, emitter, device, binaries, extensions, mmap, trust)
     if not loaded.missing_constants:
         # Compile now: errors show at load time, and the first call is as fast as others. A graph may be rewritten.
@@ -137,10 +142,10 @@ def _check_choices(emitter: str | None, binaries: str, trust: str) -> None:
     choices = (
         (emitter, EMITTERS, "emitter"),
         (binaries, BINARIES, "choice of binaries"),
-        (trust, TRUST_LEVELS, "trust"),
+        (trust, (*TRUST_LEVELS, "a public key, 'ed25519:...'"), "trust"),
     )
     for value, known, what in choices:
-        if value is not None and value not in known:
+        if value is not None and value not in known and not (value is trust and is_public_key(trust)):
             raise OptionError(f"unknown {what} {value!r}; known: {', '.join(known)}")
 
 

@@ -15,11 +15,10 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.artifact.environment import package_versions
-from fxwrap.artifact.trust import TRUST_LEVELS
 from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.conformance import add_conformance
 from fxwrap.cli.flags import Parser, refuse_flags, without_broken_pipe
-from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved
+from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved, sign_saved
 from fxwrap.cli.show import add_show_arguments, show_graphs, show_saved
 from fxwrap.cli.tables import passes_table
 from fxwrap.cli.target import EXPORTED_SUFFIX, Target, load_target
@@ -66,6 +65,7 @@ examples:
   python -m fxwrap compare model.py:make_model --training
   python -m fxwrap inspect model.fxw
   python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
+  python -m fxwrap sign model.fxw --key signing.key
   python -m fxwrap export-cmake model.fxw model/
   python -m fxwrap conformance --device npu --import vendor_package
 
@@ -101,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{versions}, Python {platform.python_version()}")
     commands = parser.add_subparsers(
         required=True,
-        metavar="show | emit | plan | report | compare | passes | inspect | run | export-cmake | conformance | build",
+        metavar="show | emit | plan | report | compare | passes | inspect | run | sign | export-cmake | conformance | "
+        "build",
     )
     _add_show(commands)
     _add_emit(commands)
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
     _add_inspect(commands)
     _add_run(commands)
+    _add_sign(commands)
     _add_export_cmake(commands)
     add_conformance(commands)
     _add_build(commands)
@@ -134,9 +136,23 @@ def _add_run(commands: _Commands) -> None:
     )
     command.add_argument("-o", "--output", metavar="FILE", help="write the outputs by name to such a file")
     command.add_argument("--emitter", choices=EMITTERS, help="the emitter (default: that of the file)")
-    command.add_argument("--trust", choices=TRUST_LEVELS, default="full", help='"none" for a file from a stranger')
+    command.add_argument(
+        "--trust",
+        metavar="full|none|KEY",
+        default="full",
+        help='"none" for a file from a stranger; "ed25519:..." for one that this key must have signed (default: full)',
+    )
     command.add_argument("--seed", type=int, default=0, help="seed of random inputs and operators (default: 0)")
     command.set_defaults(run=run_saved)
+
+
+def _add_sign(commands: _Commands) -> None:
+    summary = "sign a saved program, or create a key"
+    command = commands.add_parser("sign", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command.add_argument("target", metavar="FILE.fxw", nargs="?", help="a file that fxwrap.save wrote, signed in place")
+    command.add_argument("--key", metavar="FILE", required=True, help="the file of the private key")
+    command.add_argument("--new", action="store_true", help="create a key in that file, which must not exist")
+    command.set_defaults(run=sign_saved)
 
 
 def _add_export_cmake(commands: _Commands) -> None:

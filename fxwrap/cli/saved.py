@@ -1,8 +1,9 @@
-"""The commands for saved programs: `inspect`, `run` and `export-cmake`."""
+"""The commands for saved programs: `inspect`, `run`, `sign` and `export-cmake`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from fxwrap.artifact import LoadedProgram, load, read_saved
 from fxwrap.artifact.cmake_export import export_cmake
 from fxwrap.artifact.constants import read_tensor_file
+from fxwrap.artifact.signing import make_signing_key, public_key_of, sign
 from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor_bytes
 from fxwrap.cli.target import random_input
 from fxwrap.comparison.report import bytes_text
@@ -39,6 +41,20 @@ def read_program_file(path: str) -> LoadedProgram:
 def inspect_saved(chosen: argparse.Namespace) -> int:
     """Prints what a file contains: signature, versions, kernels, constants, compiled code, sizes."""
     print(inspection(read_program_file(chosen.target)))
+    return 0
+
+
+def sign_saved(chosen: argparse.Namespace) -> int:
+    """Creates a private key, signs a file, prints the public key. Raises CommandError for a key file that exists."""
+    try:
+        if chosen.new:
+            handle = os.open(chosen.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="ascii") as file:
+                file.write(make_signing_key() + "\n")
+        key = Path(chosen.key).read_text(encoding="ascii")
+    except (OSError, UnicodeError) as error:
+        raise CommandError(f"the key file '{chosen.key}': {error}") from error
+    print(public_key_of(key) if chosen.target is None else sign(chosen.target, key))
     return 0
 
 

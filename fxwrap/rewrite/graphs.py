@@ -22,7 +22,7 @@ from fxwrap.converters.fx.metadata import node_metadata, other_metadata
 from fxwrap.errors import RewriteError
 from fxwrap.inference import call_on_fakes, lists_to_tuples
 from fxwrap.matching import full_name, known_operator, merge_origins, operands_by_role, result_order
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.torch_compat import (
     FakeTensor,
     OpOverload,
@@ -399,7 +399,7 @@ def _triton(node: Node) -> KernelNode | None:
     arguments: Any = node.kwargs["kwargs"]
     nodes = [item for item in arguments.values() if isinstance(item, Node)]
     tensors = [item for item in nodes if isinstance(item.meta.get("val"), torch.Tensor)]
-    split = len(tensors) - library.get_registered_kernel(kernel.hash).outs
+    split = len(tensors) - kernel_table.get_registered_kernel(kernel.hash).outs
     return _kernel_node(node, kernel, tensors[:split], tensors[split:])
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.errors import FxwrapError
+from fxwrap.runtime.checks import raise_error
 from fxwrap.runtime.native import KERNEL_FLAGS, NativeSource
 
 KernelOptions: TypeAlias = tuple[tuple[str, str | int | float | bool], ...]
@@ -89,7 +90,10 @@ def make_translation_units(kernels: Sequence[KernelText]) -> list[NativeSource]:
 
 
 def emit_cpp_entry_points(kernels: Sequence[KernelText]) -> str:
-    """Returns a unit with an exported function per kernel that only calls it, `call_<symbol>`, and uses no bridge."""
+    """Returns a unit with an exported function per kernel, `call_<symbol>`, which calls it and returns its error.
+
+    The error is null, or texts of its kind and its message. The functions use no bridge.
+    """
     parts = []
     for kernel in kernels:
         types = _parameter_types(kernel.signature)
@@ -97,10 +101,26 @@ def emit_cpp_entry_points(kernels: Sequence[KernelText]) -> str:
         arguments = ", ".join([f"a{index}" for index in range(len(types))])
         parts.append(
             f"{emit_cpp_declaration(kernel.symbol, kernel.signature)}\n"
-            f'extern "C" __attribute__((visibility("default"))) void call_{kernel.symbol}({parameters}) '
-            f"{{ {kernel.symbol}({arguments}); }}\n"
+            f'extern "C" __attribute__((visibility("default"))) const char** call_{kernel.symbol}({parameters}) '
+            f"{{ return error_of([&] {{ {kernel.symbol}({arguments}); }}); }}\n"
         )
-    return "#include <cstdint>\n" + "".join(parts)
+    return _ENTRY_POINTS_PREAMBLE + "".join(parts)
+
+
+_ENTRY_POINTS_PREAMBLE: Final = """\
+#include <cstdint>
+#include "kernel_failure.h"
+template <class Call> static const char** error_of(const Call& call) {
+  static thread_local const char* texts[2];
+  try {
+    call();
+    return nullptr;
+  } catch (const fxwrap::KernelFailure& failure) {
+    texts[0] = failure.kind, texts[1] = failure.message;
+    return texts;
+  }
+}
+"""
 
 
 def load_cpp_entry_point(library: Path, kernel: KernelText) -> Callable[..., None]:
@@ -108,10 +128,13 @@ def load_cpp_entry_point(library: Path, kernel: KernelText) -> Callable[..., Non
     function = ctypes.CDLL(str(library))[f"call_{kernel.symbol}"]
     is_pointer = [entry.startswith("*") for entry in kernel.signature]
     function.argtypes = [ctypes.c_void_p if entry.startswith("*") else _C_TYPES[entry] for entry in kernel.signature]
-    function.restype = None
+    function.restype = ctypes.POINTER(ctypes.c_char_p)
 
     def launch(*arguments: Any) -> None:
-        function(*[item.data_ptr() if tensor else item for tensor, item in zip(is_pointer, arguments, strict=True)])
+        passed = [item.data_ptr() if tensor else item for tensor, item in zip(is_pointer, arguments, strict=True)]
+        error = function(*passed)
+        if error:
+            raise_error(error[0].decode(), error[1].decode())
 
     return launch
 

@@ -121,10 +121,7 @@ def _load_cpp(source: str, signature: tuple[str, ...], options: KernelOptions) -
         return _load_by_bridge(kernel)
     prepare_kernels((kernel,))
     library = native.find_interim_kernel(kernel.symbol) or _compile_interim_library([kernel])
-    try:
-        launch = load_cpp_entry_point(library, kernel)
-    except OSError:  # a kernel of the user's that calls the bridge
-        return _load_by_bridge(kernel)
+    launch = load_cpp_entry_point(library, kernel)
     return native.InterimLauncher(launch, partial(_load_by_bridge, kernel))
 
 
@@ -168,7 +165,7 @@ def _index_interim_library(kernels: Sequence[KernelText]) -> None:
 
 def _compile_interim_library(kernels: Sequence[KernelText]) -> Path:
     units = make_translation_units(kernels)
-    return native.compile_cpp(emit_cpp_entry_points(kernels), name="interim", extra_sources=units, with_bridge=False)
+    return native.compile_cpp(emit_cpp_entry_points(kernels), name="interim", extra_sources=units)
 
 
 def _compile_library(kernels: Sequence[KernelText]) -> Path:

@@ -7,260 +7,38 @@ declared to have side effects, so that dead-code elimination keeps them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-from weakref import WeakSet, WeakValueDictionary
+from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fxwrap import torch_compat
-from fxwrap.caching import bounded_cache
-from fxwrap.devices import Launcher, RegisteredLanguage, find_language, missing_function_error, registered_spec
-from fxwrap.errors import KernelTextError
 from fxwrap.runtime import collectives, devices, symmetric_memory, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
-from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.gradients import run_without_gradient
-from fxwrap.runtime.kernel_texts import RegisteredKernel as RegisteredKernel
-from fxwrap.runtime.kernel_texts import parse_kernels
-from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.device_operators import (
+    enter_device,
+    exchange_random_state,
+    exit_device,
+    random_state_fake,
+    record_event,
+    record_event_fake,
+    set_random_state,
+    synchronize,
+    synchronize_device,
+    wait_event,
+)
+from fxwrap.runtime.kernel_operators import (
+    cpp_kernel,
+    cpp_kernel_fake,
+    cpp_kernel_functional,
+    cpp_kernel_functional_fake,
+    cpp_kernel_functionalised,
+)
+from fxwrap.runtime.kernel_table import register_kernel_texts
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
-
-# --- kernels --------------------------------------------------------------------------------------------------------
-
-
-_KERNELS: WeakValueDictionary[str, RegisteredKernel] = WeakValueDictionary()
-"""Kernels by content hash. Emitted graphs own them in their metadata. Those of graphs that only have their hashes are
-owned by `_own_kernel`'s cache, from the first launch or fake propagation on, and Triton kernels by torch's table."""
-
-_UNPREPARED: WeakSet[RegisteredKernel] = WeakSet()
-"""Kernels registered since the last first launch. Those of a graph are registered, and compile faster, together."""
-
-_TABLE_LOCK = threading.RLock()
-"""Held while a table is changed or iterated: threads register and launch kernels at the same time."""
-
-
-@contextmanager
-def empty_kernel_table() -> Iterator[None]:
-    """Runs without registered kernels and restores the table afterwards: for tests."""
-    before, unprepared = dict(_KERNELS), set(_UNPREPARED)
-    _KERNELS.clear()
-    _UNPREPARED.clear()
-    try:
-        yield
-    finally:
-        _KERNELS.clear()
-        _KERNELS.update(before)
-        _UNPREPARED.clear()
-        _UNPREPARED.update(unprepared)
-
-
-def register_kernel(kernel_hash: str, kernel: RegisteredKernel) -> RegisteredKernel:
-    """Registers a kernel under its content hash and returns it, or the equal one that is registered.
-
-    It remains available while the result is referenced.
-    """
-    with _TABLE_LOCK:
-        registered = _KERNELS.setdefault(kernel_hash, kernel)
-        if registered is kernel:
-            _UNPREPARED.add(kernel)
-    return registered
-
-
-def find_registered_kernel(kernel_hash: object) -> RegisteredKernel | None:
-    """Returns the kernel with a content hash; None for an unknown hash or an object of another type."""
-    return _KERNELS.get(kernel_hash) if isinstance(kernel_hash, str) else None
-
-
-def get_registered_kernel(kernel_hash: str) -> RegisteredKernel:
-    """Returns the kernel with a content hash. Raises KernelTextError for an unknown one."""
-    kernel = _KERNELS.get(kernel_hash)
-    if kernel is None:
-        reason = "no kernel with this content hash is loaded in this process"
-        remedy = (
-            "Emit the program with fxwrap.to_fx in this process first; in an exported program, run the node of "
-            "fxwrap::register_kernels first, and export it again if the texts there lack this kernel"
-        )
-        raise KernelTextError(kernel_hash, reason, remedy)
-    return kernel
-
-
-def order_scalar_arguments(
-    signature: tuple[str, ...], sizes: Sequence[Any], numbers: Sequence[Any], to_bool: Callable[[Any], Any] = bool
-) -> list[Any]:
-    """Returns a kernel's scalar arguments in signature order: "f..." entries are floats, "i1" entries bools.
-
-    `to_bool` converts a size to a bool. Raises ValueError when there are too few or too many.
-    """
-    next_size, next_number = iter(sizes).__next__, iter(numbers).__next__
-    kinds = [entry for entry in signature if not entry.startswith("*")]
-    if not kinds:
-        return [*sizes, *numbers]
-    floats = sum(kind.startswith("f") for kind in kinds)
-    if (len(kinds) - floats, floats) != (len(sizes), len(numbers)):
-        raise ValueError(f"the kernel takes {len(kinds) - floats} sizes and {floats} numbers")
-    return [
-        next_number() if kind.startswith("f") else to_bool(next_size()) if kind == "i1" else next_size()
-        for kind in kinds
-    ]
-
-
-@bounded_cache(4096)
-def _launcher(kernel_hash: str, _language: RegisteredLanguage | None) -> Launcher:
-    """Returns the launcher of a kernel for the current registration of its language."""
-    kernel = get_registered_kernel(kernel_hash)
-    with _TABLE_LOCK:
-        unprepared = list(_UNPREPARED)
-        _UNPREPARED.difference_update(unprepared)
-    prepare_kernels(tuple([KernelText(item.language, *item.text) for item in unprepared]))
-    return load_kernel(kernel.language, *kernel.text)
-
-
-@bounded_cache(4096)
-def _own_kernel(kernel_hash: str) -> RegisteredKernel:
-    """Keeps a kernel available for graphs that were traced through the operator and only have its hash."""
-    return get_registered_kernel(kernel_hash)
-
-
-def _cpp_kernel(
-    kernel: str,
-    ins: Sequence[torch.Tensor],
-    *,
-    outs: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    grid: Sequence[int],
-) -> None:
-    registered = _own_kernel(kernel)
-    launch = _launcher(kernel, find_language(registered.language))
-    launch(tuple(grid), *ins, *outs, *order_scalar_arguments(registered.signature, sizes, numbers))
-    tensors.increment_versions(outs)
-
-
-def _own_registered_kernel(kernel: str) -> None:
-    if find_registered_kernel(kernel) is not None:
-        _own_kernel(kernel)
-
-
-def _cpp_kernel_fake(kernel: str, _ins: object, *, outs: Sequence[torch.Tensor], **_keywords: object) -> None:
-    _own_registered_kernel(kernel)
-    tensors.increment_versions(outs)  # fake tensors remember the symbols of their items while they are not written
-
-
-def _cpp_kernel_functional(
-    kernel: str,
-    ins: Sequence[torch.Tensor],
-    *,
-    outs: Sequence[torch.Tensor | None],
-    layouts: Sequence[int],
-    dtypes: Sequence[str],
-    device: torch.device,
-    **numbers: Any,
-) -> list[torch.Tensor]:
-    """Launches a kernel on new results: copies of the tensors in `outs`, and new memory where it has None.
-
-    An input that is also in `outs` is the copy: the kernel reads what it writes.
-    `layouts` has the rank, sizes and strides of each new result, `dtypes` their dtypes.
-    """
-
-    def launch() -> list[torch.Tensor]:
-        results = [_new_result(out, *new, device) for out, new in _results(outs, layouts, dtypes)]
-        result_of = {id(out): result for out, result in zip(outs, results, strict=True) if out is not None}
-        _cpp_kernel(kernel, [result_of.get(id(item), item) for item in ins], outs=results, **numbers)
-        return results
-
-    return run_without_gradient(launch, [*ins, *[out for out in outs if out is not None]])
-
-
-def _cpp_kernel_functional_fake(
-    kernel: str,
-    _ins: Sequence[torch.Tensor],
-    *,
-    outs: Sequence[torch.Tensor | None],
-    layouts: Sequence[int],
-    dtypes: Sequence[str],
-    device: torch.device,
-    **_numbers: object,
-) -> list[torch.Tensor]:
-    _own_registered_kernel(kernel)
-    return [
-        torch.empty_strided(sizes, strides, dtype=dtype, device=device) if out is None
-        else torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
-        for out, (sizes, strides, dtype) in _results(outs, layouts, dtypes)
-    ]  # fmt: skip
-
-
-NewLayout: TypeAlias = tuple[Sequence[Any], Sequence[Any], "torch.dtype | None"]
-"""Sizes, strides and dtype of a new result; empty for a copy."""
-
-
-def _results(outs: Sequence[Any], layouts: Sequence[Any], dtypes: Sequence[str]) -> Iterator[tuple[Any, NewLayout]]:
-    new = iter(result_layouts(layouts, dtypes))
-    for out in outs:
-        yield out, ((), (), None) if out is not None else next(new)
-
-
-def result_layouts(layouts: Sequence[Any], dtypes: Sequence[str]) -> list[NewLayout]:
-    """Returns sizes, strides and dtype of each new result of `cpp_kernel_functional`.
-
-    Raises ValueError if there are too few or too many numbers.
-    """
-    position, results = 0, []
-    for dtype in dtypes:
-        rank = layouts[position] if position < len(layouts) else 0
-        numbers = layouts[position + 1 : position + 1 + 2 * rank]
-        if position >= len(layouts) or len(numbers) < 2 * rank:
-            raise ValueError("layouts has the rank, sizes and strides of each new result")
-        results.append((numbers[:rank], numbers[rank:], getattr(torch, dtype)))
-        position += 1 + 2 * rank
-    if position != len(layouts):
-        raise ValueError(f"layouts has more results than the {len(dtypes)} of dtypes")
-    return results
-
-
-def _new_result(
-    out: torch.Tensor | None,
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> torch.Tensor:
-    if out is not None:
-        return tensors.copy_with_strides(out)
-    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-
-
-def _cpp_kernel_functionalised(
-    kernel: str, ins: Sequence[torch.Tensor], *, outs: Sequence[torch.Tensor], **numbers: Sequence[float]
-) -> None:
-    contents = [[torch_compat.unwrap_functional_tensor(tensor) for tensor in group] for group in (ins, outs)]
-    device = contents[1][0].device if outs else torch.device("cpu")
-    with torch_compat.exclude_functionalisation():
-        results = torch.ops.fxwrap.cpp_kernel_functional(
-            kernel, contents[0], outs=contents[1], layouts=[], dtypes=[], device=device, **numbers
-        )
-    for out, content in zip(outs, results, strict=True):
-        torch_compat.replace_functional_tensor(out, content)
-
-
-_KERNELS_OF_TEXTS = WeakIdKeyDictionary()
-"""The kernels of each tensor of texts that was registered, which they live as long as."""
-
-
-def _register_kernels(texts: torch.Tensor) -> None:
-    """Registers the kernels of an exported program; calls after the first return at once."""
-    if texts in _KERNELS_OF_TEXTS:
-        return
-    parsed = parse_kernels(texts)
-    with _TABLE_LOCK:
-        _KERNELS_OF_TEXTS[texts] = [register_kernel(kernel_hash, kernel) for kernel_hash, kernel in parsed.items()]
-
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -302,7 +80,7 @@ def _workspace(size: int, zeroed: bool, device: torch.device) -> torch.Tensor:
     return make([size], dtype=torch.uint8, device=device)
 
 
-# --- checks, random state, devices and streams ----------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------------------------
 
 
 def _check_layout(
@@ -322,87 +100,6 @@ def _check_layout(
 def _require(condition: float, message: str, error: str, shown: int | None) -> None:
     if not condition:
         raise_error(error, message, shown)
-
-
-def _random_state_fake(device: torch.device) -> torch.Tensor:
-    spec = registered_spec(device.type)
-    if spec is None or spec.random_state_bytes is None:
-        raise missing_function_error(device.type, "random_state")
-    return torch.empty([spec.random_state_bytes], dtype=torch.uint8, device="cpu")
-
-
-def _set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    tensors.set_random_state(str(device), state)
-
-
-def _exchange_random_state(generator: torch.Generator, device: torch.device) -> None:
-    tensors.exchange_random_state(str(device), generator)
-
-
-class _DeviceGuardStack(threading.local):
-    """The device guards that a thread has entered and not exited."""
-
-    def __init__(self) -> None:
-        self.guards: list[AbstractContextManager[object]] = []
-
-
-_DEVICE_GUARDS = _DeviceGuardStack()
-
-
-def _enter_device(device: torch.device, stream: int = 0) -> None:
-    make_enter_device(device, stream)()
-
-
-def make_enter_device(device: torch.device, stream: int = 0) -> Callable[[], None]:
-    """Returns `fxwrap::enter_device` for a fixed device and stream."""
-    make_guard = devices.device_context(device, stream)
-
-    def enter() -> None:
-        guard = make_guard()
-        guard.__enter__()
-        _DEVICE_GUARDS.guards.append(guard)
-
-    return enter
-
-
-def _exit_device(_device: torch.device, _stream: int = 0) -> None:
-    _DEVICE_GUARDS.guards.pop().__exit__(None, None, None)
-
-
-@contextmanager
-def exit_devices_on_error() -> Iterator[None]:
-    """Exits, when a `with` block raises, the devices that were entered and not exited in it."""
-    depth = len(_DEVICE_GUARDS.guards)
-    try:
-        yield
-    except BaseException:
-        while len(_DEVICE_GUARDS.guards) > depth:
-            _DEVICE_GUARDS.guards.pop().__exit__(None, None, None)
-        raise
-
-
-def _record_event(device: torch.device, stream: int, event: int = 0) -> torch.Tensor:
-    """Returns an empty tensor with the event as an attribute: graphs pass only tensors."""
-    token: Any = torch.empty([0], dtype=torch.int64)
-    token.event = devices.record_event(device, stream, event)
-    return token  # type: ignore[no-any-return]
-
-
-def _record_event_fake(_device: torch.device, _stream: int, _event: int = 0) -> torch.Tensor:
-    return torch.empty([0], dtype=torch.int64, device="cpu")
-
-
-def _wait_event(event: torch.Tensor, device: torch.device, stream: int) -> None:
-    devices.wait_event(event.event, device, stream)  # type: ignore[attr-defined]
-
-
-def _synchronize(place: int) -> None:
-    """Waits for the stream or event at an index of Dynamo's table."""
-    torch_compat.get_external_object()(place).synchronize()
-
-
-def _synchronize_device(device: torch.device | None = None) -> None:
-    torch.accelerator.synchronize(device)
 
 
 # --- collectives ----------------------------------------------------------------------------------------------------
@@ -447,14 +144,14 @@ _TYPE = "SymInt[] sizes, SymInt[] strides, ScalarType dtype"
 _OPERATORS = (
     _Operator(
         f"cpp_kernel(str kernel, Tensor[] ins, *, Tensor(a!)[] outs, {_NUMBERS}) -> ()",
-        _cpp_kernel, _cpp_kernel_fake, _cpp_kernel_functionalised, has_side_effect=True,
+        cpp_kernel, cpp_kernel_fake, cpp_kernel_functionalised, has_side_effect=True,
     ),
     _Operator(
         "cpp_kernel_functional(str kernel, Tensor[] ins, *, Tensor?[] outs, SymInt[] layouts, str[] dtypes, "
         f"Device device, {_NUMBERS}) -> Tensor[]",
-        _cpp_kernel_functional, _cpp_kernel_functional_fake,
+        cpp_kernel_functional, cpp_kernel_functional_fake,
     ),
-    _Operator("register_kernels(Tensor texts) -> ()", _register_kernels, has_side_effect=True),
+    _Operator("register_kernels(Tensor texts) -> ()", register_kernel_texts, has_side_effect=True),
     _Operator(
         f"allocate_symmetric({_TYPE}, Device device, str group) -> Tensor",
         symmetric_memory.allocate, _allocate_symmetric_fake,
@@ -484,24 +181,24 @@ _OPERATORS = (
     ),
     _Operator("check_rank(Tensor? tensor, str name, int rank) -> ()", check_rank, has_side_effect=True),
     _Operator("require(Scalar condition, str message, str error, SymInt? shown) -> ()", _require, has_side_effect=True),
-    _Operator("random_state(Device device) -> Tensor", devices.random_state, _random_state_fake, has_side_effect=True),
-    _Operator("set_random_state(Tensor state, Device device) -> ()", _set_random_state, has_side_effect=True),
+    _Operator("random_state(Device device) -> Tensor", devices.random_state, random_state_fake, has_side_effect=True),
+    _Operator("set_random_state(Tensor state, Device device) -> ()", set_random_state, has_side_effect=True),
     _Operator(
-        "exchange_random_state(Generator generator, Device device) -> ()", _exchange_random_state, has_side_effect=True
+        "exchange_random_state(Generator generator, Device device) -> ()", exchange_random_state, has_side_effect=True
     ),
-    _Operator("enter_device(Device device, int stream=0) -> ()", _enter_device, has_side_effect=True),
-    _Operator("exit_device(Device device, int stream=0) -> ()", _exit_device, has_side_effect=True),
+    _Operator("enter_device(Device device, int stream=0) -> ()", enter_device, has_side_effect=True),
+    _Operator("exit_device(Device device, int stream=0) -> ()", exit_device, has_side_effect=True),
     _Operator("stream_id(Device device, int stream) -> int", devices.stream_id, lambda *_: 0, has_side_effect=True),
     _Operator(
-        "record_event(Device device, int stream, int event=0) -> Tensor", _record_event, _record_event_fake,
+        "record_event(Device device, int stream, int event=0) -> Tensor", record_event, record_event_fake,
         has_side_effect=True,
     ),
-    _Operator("wait_event(Tensor event, Device device, int stream) -> ()", _wait_event, has_side_effect=True),
+    _Operator("wait_event(Tensor event, Device device, int stream) -> ()", wait_event, has_side_effect=True),
     _Operator(
         "record_stream(Tensor tensor, Device device, int stream) -> ()", devices.record_stream, has_side_effect=True
     ),
-    _Operator("synchronize(int place) -> ()", _synchronize, has_side_effect=True),
-    _Operator("synchronize_device(Device? device=None) -> ()", _synchronize_device, has_side_effect=True),
+    _Operator("synchronize(int place) -> ()", synchronize, has_side_effect=True),
+    _Operator("synchronize_device(Device? device=None) -> ()", synchronize_device, has_side_effect=True),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 
 from fxwrap.runtime import tensors
 from fxwrap.runtime.plain_inputs import needs_plain_inputs, run_on_plain_inputs
-from fxwrap.torch_compat import FakeTensor, is_vmapped, tree_map
+from fxwrap.torch_compat import find_fake_mode, is_vmapped, tree_map
 
 Run = Callable[..., object]
 
@@ -43,9 +43,9 @@ def support_unusual_inputs(ordinary: Run, *, boxed: bool = False, check: InputCh
             if boxed:
                 inputs[0].clear()
             return run_on_plain_inputs(lambda plain: ordinary(module, *([plain] if boxed else plain)), [*flat])
-        fake = next((item for item in flat if isinstance(item, FakeTensor)), None)
+        fake_mode = find_fake_mode(flat)
         del flat
-        with nullcontext() if fake is None else fake.fake_mode:
+        with fake_mode or nullcontext():
             return ordinary(module, *inputs)
 
     return run

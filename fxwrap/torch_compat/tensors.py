@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -57,6 +57,19 @@ def is_intercepted_tensor(item: object) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return isinstance(item, FakeTensor | FunctionalTensor)
+
+
+def find_fake_mode(items: Iterable[object]) -> AbstractContextManager[object] | None:
+    """Returns the fake mode of the first fake tensor among objects, which functional tensors may contain; or None."""
+    for item in items:
+        if isinstance(item, torch.Tensor) and is_intercepted_tensor(item):
+            content = getattr(item, "elem", item)  # of a FunctionalTensor: functionalised as C++ does it
+            if is_functional_tensor(content):
+                content = torch._from_functional_tensor(content)
+            mode: AbstractContextManager[object] | None = getattr(content, "fake_mode", None)
+            if mode is not None:
+                return mode
+    return None
 
 
 def has_real_storage(tensor: torch.Tensor) -> bool:

@@ -1,9 +1,9 @@
 // A host of saved programs without Python and torch, for tests: it runs the commands of its arguments, one after another.
 //
-//   library PATH | device NAME | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
+//   library PATH | device NAME | trust KEY | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
 //   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
 //   constant2 (of another version of DLPack)
-//   leak | race (defects that sanitizers report)
+//   libraries (that the process has loaded) | leak | race (defects that sanitizers report)
 //   call_in_threads THREADS CALLS | open_in_threads THREADS PATH | alive
 //
 // Tensors are raw files; `run` writes each result to FILE.0, FILE.1... An error is printed and ends it with exit code 3.
@@ -94,6 +94,7 @@ class Driver {
       if (command == "open") open(next());
       else if (command == "library") libraries_.push_back(next());
       else if (command == "device") device_ = next();
+      else if (command == "trust") trust_ = next();
       else if (command == "copy") options_.copy_constants = 1;
       else if (command == "threads") options_.threads = std::atoi(next().c_str());
       else if (command == "share") models_.push_back(model().share());
@@ -112,6 +113,7 @@ class Driver {
       else if (command == "replace_file") model().load_constants(next());
       else if (command == "call_in_threads") call_in_threads(Numbers{std::atoi(next().c_str()), std::atoi(next().c_str())});
       else if (command == "open_in_threads") open_in_threads(std::atoi(arguments.at(i).c_str()), arguments.at(i + 1)), i += 2;
+      else if (command == "libraries") print_libraries();
       else if (command == "leak") leak();
       else if (command == "race") race();
       else if (command == "alive") std::printf("alive %d\n", alive.load());
@@ -128,6 +130,7 @@ class Driver {
     options_.libraries = libraries.data();
     options_.library_count = int64_t(libraries.size());
     options_.device = device_.empty() ? nullptr : device_.c_str();
+    options_.trust = trust_.empty() ? nullptr : trust_.c_str();
     models_.emplace_back(path, options_);
   }
 
@@ -206,6 +209,14 @@ class Driver {
     std::printf("calls %d wrong %d differs %d swapped %d\n", done.load(), wrong.load(), int(before != after), int(swaps > 1));
   }
 
+  static void print_libraries() {
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+      const size_t slash = line.find('/');
+      if (slash != std::string::npos && line.find(".so") != std::string::npos) std::printf("%s\n", line.c_str() + slash);
+    }
+  }
+
   static void leak() {
     auto* volatile lost = new std::vector<char>(100);
     std::printf("lost %zu\n", lost->size());
@@ -239,7 +250,7 @@ class Driver {
   uint32_t version_ = 1;
   FxwrapOpenOptions options_{};
   std::vector<std::string> libraries_;
-  std::string device_;
+  std::string device_, trust_;
 };
 
 }  // namespace

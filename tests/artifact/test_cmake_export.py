@@ -92,6 +92,35 @@ def test_a_project_builds_and_returns_the_results_of_python(saved: Path, tmp_pat
     check(project, saved, f"-DFXWRAP_BRIDGE={build_runtime() / 'libfxwrap_bridge.so'}")
 
 
+class Smoothed(torch.nn.Module):
+    """Kernels alone, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.arange(8.0))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": torch.softmax(x * self.scale, -1)}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+def test_a_project_without_operators_needs_no_libtorch(tmp_path: Path) -> None:
+    x = examples(3)[0]
+    compiled = fxwrap.compile_graph(
+        torch.export.export(Smoothed(), (x,)), name="smoothed", options=fxwrap.Options(emitter="cpp")
+    )
+    compiled.save(tmp_path / "smoothed.fxw", target="native")
+    project = tmp_path / "project"
+    export_cmake(fxwrap.load(tmp_path / "smoothed.fxw"), project)
+    executable = build(project, "-DCMAKE_PREFIX_PATH=")
+    done = subprocess.run([executable, project / "weights.fxw"], capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 0, done.stdout + done.stderr
+    with torch.no_grad():
+        wanted = compiled(x)["scores"].flatten()[:8]
+    assert torch.equal(torch.tensor([float(word) for word in done.stdout.split()[1:]]), wanted)
+    assert "torch" not in subprocess.run(["ldd", executable], capture_output=True, text=True, check=True).stdout
+
+
 def test_files_without_code_are_opened_by_their_own_host_only(saved: Path, tmp_path: Path) -> None:
     from tests.artifact.native_host import drive
 

@@ -109,7 +109,7 @@ def test_stale_compiled_code_is_not_used(emitter: str, tmp_path: Path) -> None:
 def test_dependencies_of_compiled_code() -> None:
     here = binary_target()
     assert incompatibility_reason(here) == "" and json.loads(json.dumps(here)) == here
-    for name in ("torch", "python", "bridge", "machine"):
+    for name in ("interface", "machine"):
         assert f"it is for {name} 'other'" in incompatibility_reason({**here, name: "other"})
     assert "C library 99.1" in incompatibility_reason({**here, "libc": "99.1"})
     assert incompatibility_reason({**here, "libc": "1.0"}) == ""

@@ -15,6 +15,7 @@ import torch
 
 import fxwrap
 from fxwrap.artifact.archive import ArchiveWriter
+from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_runtime
 from tests.artifact.native_host import described, drive, driver, read_result, tensor_commands
@@ -126,6 +127,33 @@ def test_operators_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> N
     assert [line.split()[0] for line in done.lines] == ["begin", "end"] * (len(done.lines) // 2)
 
 
+STREAMS = """
+program @streams(%x: borrowed f32[4]@cpu) {
+  %t = extern.call @aten.sin.default(%x) : f32[4]@cpu
+  %begun = device.record() device="cpu" event=7 : opaque<Event>
+  device.wait(%begun) device="cpu" stream=1
+  %b = memory.alloc() stream=1 : f32[4]@cpu
+  extern.call @aten.exp.out(%t) outs=(%b) stream=1
+  %c = extern.call @aten.neg.default(%b) stream=1 : f32[4]@cpu
+  memory.free(%b) stream=1
+  memory.free(%t) stream=1
+  %done = device.record() device="cpu" stream=1 : opaque<Event>
+  device.wait(%done) device="cpu"
+  %y = extern.call @aten.add.Tensor(%c, %x) : f32[4]@cpu
+  memory.free(%c)
+  control.return(%y)
+}
+"""
+
+
+def test_streams_and_events(tmp_path: Path) -> None:
+    save_program(fxwrap.parse(STREAMS), tmp_path / "streams.fxw", emitter="cpp", target="native")
+    x = torch.randn(4)
+    done = drive("open", tmp_path / "streams.fxw", *tensor_commands(tmp_path, [x]), "run", tmp_path / "out")
+    assert done.code == 0, done.lines
+    assert torch.equal(read_result(tmp_path / "out.0", x), x + -x.sin().exp())
+
+
 # --- bad calls --------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +233,8 @@ def test_bad_files_have_the_words_of_python(affine: Path, tmp_path: Path, kind: 
     assert drive("open", path).lines[0] == f"ArtifactError: {error.value}"
 
 
-def rewritten(source: Path, target: Path, **changes: Any) -> Path:
-    """Writes a file again with another description of its binaries; its hashes are right."""
+def rewritten(source: Path, target: Path, devices: list[str] | None = None, **changes: Any) -> Path:
+    """Writes a file again with another description of its binaries, or other devices; its hashes are right."""
     from fxwrap.artifact.archive import Archive
 
     with Archive(source) as archive, target.open("wb") as file, ArchiveWriter(file) as writer:
@@ -218,6 +246,7 @@ def rewritten(source: Path, target: Path, **changes: Any) -> Path:
         for key, value in changes.items():
             section, _, name = key.partition("_")
             manifest["binaries"][section][name] = value
+        manifest["devices"] = devices or manifest["devices"]
         writer.close(manifest)
     return target
 
@@ -225,8 +254,8 @@ def rewritten(source: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "text"),
     (
-        ({"target_torch": "1.0 abc"}, "it is for torch '1.0 abc', not '"),
-        ({"target_bridge": "0"}, "it is for bridge '0', not '"),
+        ({"target_interface": "0"}, "it is for interface '0', not '"),
+        ({"target_machine": "Linux vax"}, "it is for machine 'Linux vax', not '"),
         ({"target_libc": "99.9"}, "it is for the C library 99.9, not "),
         ({"target_instructions": ["sse9"]}, "it uses instructions that this processor lacks: sse9"),
     ),
@@ -241,10 +270,44 @@ def test_code_for_another_machine_is_refused(affine: Path, tmp_path: Path, chang
 
 
 def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> None:
-    path = rewritten(affine, tmp_path / "custom.fxw", native_operators=[{"name": "mylib::scale", "overload": ""}])
+    path = rewritten(
+        affine,
+        tmp_path / "custom.fxw",
+        native_operators=[{"name": "mylib::scale", "overload": "", "schema": "mylib::scale(Tensor x) -> Tensor"}],
+    )
     assert drive("open", path).lines[0] == (
         f"ArtifactError: {path}: its operator 'mylib::scale' is not registered in this process. "
         "Pass the library that registers it as an option, or load it first"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+def test_a_file_for_a_gpu_on_a_machine_without_one(affine: Path, tmp_path: Path) -> None:
+    path = rewritten(affine, tmp_path / "gpu.fxw", devices=["cuda:0"])
+    assert drive("open", path).lines[0] == (
+        f"ArtifactError: {path}: it was compiled for cuda:0, and this libtorch has no CUDA, or finds no GPU. "
+        "Run it on a machine with that device, or compile it for another"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits"),
+    (
+        ("aten::addmm(Tensor self, Tensor mat1, Tensor mat2) -> Tensor", True),  # of a version without the options
+        ("aten::addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar gamma) -> Tensor", False),
+        ("not a schema", False),
+    ),
+)
+def test_operators_of_another_version_of_torch(affine: Path, tmp_path: Path, schema: str, fits: bool) -> None:
+    described_operators = [{"name": "aten::addmm", "overload": "", "schema": schema}]
+    path = rewritten(affine, tmp_path / "other.fxw", native_operators=described_operators)
+    done = drive("open", path)
+    if fits:
+        assert done.code == 0, done.lines
+        return
+    assert done.lines[0] == (
+        f"ArtifactError: {path}: its operator 'aten::addmm' has another signature in this libtorch: "
+        f"{torch.ops.aten.addmm.default._schema}, not {schema}. Save the program with this version of torch"
     )
 
 

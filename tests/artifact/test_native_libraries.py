@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,9 +11,17 @@ import pytest
 import torch
 
 import fxwrap
-from fxwrap.artifact.archive import Archive
+from fxwrap.artifact.archive import Archive, ArchiveWriter
+from fxwrap.converters.cpp import to_cpp
 from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
+from fxwrap.runtime.native import (
+    build_runtime,
+    find_compiler,
+    native_entry_key,
+    project_sources,
+    run_compiler,
+    runtime_sources,
+)
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 from tests.artifact.test_native_host import compile_affine
 
@@ -140,28 +149,76 @@ def test_two_runtimes_in_one_process(affine: Path, tmp_path: Path) -> None:
         shutil.copy(runtime / name, tmp_path / name.replace("runtime.so", "runtime_of_another_package.so"))
     program = built(HERE / "two_runtimes.cpp", f"-I{runtime / 'include'}", "-ldl")
     libraries = (runtime / "libfxwrap_runtime.so", tmp_path / "libfxwrap_runtime_of_another_package.so")
-    done = subprocess.run([program, *libraries, affine], capture_output=True, text=True, check=False)
+    words = [word for library in libraries for word in (library, affine)]
+    done = subprocess.run([program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout == "equal\n", done.stdout + done.stderr
 
 
-def test_a_program_is_not_run_by_the_bridge_of_another_version(affine: Path, tmp_path: Path) -> None:
-    """Another version's bridge is in the process, under the name that the program's library asks for."""
-    with Archive(affine) as archive:
-        (tmp_path / "program.so").write_bytes(archive.read(archive.manifest["binaries"]["native"]["library"]))
-    names = subprocess.run(
-        ["nm", "-D", "--undefined-only", tmp_path / "program.so"], capture_output=True, text=True, check=True
+def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
+    """The other version has another table of functions, and its programs are compiled for that."""
+    path = tmp_path / "pure.fxw"
+    compiled = fxwrap.compile_graph(
+        torch.export.export(Pure(), (torch.randn(4, 16),)), name="pure", options=fxwrap.Options(emitter="cpp")
     )
-    symbols = [line.split()[-1] for line in names.stdout.splitlines() if "fxwrap" in line]
-    assert len(symbols) > 2
-    functions = "".join([f'__asm__(".globl {symbol}\\n{symbol}: ret");\n' for symbol in symbols])
-    (tmp_path / "other.cpp").write_text(functions + 'extern "C" void* fxwrap_engine(long) { return nullptr; }')
-    name = "-Wl,-soname,libfxwrap_bridge.so"
-    run_compiler([*find_compiler().command, "-shared", "-fPIC", "other.cpp", name, "-o", "other.so"], tmp_path)
-    done = drive("open", affine, LD_PRELOAD=str(tmp_path / "other.so"))
-    assert done.code == 3 and done.lines[0] == (
-        f"ArtifactError: {affine}: its code would run on the bridge of another version of fxwrap, which this process "
-        "has loaded. Use one version of fxwrap in a process"
-    )
+    compiled.save(path, target="native")
+    runtime, other = build_runtime(), tmp_path / "other"
+    for name, source in project_sources().items():
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        text = source.read_text()
+        if source.name == "bridge.h":
+            call = "  void (*call)(Frame& f, CallSite& site);\n"
+            assert call in text and "abi_version = 5" in text
+            text = text.replace(call, f"  void (*added)(Frame& f);\n{call}").replace(
+                "abi_version = 5", "abi_version = 6"
+            )
+        (other / name).write_text(text)
+    sources = [other / path.relative_to(Path(fxwrap.__file__).parent) for path in runtime_sources()]
+    native = other / "runtime" / "native"
+    compiler = find_compiler().command
+    flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
+    run_compiler([*compiler, *flags, f"-I{native}", *map(str, sources), "-ldl", "-o", "libfxwrap_runtime.so"], other)
+    lines = (runtime / "libfxwrap_runtime.target").read_text().splitlines()
+    (other / "libfxwrap_runtime.target").write_text("\n".join(["other", *lines[1:], ""]))
+    emitted = to_cpp(compiled.program)
+    units = [("program.cpp", emitted.source, ()), *[
+        (f"kernels_{index}.cpp", unit.text, unit.flags) for index, unit in enumerate(emitted.kernel_units())
+    ]]  # fmt: skip
+    for name, text, unit_flags in units:
+        (other / name).write_text(text)
+        run_compiler(
+            [*compiler, "-std=c++20", "-fPIC", *unit_flags, f"-I{native / 'bridge'}", "-c", name, "-o", f"{name}.o"],
+            other,
+        )
+    objects = [f"{name}.o" for name, _, _ in units]
+    run_compiler([*compiler, "-shared", "-fopenmp", *objects, "-o", "program.so"], other)
+    library = (other / "program.so").read_bytes()
+    second = tmp_path / "second.fxw"
+    with Archive(path) as archive, second.open("wb") as file, ArchiveWriter(file) as writer:
+        manifest = json.loads(json.dumps(dict(archive.manifest)))
+        for name in manifest.pop("entries"):
+            writer.add_bytes(name, archive.read(name))
+        writer.add_bytes("binaries/other.so", library)
+        manifest["binaries"]["native"]["library"] = "binaries/other.so"
+        manifest["binaries"]["target"]["interface"] = "other"
+        writer.close({key: value for key, value in manifest.items() if key not in ("format", "format_version")})
+    program = built(HERE / "two_runtimes.cpp", f"-I{runtime / 'include'}", "-ldl")
+    done = subprocess.run(
+        [program, runtime / "libfxwrap_runtime.so", path, other / "libfxwrap_runtime.so", second],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "equal\n", done.stdout + done.stderr
+    mixed = subprocess.run(
+        [program, runtime / "libfxwrap_runtime.so", path, other / "libfxwrap_runtime.so", path],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert mixed.returncode == 2 and f"{path}: it is for interface " in mixed.stdout and ", not 'other'" in mixed.stdout
+
+
+class Pure(torch.nn.Module):
+    """Kernels and temporary memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x.cumsum(0), -1).flip(0) + x.sum(0)
 
 
 # --- constants --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-// Two runtimes in one process: two_runtimes FIRST.so SECOND.so MODEL.fxw calls both in turn and prints whether they agree.
+// Two runtimes in one process: two_runtimes FIRST.so MODEL.fxw SECOND.so MODEL.fxw calls both in turn and prints whether
+// they agree.
 #include <dlfcn.h>
 #include <fxwrap/dlpack.h>
 #include <fxwrap/runtime.h>
@@ -51,8 +52,8 @@ struct Runtime {
 int main(int, char** arguments) {
   Runtime runtimes[2];
   for (int i = 0; i < 2; ++i) {
-    if (!runtimes[i].load(arguments[i + 1])) return 1;
-    if (!runtimes[i].check(runtimes[i].open(arguments[3], nullptr, &runtimes[i].model))) return 2;
+    if (!runtimes[i].load(arguments[2 * i + 1])) return 1;
+    if (!runtimes[i].check(runtimes[i].open(arguments[2 * i + 2], nullptr, &runtimes[i].model))) return 2;
   }
   bool same = runtimes[0].open != runtimes[1].open;
   const std::vector<char> expected = runtimes[0].call();

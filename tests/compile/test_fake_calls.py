@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,28 @@ def test_functional_tensors(tmp_path: Path, emitter: str, run: Callable[..., tup
                 torch._sync(item)
             plain = tuple([torch._from_functional_tensor(item.elem) for item in functional])
         torch.testing.assert_close(plain, (*expected, written))
+
+
+@every_emitter
+@pytest.mark.parametrize("run", [function, writing])
+@pytest.mark.parametrize("active", [True, False], ids=["active", "inactive"])
+def test_functional_tensors_of_fake_ones(
+    tmp_path: Path, emitter: str, run: Callable[..., tuple[Tensor, Tensor]], active: bool
+) -> None:
+    """The results are functional tensors of fake ones, as an operator's are, whether the fake mode is active or not."""
+    x, w = torch.rand(3, 8), torch.rand(8, 5)
+    expected = run(x.clone(), w)
+    for program in programs(run, emitter, tmp_path):
+        fake = FakeTensorMode()
+        fakes = fake.from_tensor(x), fake.from_tensor(w)
+        with fake if active else nullcontext(), FunctionalTensorMode():
+            results = program(*[FunctionalTensor.to_functional(item) for item in fakes])
+        assert {type(item) for item in results} == {FunctionalTensor}
+        for item, like in zip(results, expected, strict=True):
+            torch._sync(item)
+            content = torch._from_functional_tensor(item.elem)
+            assert isinstance(content, FakeTensor) and content.fake_mode is fake
+            assert (content.shape, content.stride(), content.dtype) == (like.shape, like.stride(), like.dtype)
 
 
 @every_emitter

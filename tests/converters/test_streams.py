@@ -16,7 +16,7 @@ from fxwrap.errors import FxImportError, UnsupportedError
 from fxwrap.lines import Free
 from fxwrap.options import EMITTERS
 from fxwrap.passes.device_guards import insert_device_guards
-from fxwrap.runtime import library
+from fxwrap.runtime import device_operators
 from fxwrap.wrapper_ir import canonicalize_program, line_text
 from tests.support.stream_log import StreamLog
 
@@ -101,7 +101,7 @@ def test_an_error_leaves_no_device_current(emitter: str, stream_log: StreamLog) 
             run(torch.rand(4), torch.rand(3))
         guards = [item for item in stream_log.done if "1" in item and ("enter" in item or "leave" in item)]
         assert guards == ([] if emitter == "cpp" else ["enter 1", "leave 1"])
-        assert not library._DEVICE_GUARDS.guards
+        assert not device_operators._DEVICE_GUARDS.guards
         stream_log.done.clear()
 
 

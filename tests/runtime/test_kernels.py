@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxwrap import parse, run, to_cpp, to_python
 from fxwrap.errors import FxwrapError, NativeBuildError
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.runtime.cpp_kernels import KernelText, cpp_symbol
 from fxwrap.runtime.kernels import CPP_KERNELS, load_kernel, prepare_kernels
 from fxwrap.runtime.native import build_bridge
@@ -284,13 +284,13 @@ def _load(kernel: KernelText) -> Callable[..., None]:
 def test_a_first_launch_prepares_new_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each first launch prepared all kernels ever registered: quadratic time and memory in the number of graphs."""
     prepared: list[int] = []
-    monkeypatch.setattr(library, "prepare_kernels", lambda kernels: prepared.append(len(kernels)))
+    monkeypatch.setattr(kernel_table, "prepare_kernels", lambda kernels: prepared.append(len(kernels)))
     source = 'extern "C" void kernel(float* out) { out[0] = 7; }\n'
-    with library.empty_kernel_table():
+    with kernel_table.empty_kernel_table():
         for graph in range(4):
             hashes = [f"hash {graph} {i}" for i in (0, 1)]
-            kernels = [library.RegisteredKernel("cpp", source, ("*f32",), (), name, 1) for name in hashes]
-            owned = [library.register_kernel(*pair) for pair in zip(hashes, kernels)]
+            kernels = [kernel_table.RegisteredKernel("cpp", source, ("*f32",), (), name, 1) for name in hashes]
+            owned = [kernel_table.register_kernel(*pair) for pair in zip(hashes, kernels)]
             for name in hashes:
                 out = torch.zeros(1)
                 torch.ops.fxwrap.cpp_kernel(name, [], outs=[out], sizes=[], numbers=[], grid=[1, 1, 1])

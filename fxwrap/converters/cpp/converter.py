@@ -163,6 +163,10 @@ class CppConverter(LoopConverter):
         self.writer.call("fxwrap_runtime.launch.default", arguments)
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
+        if _is_plain_copy(line):
+            target, source = [self.writer.name_of(item) for item in ir.values_in(line.arguments)]
+            self.writer.emit(f"copy(f, {target}, {source});")
+            return
         outs = line.outs if isinstance(line, lines.ExternCall) else ()
         names = out_argument_names(line.target) if outs else ()
         self._call(line, line.target, [*line.keywords, *zip(names, outs)])
@@ -230,7 +234,7 @@ class CppConverter(LoopConverter):
         self.writer.drop(temporaries)
 
     def assertion(self, line: lines.Assert) -> None:
-        arguments = [string_text(line.text)]
+        arguments = ["f", string_text(line.text)]
         if line.error != "RuntimeError" or line.shown is not None:
             arguments.append(string_text(line.error))
         if line.shown is not None:
@@ -299,16 +303,20 @@ class CppConverter(LoopConverter):
     # --- devices, randomness, checks and profiling ------------------------------------------------------------------
 
     def save_state(self, line: lines.SaveRngState) -> None:
-        tensor, device = self.writer.define(line.result), self.unit.device(line.device)
+        tensor, device = self.writer.define(line.result), self._generator_device(line.device)
         self.writer.emit(f"save_random_state(f, {tensor}, {device});")
 
     def restore_state(self, line: lines.RestoreRngState) -> None:
-        tensor, device = self.writer.name_of(line.state), self.unit.device(line.device)
+        tensor, device = self.writer.name_of(line.state), self._generator_device(line.device)
         self.writer.emit(f"restore_random_state(f, {tensor}, {device});")
 
     def exchange_state(self, line: lines.ExchangeRngState) -> None:
-        generator, device = self.writer.name_of(line.generator), self.unit.device(line.device)
+        generator, device = self.writer.name_of(line.generator), self._generator_device(line.device)
         self.writer.emit(f"exchange_random_state(f, {generator}, {device});")
+
+    def _generator_device(self, device: str) -> str:
+        self.unit.needs_torch = True
+        return self.unit.device(device)
 
     def enter_device(self, line: lines.EnterDevice) -> None:
         device = self.unit.device(line.device)
@@ -390,8 +398,17 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
         kernels,
         converter.replayed_calls,
         unit.operators,
+        "torch" if unit.needs_torch else "cpu",
         lambda part: to_cpp(part, converter.handlers),
     )
+
+
+def _is_plain_copy(line: lines.ExternCall | lines.Mutate) -> bool:
+    """Returns whether a call copies a tensor to another of the same dtype and sizes, on one device."""
+    if line.target != "aten.copy_.default" or ir.values_in(line.results) or len(line.arguments) != 2 or line.keywords:
+        return False
+    types = [item.tensor_type for item in line.arguments if _is_tensor(item)]
+    return len({(type_.dtype, type_.sizes, type_.device) for type_ in types}) == 1 and len(types) == 2
 
 
 def _passed_through(program: ir.Program) -> set[str]:

@@ -29,16 +29,19 @@ class EmittedCpp(EmittedProgram):
         kernels: Sequence[KernelDefinition],
         replayed_calls: Sequence[CallFunction],
         operators: Sequence[str],
+        engine: str,
         emit: Callable[[Program], EmittedCpp],
     ) -> None:
         """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions, `operators` the called
-        operators as "namespace.name.overload"."""
+        operators as "namespace.name.overload", `engine` the engine of the C runtime that they need: "cpu" or "torch".
+        """
         load = cache(self._load)
         super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd
         self._program = program
         self._kernels = tuple(kernels)
         self._replayed_calls = tuple(replayed_calls)
         self.operators = tuple(operators)
+        self.engine = engine
         self._emit = emit
 
     @property

@@ -8,7 +8,7 @@ import fxwrap.lines as lines
 from fxwrap.converters.base import Converter
 from fxwrap.converters.cpp.text import indent_statements
 from fxwrap.converters.cpp.writer import CppWriter
-from fxwrap.wrapper_ir import Operand, TensorType, Value, values_in
+from fxwrap.wrapper_ir import LineBase, Operand, TensorType, Value, values_in
 
 
 class LoopConverter(Converter):
@@ -41,7 +41,7 @@ class LoopConverter(Converter):
         statements = indent_statements([*condition, f"if (!{keep_running}) break;", *body])
         writer.emit(f"for ({iterations} = 0;; ++{iterations}) {{\n{statements}\n}}")
         if stacks is None:
-            _emit_final_carries(writer, values_in(line.results), carried, iterations)
+            _emit_final_carries(writer, line, values_in(line.results), carried, iterations)
         else:
             stacks.finish()
         _emit_drops(writer, arguments)
@@ -69,16 +69,15 @@ class LoopConverter(Converter):
             for result, item in zip(stacked, values_in(outputs[count:])):
                 target = writer.unit.fresh_slot("place")
                 _emit_row_view(writer, target, result, row)
-                writer.call("aten.copy_.default", [target, writer.name_of(item)])
+                writer.emit(f"copy(f, {target}, {writer.name_of(item)});")
                 writer.drop([target, writer.name_of(item)])
 
         statements = writer.block(line.body, consume_outputs, begin=begin, preserve=lasting)
         forward = f"for ({row} = 0; {row} < {rows}; ++{row})"
         backward = f"for ({row} = {rows} - 1; {row} >= 0; --{row})"
         writer.emit(f"{backward if line.reverse else forward} {{\n{indent_statements(statements)}\n}}")
-        _emit_final_carries(
-            writer, values_in(line.results[:count]), carried, length if isinstance(length, int) else rows
-        )
+        results = values_in(line.results[:count])
+        _emit_final_carries(writer, line, results, carried, length if isinstance(length, int) else rows)
         _emit_drops(writer, lasting)
         writer.track_results(line.results)
 
@@ -115,7 +114,7 @@ class _StackedResults:
             strides = TensorType.contiguous(row.dtype, row.sizes, row.device).strides
             offset = f"{self.iterations} * ({writer.unit.number(row.element_count)})"
             writer.emit_view(target, slot, row.sizes, strides, offset)
-            writer.call("aten.copy_.default", [target, writer.name_of(item)])
+            writer.emit(f"copy(f, {target}, {writer.name_of(item)});")
             writer.drop([target])
 
     def finish(self) -> None:
@@ -134,11 +133,10 @@ class _StackedResults:
         dtype, device = writer.dtype(self.line, row.dtype), unit.device(row.device)
         growing = count == self.capacity
         target, source = (part, slot) if growing else (moved, part)
-        copy = unit.operator("aten.copy_.default")
         return [
             f"empty_strided(f, {moved}, {{{count}{comma}{inner}, {strides}, {dtype}, {device});",
             f"view(f, {part}, {moved if growing else slot}, {{{self.iterations}{comma}{inner}, {strides}, 0);",
-            f"CALL(f, {copy}, ({target}, {source}), ());",
+            f"copy(f, {target}, {source});",
             f"drop(f, {part});",
             f"move(f, {slot}, {moved});",
         ]
@@ -155,7 +153,7 @@ def _emit_row_view(writer: CppWriter, slot: str, whole: Value, row: str) -> None
 
 
 def _emit_final_carries(
-    writer: CppWriter, results: Sequence[Value], carried: Sequence[Value], iterations: int | str
+    writer: CppWriter, line: LineBase, results: Sequence[Value], carried: Sequence[Value], iterations: int | str
 ) -> None:
     """Emits the move of the carried values to the results, or a copy of the operands if no iteration has run.
 
@@ -167,7 +165,7 @@ def _emit_final_carries(
             continue
         name, source = writer.unit.slot(result.name), writer.name_of(value)
         moved = f"move(f, {name}, {source});"
-        copied = f"CALL(f, {writer.unit.operator('aten.clone.default')}, ({source}), ({name}));"
+        copied = f"{{ {writer.allocation_text(line, name, result.tensor_type)} copy(f, {name}, {source}); }}"
         if isinstance(iterations, int):
             writer.emit(moved if iterations else copied)
         else:

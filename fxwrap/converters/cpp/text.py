@@ -29,9 +29,9 @@ reinterpret_cast requires return short signed sizeof static static_assert static
 thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
 _BRIDGE_NAMES = """
-Arg Args BoolSymbol DType Device FloatSymbol Frame Grid Input Inputs IntSymbol Ints Kernel Layout
+Arg Args BoolSymbol DType Device FloatSymbol Frame Functions Grid Input Inputs IntSymbol Ints Kernel Layout
 ListSlot MemoryFormat Number Numbers Observer Operator Program CallSite Slot Slots Variant Variants abi_version alias
-call check_alignment check_layout check_rank complex count data_ptr defined drop element element_bool element_float
+call check_alignment check_layout check_rank complex copy count data_ptr defined drop element element_bool element_float
 element_int empty_strided enter_device enter_stream exchange_random_state exit_device
 fail_assert fxwrap fxwrap_program item_bool item_float item_int launch list bump_version move named
 none opaque owned pool_slice restore_random_state reuse same_input save_random_state size size_t std storage_offset
@@ -119,6 +119,7 @@ class CppUnit:
     _counts: dict[str, int] = field(default_factory=dict)
     _next_index: dict[str, int] = field(default_factory=dict)
     _frame_fields: dict[str, str] = field(default_factory=dict)
+    needs_torch: bool = False  # the engine on libtorch runs it: it uses more than kernels and memory of the CPU
     _uses_helpers: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +158,7 @@ class CppUnit:
 
     def list_slot(self, name: str) -> str:
         """Returns the slot of a list of any length, or of an opaque object, by its value's name."""
+        self.needs_torch = True
         return self._intern_slot(name, self.lists)
 
     def _intern_slot(self, name: str, slots: list[str]) -> str:
@@ -204,6 +206,7 @@ class CppUnit:
         short = rest.removesuffix(".default").replace(".", "_")
         identifier, is_new = self._intern("operator", target, f"{namespace}_{short}")
         if is_new:
+            self.needs_torch = True
             self.operators.append(target)
             shown = "" if overload == "default" else overload
             self.tables.append(f'static Operator {identifier}{{"{namespace}::{name}", "{shown}"}};')
@@ -214,6 +217,7 @@ class CppUnit:
         name = str(device)
         identifier, is_new = self._intern("device", name, name.replace(":", "_"))
         if is_new:
+            self.needs_torch = self.needs_torch or name != "cpu"
             self.tables.append(f"static Device {identifier}{{{string_text(name)}}};")
         return identifier
 
@@ -239,6 +243,7 @@ class CppUnit:
         """
         identifier, is_new = self._intern("launched", name, name)
         if is_new:
+            self.needs_torch = True
             language, source, *rest = texts
             fields = [*map(string_text, (symbol, language)), self.kernel_source(name, source), *map(string_text, rest)]
             declaration = f'extern "C" const Variants {variants} __attribute__((weak));'

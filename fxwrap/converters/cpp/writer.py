@@ -189,13 +189,17 @@ class CppWriter:
 
     def emit_allocation(self, line: ir.LineBase, slot: str, type_: ir.TensorType) -> None:
         """Emits an allocation."""
-        sizes, strides = self.unit.sizes(type_.sizes), self.unit.sizes(type_.strides)
-        dtype, device = self.dtype(line, type_.dtype), self.unit.device(type_.device)
         if (group := type_.symmetric_group) is not None:
             operands = (type_.sizes, type_.strides, type_.dtype, type_.device, group)
             self.call("fxwrap.allocate_symmetric.default", self.arguments(line, operands), [slot])
             return
-        self.emit(f"empty_strided(f, {slot}, {sizes}, {strides}, {dtype}, {device});")
+        self.emit(self.allocation_text(line, slot, type_))
+
+    def allocation_text(self, line: ir.LineBase, slot: str, type_: ir.TensorType) -> str:
+        """Returns the statement that allocates ordinary memory."""
+        sizes, strides = self.unit.sizes(type_.sizes), self.unit.sizes(type_.strides)
+        dtype, device = self.dtype(line, type_.dtype), self.unit.device(type_.device)
+        return f"empty_strided(f, {slot}, {sizes}, {strides}, {dtype}, {device});"
 
     def emit_view(
         self, slot: str, base: str, sizes: Sequence[ir.Size], strides: Sequence[ir.Size], offset: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.wrapper_ir import KernelDefinition
 
 
@@ -46,10 +46,10 @@ class KernelTable:
 
 def registered_definition(kernel_hash: str) -> KernelDefinition | None:
     """Returns the definition of a kernel that this process has emitted or loaded, None if there is none."""
-    kernel = library.find_registered_kernel(kernel_hash)
+    kernel = kernel_table.find_registered_kernel(kernel_hash)
     return None if kernel is None else definition_of(kernel)
 
 
-def definition_of(kernel: library.RegisteredKernel) -> KernelDefinition:
+def definition_of(kernel: kernel_table.RegisteredKernel) -> KernelDefinition:
     """Returns the definition of a registered kernel."""
     return KernelDefinition(kernel.name, kernel.language, kernel.source, kernel.signature, kernel.options)

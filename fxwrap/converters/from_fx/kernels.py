@@ -16,7 +16,7 @@ from fxwrap.converters.from_fx.nodes import failure, result_name
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError, KernelTextError
 from fxwrap.lines import Launch
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_operators, kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
@@ -63,7 +63,7 @@ def _cpp_kernel_functional(importer: GraphImporter, node: Node) -> None:
     arguments = _arguments(importer, node)
     device = torch.device(arguments["device"])
     try:
-        layouts = iter(library.result_layouts(arguments["layouts"], arguments["dtypes"]))
+        layouts = iter(kernel_operators.result_layouts(arguments["layouts"], arguments["dtypes"]))
         outs = [
             _new_result(importer, node, index, layouts, device) if out is None else copy_operand(importer, node, out)
             for index, out in enumerate(arguments["outs"])
@@ -84,7 +84,7 @@ def _arguments(importer: GraphImporter, node: Node) -> dict[str, Any]:
 
 
 def _new_result(
-    importer: GraphImporter, node: Node, index: int, layouts: Iterator[library.NewLayout], device: torch.device
+    importer: GraphImporter, node: Node, index: int, layouts: Iterator[kernel_operators.NewLayout], device: torch.device
 ) -> Value:
     sizes, strides, dtype = next(layouts)
     assert dtype is not None
@@ -98,7 +98,7 @@ def _import_cpp_launch(
     kernel = _definition(importer, node, arguments["kernel"])
     sizes, floats = arguments["sizes"], arguments["numbers"]
     try:
-        scalars = library.order_scalar_arguments(kernel.signature, sizes, floats, lambda size: size)
+        scalars = kernel_operators.order_scalar_arguments(kernel.signature, sizes, floats, lambda size: size)
     except ValueError:
         scalars = [*sizes, *floats]
     emit_launch(importer, node, kernel, arguments["ins"], outs, scalars, arguments["grid"])
@@ -214,7 +214,7 @@ def _output_count(importer: GraphImporter, node: Node, kernel: KernelDefinition)
     line = importer.original_line(node, Launch)
     if line is not None:
         return len(line.outs)
-    registered = library.find_registered_kernel(kernel.hash)
+    registered = kernel_table.find_registered_kernel(kernel.hash)
     if registered is None:
         reason = "the tensors that the kernel writes are unknown, since the node lost its metadata"
         raise failure(node, reason, "Emit the program once more in this process with fxwrap.to_fx first")

@@ -19,7 +19,7 @@ from fxwrap.converters.fx.direct_writer import (
 )
 from fxwrap.converters.torch_calls import ArgumentKind
 from fxwrap.devices import language_traits
-from fxwrap.runtime import checks, direct, library, tensors
+from fxwrap.runtime import checks, device_operators, direct, kernel_operators, kernel_table, tensors
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import (
@@ -51,7 +51,7 @@ def _cpp_kernel(writer: DirectWriter, node: Node) -> str:
 def _launch_cpp(
     writer: DirectWriter, node: Node, kernel_hash: Any, tensors: list[str], sizes: Any, floats: Any, grid: Any
 ) -> str:
-    kernel = library.find_registered_kernel(kernel_hash)
+    kernel = kernel_table.find_registered_kernel(kernel_hash)
     if kernel is None:
         raise NoDirectForm
     texts = [writer.text(item) for item in sizes], [writer.text(item) for item in floats]
@@ -60,7 +60,7 @@ def _launch_cpp(
         return f"{writer.builtin('bool')}({text})"
 
     try:
-        scalars = library.order_scalar_arguments(kernel.signature, *texts, to_bool)
+        scalars = kernel_operators.order_scalar_arguments(kernel.signature, *texts, to_bool)
     except ValueError:
         raise NoDirectForm from None
     return writer.launch(node, kernel_hash, kernel, grid, [*tensors, *scalars])
@@ -74,7 +74,7 @@ def _cpp_kernel_functional(writer: DirectWriter, node: Node) -> str:
     if not node.users or not all(isinstance(item, list | tuple) for item in (ins, outs, layouts, dtypes, grid)):
         raise NoDirectForm
     try:
-        new = iter(library.result_layouts(layouts, dtypes))
+        new = iter(kernel_operators.result_layouts(layouts, dtypes))
         texts = [_new_result(writer, device, *next(new)) if out is None else _copy(writer, out) for out in outs]
     except (ValueError, TypeError, AttributeError, StopIteration):
         raise NoDirectForm from None
@@ -185,7 +185,7 @@ def _launch_triton(writer: DirectWriter, node: Node, call: Sequence[Any], texts:
         constants = triton_constants_at(constants_index)
     except (AssertionError, KeyError):  # torch.compiler.reset() emptied the table
         raise NoDirectForm from None
-    kernel = library.find_registered_kernel(kernel_hash)
+    kernel = kernel_table.find_registered_kernel(kernel_hash)
     if kernel is None or kernel_hash is None or kernel_hash != node.meta.get("fxwrap_kernel", kernel_hash):
         raise NoDirectForm
     names, expected = _triton_interface(kernel)
@@ -205,7 +205,7 @@ def _same_constants(constants: Mapping[str, object], expected: Mapping[str, obje
     )
 
 
-def _triton_interface(kernel: library.RegisteredKernel) -> tuple[list[str], Mapping[str, object]]:
+def _triton_interface(kernel: kernel_table.RegisteredKernel) -> tuple[list[str], Mapping[str, object]]:
     """Returns the names of a Triton kernel's arguments in the order of its launcher, and its constant arguments."""
     if language_traits(kernel.language).user_defined:
         loaded = load_user_kernel(*kernel.text)
@@ -241,7 +241,7 @@ def _enter_device(writer: DirectWriter, node: Node) -> str:
     if node.kwargs or not isinstance(device, torch.device) or not isinstance(stream, int):
         raise NoDirectForm
     name = "enter_" + str(device).replace(":", "_") + (f"_stream_{stream}" if stream else "")
-    return f"{writer.global_name(name, library.make_enter_device(device, stream), name)}()"
+    return f"{writer.global_name(name, device_operators.make_enter_device(device, stream), name)}()"
 
 
 def _reuse(writer: DirectWriter, node: Node) -> str:

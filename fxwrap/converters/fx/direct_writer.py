@@ -20,7 +20,7 @@ from fxwrap.converters.fx.types import written_arguments
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, torch_call
 from fxwrap.devices import language_traits
 from fxwrap.inference import scalar_kind
-from fxwrap.runtime import direct, library, tensors
+from fxwrap.runtime import direct, kernel_table, library, tensors
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.graph_capture.replay import GraphManager
 from fxwrap.torch_compat import OpOverload, overload_name, torch_schema, triton_launch_functional
@@ -213,7 +213,7 @@ class DirectWriter:
         self,
         node: Node,
         kernel_hash: str,
-        kernel: library.RegisteredKernel,
+        kernel: kernel_table.RegisteredKernel,
         grid: Sequence[object],
         arguments: list[str],
     ) -> str:

@@ -13,7 +13,7 @@ from fxwrap.converters.fx.functional import ExportedConverter, FunctionalConvert
 from fxwrap.converters.fx.module import EmittedGraph, ProgramModule
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import ExampleValues, FakeValues
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.wrapper_ir import Program, symbol_infos
 
@@ -71,7 +71,7 @@ def to_fx(
         "header": program.header,
         "kernels": {kernel.hash: kernel for kernel in program.kernels},
         "symbols": symbol_infos(program),
-        "registered_kernels": [library.find_registered_kernel(kernel.hash) for kernel in program.kernels],  # owned
+        "registered_kernels": [kernel_table.find_registered_kernel(kernel.hash) for kernel in program.kernels],  # owned
     }
     return EmittedGraph(program, module)
 

@@ -19,7 +19,7 @@ from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.regions import call_functional_region, call_region
 from fxwrap.devices import FX, language_traits
 from fxwrap.lines import Launch
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters, triton_side_table_kernel
 from fxwrap.runtime.triton.user_kernels import load_user_kernel, user_side_table_kernel
 from fxwrap.symbolic import expression_kind
@@ -92,19 +92,19 @@ class _LaunchCall:
     emitter: GraphEmitter
     line: Launch
     kernel: KernelDefinition
-    registered: library.RegisteredKernel
+    registered: kernel_table.RegisteredKernel
     tensors: list[Value]
     scalars: list[object]
 
     @classmethod
     def of(cls, emitter: GraphEmitter, line: Launch) -> _LaunchCall:
         kernel = emitter.kernels[line.kernel]
-        registered = library.RegisteredKernel(
+        registered = kernel_table.RegisteredKernel(
             kernel.language, kernel.source, kernel.signature, kernel.options, kernel.name, len(line.outs)
         )
         tensors = [item for item in line.arguments if isinstance(item, Value)]
         scalars = [item for item in line.arguments if not isinstance(item, Value)]
-        return cls(emitter, line, kernel, library.register_kernel(kernel.hash, registered), tensors, scalars)
+        return cls(emitter, line, kernel, kernel_table.register_kernel(kernel.hash, registered), tensors, scalars)
 
     @property
     def is_triton(self) -> bool:

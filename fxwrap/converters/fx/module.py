@@ -15,9 +15,9 @@ from fxwrap.converters.fx.regions import prepare_regions
 from fxwrap.converters.interpreter import check_inputs
 from fxwrap.errors import GraphModuleError
 from fxwrap.runtime import checks
+from fxwrap.runtime.device_operators import exit_devices_on_error
 from fxwrap.runtime.direct import SUPPORTED_ALTERNATIVES
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, bind_graph_lifetime
-from fxwrap.runtime.library import exit_devices_on_error
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.runtime.unusual_inputs import InputCheck
 from fxwrap.symbolic import symbol_kind

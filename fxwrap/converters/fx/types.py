@@ -19,7 +19,8 @@ from fxwrap import torch_compat
 from fxwrap.converters.view_operators import VIEW_OVERLOADS, returns_view, view_operator
 from fxwrap.errors import ExpressionError
 from fxwrap.lines import Alloc, ExternCall, Launch, View
-from fxwrap.runtime.library import cpp_kernel_functional_operator, cpp_kernel_operator, result_layouts
+from fxwrap.runtime.kernel_operators import result_layouts
+from fxwrap.runtime.library import cpp_kernel_functional_operator, cpp_kernel_operator
 from fxwrap.symbolic import Size, SymbolInfo, apply_callable, is_equal, make_symbol, normalize_arithmetic, size_symbols
 from fxwrap.wrapper_ir import TensorType, Value
 

@@ -11,7 +11,7 @@
  * Threads. Any number of threads may call any function on one model at the same time, except `fxwrap_close`.
  *
  * Compiled code in a file is used as it is; nothing is compiled. Load files only from sources that you would install
- * programs from.
+ * programs from, or name the key that must have signed them.
  */
 #ifndef FXWRAP_RUNTIME_H
 #define FXWRAP_RUNTIME_H
@@ -71,11 +71,13 @@ typedef struct FxwrapOpenOptions {
   const char* device;     /* "cpu", "cuda:0": the file must be for this device alone; NULL takes those of the file */
   const char* const* libraries; /* `library_count` paths of libraries that register custom operators, loaded first */
   int64_t library_count;
+  const char* trust; /* NULL or "full"; or a public key, "ed25519:..." and 64 hexadecimal digits, that must have signed the file */
 } FxwrapOpenOptions;
 
 /* Opens a saved program, after checking the hash of every entry. `options` may be NULL. Errors: ArtifactError for a
  * damaged, foreign or newer file, for one without compiled code for this machine, torch and fxwrap (nothing is compiled
- * here), for a library that cannot be loaded, and for operators that are not registered in this process. */
+ * here), for a library that cannot be loaded, for operators that are not registered in this process, and for one that the
+ * trusted key has not signed; OptionError for another text in `trust`. */
 FXWRAP_FUNCTION FxwrapError* fxwrap_open(const char* path, const FxwrapOpenOptions* options, FxwrapModel** model);
 
 /* The same for a file whose code is linked into the host, as in projects of `python -m fxwrap export-cmake`. `program` is

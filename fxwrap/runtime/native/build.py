@@ -37,18 +37,26 @@ _BRIDGE_UNITS = (
     ("bridge/typed_calls.cpp",),
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
-        "bridge/ranges.cpp",
-        "bridge/engine.cpp",
-        *("cuda/streams.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
+        *("bridge/ranges.cpp", "bridge/engine.cpp", "engine/checks.cpp"),
+        *("cuda/streams.cpp", "cuda/stream_operators.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
 _HEADERS = (
-    *("bridge/bridge.h", "bridge/frame.h", "bridge/values.h", "bridge/calls.h", "bridge/checks.h"),
-    *("cuda/driver.h", "cuda/launch.h", "binding/binding.h"),
-    *("engine/engine.h", "engine/failure.h", "../../include/fxwrap/runtime.h"),
+    *(
+        "bridge/bridge.h",
+        "bridge/frame.h",
+        "bridge/functions.h",
+        "bridge/values.h",
+        "bridge/calls.h",
+        "bridge/checks.h",
+    ),
+    "bridge/kernel_failure.h",
+    *("cuda/driver.h", "cuda/launch.h", "cuda/stream_operators.h", "binding/binding.h"),
+    *("engine/engine.h", "engine/call.h", "engine/checks.h", "engine/dtypes.h", "engine/failure.h"),
+    "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
 )
 _PROGRAM_HEADERS = _SOURCE_FOLDER / "bridge"
@@ -99,24 +107,19 @@ class BridgeBuild:
     seconds: float
 
 
-def compile_cpp(
-    source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = (), with_bridge: bool = True
-) -> Path:
+def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSource] = ()) -> Path:
     """Returns the path of an emitted program's shared library, compiled now unless it is in the cache.
 
     `source_text` is the emitted translation unit, which includes `bridge.h`; `extra_sources` (CPU kernels) are linked
-    with it. `with_bridge=False` links a unit that calls nothing of the bridge. The sources remain beside the library
-    for debuggers. `CXX` selects the compiler (default: the first of g++, c++ and clang++). Raises NativeBuildError with
-    the command and the compiler's output.
+    with it. The sources remain beside the library for debuggers. `CXX` selects the compiler (default: the first of g++,
+    c++ and clang++). Raises NativeBuildError with the command and the compiler's output.
     """
     sources = (NativeSource(source_text, PROGRAM_FLAGS), *extra_sources)
     compiler = find_compiler()
-    bridge = build_bridge().folder if with_bridge else None
     stem = re.sub(r"\W+", "_", name) or "program"
     key = native_digest(
         _toolchain_key(compiler),
-        _bridge_digest(),
-        str(bridge),
+        _interface_digest(),
         *(text for source in sources for text in (source.text, *source.flags)),
         *(f"{file} {hashlib.sha256(content).hexdigest()}" for source in sources for file, content in source.files),
         *[_kernel_header() for source in sources if _KERNEL_HEADER in source.text],
@@ -133,9 +136,8 @@ def compile_cpp(
         precompiled = _claim_precompiled(compiler, source_text, paths[0].with_suffix(".o"))
         parallel_map(lambda unit: _compile_counted_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
-        bridge_flags = [f"-L{bridge}", "-lfxwrap_bridge", f"-Wl,-rpath,{bridge}"] if with_bridge else []
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
-        linked = [*shared, *objects, *bridge_flags, *compiler.runtime]
+        linked = [*shared, *objects, *compiler.runtime]
         run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
@@ -192,7 +194,7 @@ _PRECOMPILED_OBJECT = Path("program.o")
 
 
 def _precompiled_name(compiler: Compiler, source_text: str) -> str:
-    return f"programs/ahead-{native_digest(_toolchain_key(compiler), _bridge_digest(), source_text)}"
+    return f"programs/ahead-{native_digest(_toolchain_key(compiler), _interface_digest(), source_text)}"
 
 
 def _claim_precompiled(compiler: Compiler, source_text: str, target: Path) -> bool:
@@ -244,7 +246,7 @@ def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
 def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     compiler = find_compiler()
     common = native_digest(
-        _toolchain_key(compiler), _bridge_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description()
+        _toolchain_key(compiler), _interface_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description()
     )
     return [f"kernels/{native_digest(common, symbol)}" for symbol in symbols]
 
@@ -427,8 +429,15 @@ def _bridge_digest() -> str:
 
 
 @cache
+def _interface_digest() -> str:
+    """Returns the hash of the header by which compiled programs reach every version of the bridge."""
+    return native_digest((_PROGRAM_HEADERS / "bridge.h").read_text(encoding="utf-8"))
+
+
+@cache
 def _kernel_header() -> str:
-    return (_PROGRAM_HEADERS / _KERNEL_HEADER).read_text(encoding="utf-8")
+    headers = ("kernel_failure.h", _KERNEL_HEADER)
+    return "".join([(_PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in headers])
 
 
 @cache
@@ -454,25 +463,34 @@ def native_digest(*parts: str) -> str:
 
 
 def binary_target() -> dict[str, str | list[str]]:
-    """Returns the dependencies of a compiled library besides its source, as JSON data; see `incompatibility_reason`.
+    """Returns the dependencies of a compiled program besides its source, as JSON data; see `incompatibility_reason`.
 
-    These are the versions of torch, Python, the bridge and the kernel header, the machine, its C library, and the
-    processor's instruction sets.
+    These are the headers of programs and kernels, the machine, its C library, and the processor's instruction sets. A
+    program reaches torch by a table of functions alone, so it is for every version of torch.
     """
     return {
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "python": str(sysconfig.get_config_var("SOABI")),
-        "bridge": native_digest(_bridge_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS),
+        "interface": native_digest(
+            _interface_digest(), _kernel_header(), *_COMMON_FLAGS, *PROGRAM_FLAGS, *KERNEL_FLAGS
+        ),
         "machine": " ".join(PLATFORM),
         "libc": platform.libc_ver()[1],
         "instructions": _cpu_instruction_sets(),
     }
 
 
+def bridge_target() -> dict[str, str]:
+    """Returns the dependencies of a compiled bridge and its binding: its sources, torch, and Python."""
+    return {
+        "bridge": native_digest(_bridge_digest(), *_COMMON_FLAGS),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": str(sysconfig.get_config_var("SOABI")),
+    }
+
+
 def incompatibility_reason(target: Mapping[str, Any]) -> str:
     """Returns why a library for a `binary_target` cannot be used on this machine, or ""."""
     here = binary_target()
-    for name in ("torch", "python", "bridge", "machine"):
+    for name in ("interface", "machine"):
         if target.get(name) != here[name]:
             return f"it is for {name} {target.get(name)!r}, not {here[name]!r}"
     if _version(target.get("libc", "")) > _version(here["libc"]):

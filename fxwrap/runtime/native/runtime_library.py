@@ -24,14 +24,18 @@ from fxwrap.runtime.native.packaged import find_packaged_entry
 
 RUNTIME_LIBRARY = "libfxwrap_runtime.so"
 RUNTIME_TARGET = "libfxwrap_runtime.target"
-"""The file beside the library that names its versions and the folder of libtorch."""
+"""The file beside the library that names what programs must be compiled for, and the folder of libtorch."""
 
 _SOURCE_FOLDER = Path(__file__).parent
 _INCLUDE_FOLDER = _SOURCE_FOLDER.parents[1] / "include"
-_UNITS = ("sha256", "json", "archive", "constants", "code", "model", "api")
+_UNITS = (
+    *[f"host/{name}.cpp" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model", "api")],
+    *("cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
+)
 _HEADERS = (
-    *[f"host/{name}.h" for name in ("sha256", "json", "archive", "constants", "dtypes", "code", "model")],
-    *("engine/engine.h", "engine/failure.h", "bridge/bridge.h", "../../include/fxwrap/runtime.h"),
+    *[f"host/{name}.h" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model")],
+    *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
+    *("cpu/tensor.h", "cpu/engine.h", "bridge/bridge.h", "bridge/kernel_failure.h", "../../include/fxwrap/runtime.h"),
 )
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-O2", "-DNDEBUG", "-pthread")
 _TEMPLATES = _SOURCE_FOLDER / "cmake"
@@ -87,34 +91,34 @@ def install_runtime(prefix: Path) -> list[Path]:
 
 def project_sources() -> dict[str, Path]:
     """Returns the files that a host without fxwrap compiles, by their path in the package, on which includes depend."""
-    names = (*bridge_source_names(), *_unit_files(), *_HEADERS)
+    names = (*bridge_source_names(), *_UNITS, *_HEADERS)
     paths = [*[(_SOURCE_FOLDER / name).resolve() for name in dict.fromkeys(names)], *_INCLUDE_FOLDER.rglob("*.h*")]
     return {path.relative_to(_INCLUDE_FOLDER.parent).as_posix(): path for path in sorted(set(paths))}
 
 
 def runtime_sources() -> list[Path]:
     """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
-    return [_SOURCE_FOLDER / name for name in _unit_files()]
+    return [(_SOURCE_FOLDER / name).resolve() for name in _UNITS]
 
 
 def write_runtime_target(folder: Path) -> None:
-    """Writes the file that the runtime reads in its folder: the versions that compiled programs must be for, and the
-    folder of libtorch."""
+    """Writes the file that the runtime reads in its folder: the headers and the machine that programs must be compiled
+    for, and the folder of libtorch."""
     target = binary_target()
-    lines = [*[str(target[name]) for name in ("torch", "bridge", "machine")], f"{_torch_folder()}/lib"]
+    lines = [*[str(target[name]) for name in ("interface", "machine")], f"{_torch_folder()}/lib"]
     (folder / RUNTIME_TARGET).write_text("".join([f"{line}\n" for line in lines]), encoding="utf-8")
 
 
 def _compile(compiler: Compiler, folder: Path) -> None:
     def compiled(unit: str) -> str:
-        source, result = _SOURCE_FOLDER / unit, f"{Path(unit).stem}.o"
+        source, result = _SOURCE_FOLDER / unit, f"{unit.replace('/', '_')}.o"
         names = f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap"
         run_compiler(
             [*compiler.command, *_FLAGS, names, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result], folder
         )
         return result
 
-    objects = parallel_map(compiled, _unit_files())
+    objects = parallel_map(compiled, _UNITS)
     libraries = ["-ldl", f"-Wl,-soname,{RUNTIME_LIBRARY}", *compiler.runtime]
     run_compiler([*compiler.command, "-shared", "-pthread", *objects, *libraries, "-o", RUNTIME_LIBRARY], folder)
     for item in objects:
@@ -127,7 +131,7 @@ def _packaged_runtime() -> str:
 
 @cache
 def _sources_digest() -> str:
-    names = (*_unit_files(), *_HEADERS, *_shipped())
+    names = (*_UNITS, *_HEADERS, *_shipped())
     return native_digest(*_FLAGS, *[(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in names])
 
 
@@ -155,10 +159,6 @@ def _write_package_files(prefix: Path, libraries: Path, target: Path) -> list[Pa
 @cache
 def _torch_folder() -> str:
     return str(Path(torch.__file__).parent)
-
-
-def _unit_files() -> list[str]:
-    return [f"host/{name}.cpp" for name in _UNITS]
 
 
 def _shipped() -> list[str]:

@@ -311,7 +311,7 @@ def test_reserved_names_are_renamed() -> None:
 
 def test_every_name_that_the_bridge_declares_is_reserved() -> None:
     header = (Path(native.__file__).parent / "bridge" / "bridge.h").read_text()
-    kinds = r"struct|enum class|enum|union|using|constexpr \w+|(?:\[\[noreturn\]\] )?FXWRAP_API \w+\*?"
+    kinds = r"struct|enum class|enum|union|using|constexpr \w+|inline \w+\*?"
     declared = set(re.findall(rf"^(?:{kinds}) (\w+)", header, re.MULTILINE))
     assert {"Slot", "call", "size", "none", "fail_assert", "Ints", "data_ptr"} <= declared
     assert declared <= RESERVED

@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 import fxwrap
 from fxwrap.errors import FxImportError, KernelTextError
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from tests.converters.exported.models import CASES, Elementwise, exported_case, reloaded, saved
 from tests.support.documents import run_snippets
@@ -143,7 +143,7 @@ def test_missing_and_changed_kernels_are_refused(damage: str) -> None:
     exported = _never_launched()
     exported.constants["fxwrap_kernels"] = change(exported)
     module = (exported if damage == "other dtype" else reloaded(exported)).module()
-    with library.empty_kernel_table(), pytest.raises(KernelTextError, match=message):
+    with kernel_table.empty_kernel_table(), pytest.raises(KernelTextError, match=message):
         module(torch.randn(3, 11))
 
 
@@ -164,13 +164,13 @@ def test_a_damaged_file_is_not_imported() -> None:
 
 def test_kernels_live_as_long_as_their_texts() -> None:
     kernel = RegisteredKernel("cpp", 'extern "C" void kernel(float* out0) { out0[0] = 1; }', ("*f32",), (), "one", 1)
-    with library.empty_kernel_table():
+    with kernel_table.empty_kernel_table():
         texts = serialize_kernels([kernel])
         torch.ops.fxwrap.register_kernels(texts)
         torch.ops.fxwrap.register_kernels(texts)
-        assert library.get_registered_kernel(kernel.hash) == kernel
+        assert kernel_table.get_registered_kernel(kernel.hash) == kernel
         del texts
-        assert library.find_registered_kernel(kernel.hash) is None
+        assert kernel_table.find_registered_kernel(kernel.hash) is None
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import fxwrap
 from fxwrap import Compiled, Stage
 from fxwrap.comparison import capture
 from fxwrap.errors import ExportError
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.wrapper_ir import KernelDefinition
 from tests.converters.exported.models import CASES, assert_calls_equal, reloaded
@@ -49,7 +49,7 @@ def test_generated_kernels(name: str) -> None:
     if name == "everything":
         again = fxwrap.compile_graph(exported, options=fxwrap.Options(cpu_kernels="triton"))
         assert_equal(compiled.program, again.program, copied=True)
-    with library.empty_kernel_table():
+    with kernel_table.empty_kernel_table():
         assert_calls_equal(case.export(), exported, case)
 
 
@@ -66,7 +66,7 @@ def test_kernels_of_the_users() -> None:
     exported = reloaded(fxwrap.fx.export(graph.compiled))
     assert "user_triton" in _languages(exported)
     ours, theirs = [[item.clone() for item in inputs] for _ in range(2)]
-    with library.empty_kernel_table():
+    with kernel_table.empty_kernel_table():
         got = exported.module()(*ours)
     torch.testing.assert_close(tuple(got), _user_launches(*theirs))
     torch.testing.assert_close(ours, theirs)

@@ -27,7 +27,7 @@ from fxwrap.lines import Alloc, ExternCall, Mutate, View
 from fxwrap.memory_planning import apply_plan, plan_memory
 from fxwrap.passes import fold_views
 from fxwrap.passes.reuse import reuse_memory
-from fxwrap.runtime import library
+from fxwrap.runtime import kernel_table
 from fxwrap.wrapper_ir import Ownership, Program
 from tests.support.long_form import sample_size
 from tests.support.program_equality import assert_equal
@@ -234,7 +234,7 @@ def test_kernels_can_be_passed_as_an_argument() -> None:
     program = SAMPLES["cpp_kernel_with_two_outputs"].program()
     module = fxwrap.to_fx(program).graph_module
     module.meta.clear()
-    with library.empty_kernel_table():
+    with kernel_table.empty_kernel_table():
         with pytest.raises(FxImportError, match=r"no kernel with the content hash .*from_fx\(graph, kernels="):
             fxwrap.from_fx(module)
         assert_equal(program, fxwrap.from_fx(module, kernels=program.kernels))

@@ -79,6 +79,17 @@ def test_a_kernel_is_launched_without_the_bridge_until_it_is_compiled(machine: M
     assert type(load_cpp_kernel(SCALE, SIGNATURE, ())) is by_bridge and machine.builds == 1
 
 
+def test_a_kernel_that_is_launched_without_the_bridge_raises_its_error(machine: Machine) -> None:
+    source = 'extern "C" void kernel(long n) {\n  if (n > 3) fxwrap_index_error("n is out of bounds");\n}\n'
+    launch = load_cpp_kernel('#include "kernel.h"\n' + source, ("i64",), ())
+    assert isinstance(launch, InterimLauncher)
+    launch(3)
+    for _ in range(2):
+        with pytest.raises(IndexError, match=r"^n is out of bounds$"):
+            launch(4)
+        machine.finish()
+
+
 @pytest.mark.parametrize("emitter", ["python", "fx"])
 def test_programs_run_while_the_bridge_is_compiled(machine: Machine, emitter: str) -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

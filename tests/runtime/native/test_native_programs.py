@@ -103,7 +103,7 @@ def test_items_assertions_and_random_state() -> None:
   f.ints[n] = item_int(f, a);
   f.floats[r] = item_float(f, b);
   f.ints[t] = item_bool(f, c);
-  if (f.ints[n] > 100) fail_assert("too many");
+  if (f.ints[n] > 100) fail_assert(f, "too many");
   save_random_state(f, state, cpu);
   CALL(f, rand, (list(1), 3), (first));
   restore_random_state(f, state, cpu);

@@ -14,6 +14,7 @@
 
 #include "binding/binding.h"
 #include "bridge/frame.h"
+#include "engine/failure.h"
 
 // From libtorch_python, as in binding.h.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
@@ -514,8 +515,10 @@ bool is_plain_subclass(PyTypeObject* type) {
 void set_python_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (const fxwrap::InputError& failure) {
-    PyErr_SetString(input_error, failure.what());
+  } catch (const fxwrap::Failure& failure) {
+    PyObject* builtin = PyDict_GetItemString(PyEval_GetBuiltins(), failure.kind().c_str());
+    const bool is_input_error = failure.kind() == "InputError";
+    PyErr_SetString(is_input_error ? input_error : builtin == nullptr ? PyExc_RuntimeError : builtin, failure.what());
   } catch (...) {
     torch::translate_exception_to_python(error);
   }

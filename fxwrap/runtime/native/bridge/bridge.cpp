@@ -12,11 +12,12 @@
 #include <algorithm>
 #include <mutex>
 #include <string>
-#include <string_view>
 
 #include "bridge/calls.h"
 #include "bridge/frame.h"
 #include "bridge/checks.h"
+#include "bridge/functions.h"
+#include "engine/checks.h"
 #include "cuda/launch.h"
 
 namespace fxwrap {
@@ -135,20 +136,6 @@ std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
   return prepared;
 }
 
-void call(Frame& f, CallSite& site) {
-  void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
-  const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
-  const Observer* observer = f.observer;
-  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 1);
-  if (ready.is_functional()) {
-    const at::AutoDispatchBelowADInplaceOrView functional;
-    ready.run(f);
-  } else {
-    ready.run(f);
-  }
-  if (observer != nullptr) observer->on_operator(observer->context, site.operator_->name, 0);
-}
-
 void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots tensors, Slots outs, Numbers numbers) {
   const auto launch_operator = c10::Dispatcher::singleton().findSchema({"fxwrap_runtime::launch", ""});
   TORCH_CHECK(launch_operator.has_value(), "no compiled form of a kernel holds for its arguments, and another can only be ",
@@ -165,6 +152,38 @@ void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots 
       std::string(kernel.language), std::string(kernel.source), std::move(signature), std::string(kernel.options),
       c10::List<int64_t>({grid.x, grid.y, grid.z}), tensor_list(f, tensors), tensor_list(f, outs), std::move(scalars)};
   launch_operator->callBoxed(&stack);
+}
+
+namespace bridge {
+namespace {
+
+// Tells the observer of a run that an operator begins and ends.
+class ObservedCall {
+ public:
+  ObservedCall(const Frame& f, const char* name) : observer_(f.observer), name_(name) {
+    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 1);
+  }
+  ~ObservedCall() {
+    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 0);
+  }
+  ObservedCall(const ObservedCall&) = delete;
+  ObservedCall& operator=(const ObservedCall&) = delete;
+
+ private:
+  const Observer* observer_;
+  const char* name_;
+};
+
+void call(Frame& f, CallSite& site) {
+  void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
+  const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
+  const ObservedCall observed(f, site.operator_->name);
+  if (ready.is_functional()) {
+    const at::AutoDispatchBelowADInplaceOrView functional;
+    ready.run(f);
+  } else {
+    ready.run(f);
+  }
 }
 
 void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device) {
@@ -205,6 +224,11 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
   tensor_at(f, out) = std::move(slice);
 }
 
+void copy(Frame& f, Slot to, Slot from) {
+  const ObservedCall observed(f, "aten::copy_");
+  tensor_at(f, to).copy_(tensor_at(f, from));
+}
+
 void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = tensor_at(f, from); }
 void move(Frame& f, Slot out, Slot from) {
   at::Tensor tensor = std::move(tensor_at(f, from));
@@ -212,12 +236,12 @@ void move(Frame& f, Slot out, Slot from) {
 }
 void drop(Frame& f, Slot slot) { tensor_at(f, slot).reset(); }
 
-void alias(Frame& f, ListSlot out, ListSlot from) { list_at(f, out) = list_at(f, from); }
-void move(Frame& f, ListSlot out, ListSlot from) {
+void alias_list(Frame& f, ListSlot out, ListSlot from) { list_at(f, out) = list_at(f, from); }
+void move_list(Frame& f, ListSlot out, ListSlot from) {
   c10::IValue value = std::move(list_at(f, from));
   list_at(f, out) = std::move(value);
 }
-void drop(Frame& f, ListSlot slot) { list_at(f, slot) = c10::IValue(); }
+void drop_list(Frame& f, ListSlot slot) { list_at(f, slot) = c10::IValue(); }
 
 void element(Frame& f, Slot out, ListSlot list, Ints path) {
   const c10::IValue& item = element_at(f, list, path);
@@ -259,16 +283,52 @@ void exchange_random_state(Frame& f, ListSlot generator, Device& device) {
   other.set_state(state);
 }
 
-void fail_assert(const char* message, const char* error) {
-  const std::string_view name(error);
-  if (name == "InputError") throw InputError(message);
-  TORCH_CHECK_INDEX(name != "IndexError", message);
-  TORCH_CHECK_VALUE(name != "ValueError", message);
-  TORCH_CHECK(false, message);
+void fail_assert(Frame&, const char* message, const char* error, const int64_t* shown) {
+  checks::fail_assert(message, error, shown);
 }
 
-void fail_assert(const char* message, const char* error, int64_t shown) {
-  fail_assert((std::string(message) + ", got " + std::to_string(shown)).c_str(), error);
-}
+}  // namespace
 
+const Functions functions = {
+    .call = call,
+    .empty_strided = empty_strided,
+    .view = view,
+    .reuse = reuse,
+    .pool_slice = pool_slice,
+    .copy = copy,
+    .alias = alias,
+    .move = move,
+    .drop = drop,
+    .alias_list = alias_list,
+    .move_list = move_list,
+    .drop_list = drop_list,
+    .element = element,
+    .element_int = element_int,
+    .element_float = element_float,
+    .element_bool = element_bool,
+    .defined = defined,
+    .size = size,
+    .stride = stride,
+    .storage_offset = storage_offset,
+    .item_int = item_int,
+    .item_float = item_float,
+    .item_bool = item_bool,
+    .data_ptr = data_ptr,
+    .bump_version = bump_version,
+    .launch = launch,
+    .save_random_state = save_random_state,
+    .restore_random_state = restore_random_state,
+    .exchange_random_state = exchange_random_state,
+    .enter_device = enter_device,
+    .enter_stream = enter_stream,
+    .exit_device = exit_device,
+    .enter_range = enter_range,
+    .exit_range = exit_range,
+    .check_layout = check_layout,
+    .check_rank = check_rank,
+    .check_alignment = check_alignment,
+    .fail_assert = fail_assert,
+};
+
+}  // namespace bridge
 }  // namespace fxwrap

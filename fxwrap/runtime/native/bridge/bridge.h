@@ -1,9 +1,13 @@
 // The interface of emitted C++ programs: the only header they include, without torch's headers.
 //
-// A program is a list of functions over one Frame, the owning array of its tensors and scalars. Every call site is
-// static data, initialised at compile time; the first run resolves the operator and converts the arguments, later
-// runs only call. Emitted functions hold no object with a destructor: errors travel as C++ exceptions through them to
-// the bridge's entry, which releases the frame's tensors. That keeps compile time small and linear.
+// A program is a list of functions over one Frame, the owning array of its tensors and scalars. It reaches tensors and
+// operators only through the table of functions in the frame, which the engine that runs it fills in: the bridge on
+// libtorch, or the runtime's own engine for programs that call no operators. A compiled program is linked with neither,
+// and depends on no version of torch.
+//
+// Every call site is static data, initialised at compile time; the first run resolves the operator and converts the
+// arguments, later runs only call. Emitted functions hold no object with a destructor: errors travel as C++ exceptions
+// through them to the engine, which releases the frame's tensors. That keeps compile time small and linear.
 //
 //   #include "bridge.h"
 //   namespace program {
@@ -44,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 4;
+constexpr int64_t abi_version = 5;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -67,7 +71,7 @@ enum class MemoryFormat : int8_t { contiguous_format, preserve_format, channels_
 // A device by torch's name ("cpu", "cuda:0"); a static object, so that the name is parsed once.
 struct Device {
   const char* name;
-  int32_t code = -1;  // the bridge's: device type and index, -1 until first used
+  int32_t code = -1;  // the engine's: device type and index, -1 until first used
   constexpr Device(const char* name) : name(name) {}
 };
 
@@ -142,16 +146,19 @@ struct Observer {
   void* context = nullptr;
 };
 
-// The values of one run. Tensors belong to the bridge and are reached by slot; scalars are plain memory.
+struct Functions;
+
+// The values of one run. Tensors belong to the engine and are reached by slot; scalars are plain memory.
 struct Frame {
-  void* tensors;  // at::Tensor[slots]
+  const Functions* functions;  // of the engine
+  void* tensors;               // the engine's type of tensors [slots]
   int64_t* ints;
   double* floats;
-  void* lists;    // c10::IValue[lists]
+  void* lists;                 // its type of lists and objects [lists]
   const Observer* observer = nullptr;
 };
 
-// One call of an operator; `prepared` is the bridge's.
+// One call of an operator; `prepared` is the engine's.
 struct CallSite {
   const Operator* operator_;
   Args arguments;
@@ -170,40 +177,6 @@ struct CallSite {
     static fxwrap::CallSite site = {&operator_, arguments_, results_};                      \
     fxwrap::call(frame, site);                                                          \
   } while (0)
-
-using Ints = std::initializer_list<int64_t>;
-
-FXWRAP_API void call(Frame& f, CallSite& site);
-
-// Memory. Sizes and strides count elements; `offset` is relative to the base's own storage offset.
-FXWRAP_API void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device);
-FXWRAP_API void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset);
-FXWRAP_API void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype);  // moves `from`'s memory
-// A tensor `offset` bytes from the start of `pool`'s memory, which it shares.
-FXWRAP_API void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype);
-FXWRAP_API void alias(Frame& f, Slot out, Slot from);  // both name the same tensor
-FXWRAP_API void move(Frame& f, Slot out, Slot from);   // `from` is left empty
-FXWRAP_API void drop(Frame& f, Slot slot);
-FXWRAP_API void alias(Frame& f, ListSlot out, ListSlot from);
-FXWRAP_API void move(Frame& f, ListSlot out, ListSlot from);
-FXWRAP_API void drop(Frame& f, ListSlot slot);
-
-// An element of a list, or of a list in it and so on: `path` are positions, as Python counts them. IndexError for none.
-FXWRAP_API void element(Frame& f, Slot out, ListSlot list, Ints path);
-FXWRAP_API int64_t element_int(Frame& f, ListSlot list, Ints path);
-FXWRAP_API double element_float(Frame& f, ListSlot list, Ints path);
-FXWRAP_API bool element_bool(Frame& f, ListSlot list, Ints path);
-
-// Properties of a tensor. item_* read its one element (and wait for its device).
-FXWRAP_API bool defined(Frame& f, Slot slot);
-FXWRAP_API int64_t size(Frame& f, Slot slot, int64_t dim);
-FXWRAP_API int64_t stride(Frame& f, Slot slot, int64_t dim);
-FXWRAP_API int64_t storage_offset(Frame& f, Slot slot);
-FXWRAP_API int64_t item_int(Frame& f, Slot slot);
-FXWRAP_API double item_float(Frame& f, Slot slot);
-FXWRAP_API bool item_bool(Frame& f, Slot slot);
-FXWRAP_API void* data_ptr(Frame& f, Slot slot);
-FXWRAP_API void bump_version(Frame& f, Slot slot);  // after a kernel wrote it: autograd's version counter moves on
 
 // Kernels with a launch grid.
 struct Grid {
@@ -250,42 +223,148 @@ struct Kernel {
   const char* signature;           // "*f32, *f32, i64"
   const char* options;             // JSON
   const Variants* compiled;        // the linked variants; null for none
-  void* held = nullptr;            // the bridge's
+  void* held = nullptr;            // the engine's
 };
 
+using Ints = std::initializer_list<int64_t>;
 using Slots = std::initializer_list<Slot>;
 using Numbers = std::initializer_list<Number>;
 
-// Launches a kernel on its tensors' device, on torch's current stream there; its arguments are `tensors`, `outs` and
-// `numbers`, in the order of its signature. Without a matching variant, Python compiles one.
-FXWRAP_API void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
+// The functions of an engine, which a program calls.
+struct Functions {
+  void (*call)(Frame& f, CallSite& site);
 
-// The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
-FXWRAP_API void save_random_state(Frame& f, Slot out, Device& device);
-FXWRAP_API void restore_random_state(Frame& f, Slot state, Device& device);
+  // Memory. Sizes and strides count elements; `offset` is relative to the base's own storage offset.
+  void (*empty_strided)(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device);
+  void (*view)(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset);
+  void (*reuse)(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype);  // moves `from`'s memory
+  // A tensor `offset` bytes from the start of `pool`'s memory, which it shares.
+  void (*pool_slice)(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype);
+  void (*copy)(Frame& f, Slot to, Slot from);    // the elements, of the same dtype and sizes
+  void (*alias)(Frame& f, Slot out, Slot from);  // both name the same tensor
+  void (*move)(Frame& f, Slot out, Slot from);   // `from` is left empty
+  void (*drop)(Frame& f, Slot slot);
+  void (*alias_list)(Frame& f, ListSlot out, ListSlot from);
+  void (*move_list)(Frame& f, ListSlot out, ListSlot from);
+  void (*drop_list)(Frame& f, ListSlot slot);
 
-// Exchanges the states of a device's default generator and another one, so that operators draw from that.
-FXWRAP_API void exchange_random_state(Frame& f, ListSlot generator, Device& device);
+  // An element of a list, or of a list in it and so on: `path` are positions, as Python counts them. IndexError for none.
+  void (*element)(Frame& f, Slot out, ListSlot list, Ints path);
+  int64_t (*element_int)(Frame& f, ListSlot list, Ints path);
+  double (*element_float)(Frame& f, ListSlot list, Ints path);
+  bool (*element_bool)(Frame& f, ListSlot list, Ints path);
 
-// Makes a device current, and a stream of it by torch's number for that, until `exit_device`. Guards that are still open
-// when the program ends or throws are closed then.
-FXWRAP_API void enter_device(Frame& f, Device& device);
-FXWRAP_API void enter_stream(Frame& f, Device& device, int64_t stream);
-FXWRAP_API void exit_device(Frame& f);
+  // Properties of a tensor. item_* read its one element (and wait for its device).
+  bool (*defined)(Frame& f, Slot slot);
+  int64_t (*size)(Frame& f, Slot slot, int64_t dim);
+  int64_t (*stride)(Frame& f, Slot slot, int64_t dim);
+  int64_t (*storage_offset)(Frame& f, Slot slot);
+  int64_t (*item_int)(Frame& f, Slot slot);
+  double (*item_float)(Frame& f, Slot slot);
+  bool (*item_bool)(Frame& f, Slot slot);
+  void* (*data_ptr)(Frame& f, Slot slot);
+  void (*bump_version)(Frame& f, Slot slot);  // after a kernel wrote it: autograd's version counter moves on
 
-// Opens a range for torch's profiler, and closes the innermost one. Without a profiler, a few nanoseconds each. Ranges that
-// are still open when the program ends or throws are closed then. `name` is a literal.
-FXWRAP_API void enter_range(Frame& f, const char* name);
-FXWRAP_API void exit_range(Frame& f);
+  // Launches a kernel on its tensors' device, on torch's current stream there; its arguments are `tensors`, `outs` and
+  // `numbers`, in the order of its signature. Without a matching variant, Python compiles one.
+  void (*launch)(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
 
-// Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py), the last RuntimeError.
-FXWRAP_API void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype,
-                             Device& device);
-FXWRAP_API void check_rank(Frame& f, Slot slot, const char* name, int64_t rank);
-FXWRAP_API void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
-// Throws the named error, or else a RuntimeError; `shown` is the number that violates the condition.
-[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error = "RuntimeError");
-[[noreturn]] FXWRAP_API void fail_assert(const char* message, const char* error, int64_t shown);
+  // The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
+  void (*save_random_state)(Frame& f, Slot out, Device& device);
+  void (*restore_random_state)(Frame& f, Slot state, Device& device);
+  // Exchanges the states of a device's default generator and another one, so that operators draw from that.
+  void (*exchange_random_state)(Frame& f, ListSlot generator, Device& device);
+
+  // Makes a device current, and a stream of it by torch's number for that, until `exit_device`. Guards that are still
+  // open when the program ends or throws are closed then.
+  void (*enter_device)(Frame& f, Device& device);
+  void (*enter_stream)(Frame& f, Device& device, int64_t stream);
+  void (*exit_device)(Frame& f);
+
+  // Opens a range for torch's profiler, and closes the innermost one. Without a profiler, a few nanoseconds each. Ranges
+  // that are still open when the program ends or throws are closed then. `name` is a literal.
+  void (*enter_range)(Frame& f, const char* name);
+  void (*exit_range)(Frame& f);
+
+  // Checks. The first three raise fxwrap.errors.InputError (twins of fxwrap/runtime/checks.py).
+  void (*check_layout)(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device);
+  void (*check_rank)(Frame& f, Slot slot, const char* name, int64_t rank);
+  void (*check_alignment)(Frame& f, Slot slot, const char* name, int64_t alignment);  // of the address, bytes
+  // Throws the named error; `shown`, if it is not null, is the number that violates the condition.
+  void (*fail_assert)(Frame& f, const char* message, const char* error, const int64_t* shown);
+};
+
+inline void call(Frame& f, CallSite& site) { f.functions->call(f, site); }
+
+inline void empty_strided(Frame& f, Slot out, Ints sizes, Ints strides, DType dtype, Device& device) {
+  f.functions->empty_strided(f, out, sizes, strides, dtype, device);
+}
+inline void view(Frame& f, Slot out, Slot base, Ints sizes, Ints strides, int64_t offset) {
+  f.functions->view(f, out, base, sizes, strides, offset);
+}
+inline void reuse(Frame& f, Slot out, Slot from, Ints sizes, Ints strides, DType dtype) {
+  f.functions->reuse(f, out, from, sizes, strides, dtype);
+}
+inline void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints strides, DType dtype) {
+  f.functions->pool_slice(f, out, pool, offset, sizes, strides, dtype);
+}
+inline void copy(Frame& f, Slot to, Slot from) { f.functions->copy(f, to, from); }
+inline void alias(Frame& f, Slot out, Slot from) { f.functions->alias(f, out, from); }
+inline void move(Frame& f, Slot out, Slot from) { f.functions->move(f, out, from); }
+inline void drop(Frame& f, Slot slot) { f.functions->drop(f, slot); }
+inline void alias(Frame& f, ListSlot out, ListSlot from) { f.functions->alias_list(f, out, from); }
+inline void move(Frame& f, ListSlot out, ListSlot from) { f.functions->move_list(f, out, from); }
+inline void drop(Frame& f, ListSlot slot) { f.functions->drop_list(f, slot); }
+
+inline void element(Frame& f, Slot out, ListSlot list, Ints path) { f.functions->element(f, out, list, path); }
+inline int64_t element_int(Frame& f, ListSlot list, Ints path) { return f.functions->element_int(f, list, path); }
+inline double element_float(Frame& f, ListSlot list, Ints path) { return f.functions->element_float(f, list, path); }
+inline bool element_bool(Frame& f, ListSlot list, Ints path) { return f.functions->element_bool(f, list, path); }
+
+inline bool defined(Frame& f, Slot slot) { return f.functions->defined(f, slot); }
+inline int64_t size(Frame& f, Slot slot, int64_t dim) { return f.functions->size(f, slot, dim); }
+inline int64_t stride(Frame& f, Slot slot, int64_t dim) { return f.functions->stride(f, slot, dim); }
+inline int64_t storage_offset(Frame& f, Slot slot) { return f.functions->storage_offset(f, slot); }
+inline int64_t item_int(Frame& f, Slot slot) { return f.functions->item_int(f, slot); }
+inline double item_float(Frame& f, Slot slot) { return f.functions->item_float(f, slot); }
+inline bool item_bool(Frame& f, Slot slot) { return f.functions->item_bool(f, slot); }
+inline void* data_ptr(Frame& f, Slot slot) { return f.functions->data_ptr(f, slot); }
+inline void bump_version(Frame& f, Slot slot) { f.functions->bump_version(f, slot); }
+
+inline void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers) {
+  f.functions->launch(f, kernel, grid, tensors, outs, numbers);
+}
+
+inline void save_random_state(Frame& f, Slot out, Device& device) { f.functions->save_random_state(f, out, device); }
+inline void restore_random_state(Frame& f, Slot state, Device& device) {
+  f.functions->restore_random_state(f, state, device);
+}
+inline void exchange_random_state(Frame& f, ListSlot generator, Device& device) {
+  f.functions->exchange_random_state(f, generator, device);
+}
+
+inline void enter_device(Frame& f, Device& device) { f.functions->enter_device(f, device); }
+inline void enter_stream(Frame& f, Device& device, int64_t stream) { f.functions->enter_stream(f, device, stream); }
+inline void exit_device(Frame& f) { f.functions->exit_device(f); }
+
+inline void enter_range(Frame& f, const char* name) { f.functions->enter_range(f, name); }
+inline void exit_range(Frame& f) { f.functions->exit_range(f); }
+
+inline void check_layout(Frame& f, Slot slot, const char* name, Ints sizes, Ints strides, DType dtype, Device& device) {
+  f.functions->check_layout(f, slot, name, sizes, strides, dtype, device);
+}
+inline void check_rank(Frame& f, Slot slot, const char* name, int64_t rank) {
+  f.functions->check_rank(f, slot, name, rank);
+}
+inline void check_alignment(Frame& f, Slot slot, const char* name, int64_t alignment) {
+  f.functions->check_alignment(f, slot, name, alignment);
+}
+inline void fail_assert(Frame& f, const char* message, const char* error = "RuntimeError") {
+  f.functions->fail_assert(f, message, error, nullptr);
+}
+inline void fail_assert(Frame& f, const char* message, const char* error, int64_t shown) {
+  f.functions->fail_assert(f, message, error, &shown);
+}
 
 // An input and its name in error messages: a Slot, owned(Slot), a symbol, the ListSlot of a generator, opaque(ListSlot),
 // or `none` for an object that the program does not use.
@@ -320,7 +399,3 @@ struct Program {
 };
 
 }  // namespace fxwrap
-
-// Throw torch's IndexError and its general error: called by kernels for a position out of bounds.
-FXWRAP_EXPORT [[noreturn]] void fxwrap_index_error(const char* message);
-FXWRAP_EXPORT [[noreturn]] void fxwrap_runtime_error(const char* message);

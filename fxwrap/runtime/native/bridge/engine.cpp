@@ -1,6 +1,4 @@
 // The runtime's engine on libtorch's tensors and operators.
-#include "engine/engine.h"
-
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,11 +13,15 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <optional>
+#include <sstream>
 
 #include "bridge/checks.h"
 #include "bridge/frame.h"
+#include "cuda/stream_operators.h"
+#include "engine/call.h"
 
 namespace at {
 // Of ATen/DLConvertor.h, which includes every operator.
@@ -50,8 +52,6 @@ template <class Function> auto translated(const Function& function) -> decltype(
     return function();
   } catch (const Failure&) {
     throw;
-  } catch (const InputError& failure) {
-    throw Failure("InputError", failure.what());
   } catch (const c10::Error& failure) {
     throw Failure(error_kind(failure), failure.what_without_backtrace());
   } catch (const std::bad_alloc&) {
@@ -59,20 +59,6 @@ template <class Function> auto translated(const Function& function) -> decltype(
   } catch (const std::exception& failure) {
     throw Failure("RuntimeError", failure.what());
   }
-}
-
-const char* python_class(int32_t kind) {
-  switch (kind) {
-    case FXWRAP_NONE: return "NoneType";
-    case FXWRAP_INT: return "int";
-    case FXWRAP_FLOAT: return "float";
-    case FXWRAP_BOOL: return "bool";
-    default: return "Tensor";
-  }
-}
-
-[[noreturn]] void fail_kind(const char* name, const char* expected, int32_t kind) {
-  throw InputError("input '" + std::string(name) + "': expected " + expected + ", got " + python_class(kind));
 }
 
 void delete_dlpack(DLManagedTensorVersioned* tensor) {
@@ -84,9 +70,9 @@ at::Tensor consume_dlpack(FxwrapValue& value, const char* name) {
   const std::shared_ptr<DLManagedTensorVersioned> owner(value.as.dlpack, delete_dlpack);
   value = FxwrapValue{};
   const std::string where = "input '" + std::string(name) + "': ";
-  if (owner == nullptr) throw InputError(where + "its DLPack tensor is NULL");
+  if (owner == nullptr) throw Failure("InputError", where + "its DLPack tensor is NULL");
   if (owner->version.major != DLPACK_MAJOR_VERSION) {
-    throw InputError(where + "its DLPack version is " + std::to_string(owner->version.major) +
+    throw Failure("InputError", where + "its DLPack version is " + std::to_string(owner->version.major) +
                      ", expected 1. Pass a DLManagedTensorVersioned of DLPack 1.x");
   }
   const DLTensor& source = owner->dl_tensor;
@@ -100,7 +86,7 @@ at::Tensor consume_dlpack(FxwrapValue& value, const char* name) {
     if (source.strides == nullptr) return at::from_blob(data, sizes, release, options, device);
     return at::from_blob(data, sizes, at::IntArrayRef(source.strides, size_t(source.ndim)), release, options, device);
   } catch (const c10::Error& failure) {
-    throw InputError(where + failure.what_without_backtrace());
+    throw Failure("InputError", where + failure.what_without_backtrace());
   }
 }
 
@@ -134,56 +120,19 @@ class StreamGuard {
 class CallInputs {
  public:
   CallInputs(const Program& program, const EngineCall& call) : program_(program), call_(call) {
-    if (call.input_count != program.inputs.size) {
-      throw InputError("program '" + std::string(program.name) + "' takes " + std::to_string(program.inputs.size) +
-                       " inputs, got " + std::to_string(call.input_count));
-    }
-    if (call.output_count != program.outputs.size) {
-      throw InputError("program '" + std::string(program.name) + "' returns " + std::to_string(program.outputs.size) +
-                       " outputs, got room for " + std::to_string(call.output_count));
-    }
+    check_counts(program, call);
     consumed_.reserve(size_t(call.input_count));
   }
 
   void set(Execution& execution) {
+    const auto set_tensor = [&](const Input& input, FxwrapValue& value) { this->set_tensor(execution, input, value); };
     for (int64_t i = 0; i < program_.inputs.size; ++i) {
-      set_input(execution, program_.inputs.data[i], call_.inputs[i]);
+      set_input(execution.frame(), program_.inputs.data[i], call_.inputs[i], set_tensor);
     }
   }
 
  private:
-  void set_input(Execution& execution, const Input& input, FxwrapValue& value) {
-    Frame& f = execution.frame();
-    const Arg& place = input.value;
-    switch (place.kind) {
-      case Arg::Tensor:
-      case Arg::OwnedTensor:
-        set_tensor(execution, input, value);
-        return;
-      case Arg::IntSymbolIndex:
-        if (value.kind != FXWRAP_INT && value.kind != FXWRAP_BOOL) fail_kind(input.name, "an int", value.kind);
-        f.ints[place.integer] = value.as.integer;
-        return;
-      case Arg::BoolSymbolIndex:
-        if (value.kind != FXWRAP_BOOL) fail_kind(input.name, "a bool", value.kind);
-        f.ints[place.integer] = value.as.integer != 0;
-        return;
-      case Arg::FloatSymbolIndex:
-        if (value.kind != FXWRAP_INT && value.kind != FXWRAP_FLOAT) fail_kind(input.name, "a float", value.kind);
-        f.floats[place.integer] = value.kind == FXWRAP_INT ? double(value.as.integer) : value.as.real;
-        return;
-      case Arg::DynamicList:
-      case Arg::Object:
-        throw InputError("input '" + std::string(input.name) + "': only Python can pass a generator or an object");
-      default:
-        return;
-    }
-  }
-
   void set_tensor(Execution& execution, const Input& input, FxwrapValue& value) {
-    if (value.kind == FXWRAP_NONE) return;
-    if (value.kind != FXWRAP_DLPACK && value.kind != FXWRAP_TENSOR) fail_kind(input.name, "a torch.Tensor", value.kind);
-    const bool owned = input.value.kind == Arg::OwnedTensor;
     at::Tensor* tensor = value.kind == FXWRAP_TENSOR ? static_cast<at::Tensor*>(value.as.tensor) : nullptr;
     if (tensor == nullptr) {
       consumed_.push_back(consume_dlpack(value, input.name));
@@ -191,10 +140,10 @@ class CallInputs {
     }
     if (!tensor->defined()) return;
     if (tensor->is_neg() || tensor->is_conj()) {
-      throw InputError("input '" + std::string(input.name) +
-                       "': it has a negative or conjugate bit, which kernels ignore: resolve it first");
+      throw Failure("InputError", "input '" + std::string(input.name) +
+                                      "': it has a negative or conjugate bit, which kernels ignore: resolve it first");
     }
-    if (owned) {
+    if (input.value.kind == Arg::OwnedTensor) {
       execution.own(input.value.integer, std::move(*tensor));
     } else {
       execution.borrow(input.value.integer, *tensor);
@@ -216,38 +165,6 @@ FxwrapValue tensor_output(const at::Tensor& tensor, bool as_tensor) {
     value.as.dlpack = at::toDLPackVersioned(tensor);
   }
   return value;
-}
-
-FxwrapValue integer_output(FxwrapKind kind, int64_t integer) {
-  FxwrapValue value{};
-  value.kind = kind;
-  value.as.integer = integer;
-  return value;
-}
-
-FxwrapValue real_output(double real) {
-  FxwrapValue value{};
-  value.kind = FXWRAP_FLOAT;
-  value.as.real = real;
-  return value;
-}
-
-FxwrapValue get_output(const Frame& f, const Arg& place, bool as_tensor) {
-  switch (place.kind) {
-    case Arg::InputIndex:
-    case Arg::DynamicList:
-    case Arg::Object:
-      throw InputError("the program returns a generator or an object, which only Python can receive");
-    case Arg::Tensor:
-    case Arg::OwnedTensor: return tensor_output(tensor_at(f, place.integer), as_tensor);
-    case Arg::Int: return integer_output(FXWRAP_INT, place.integer);
-    case Arg::Bool: return integer_output(FXWRAP_BOOL, place.integer);
-    case Arg::Float: return real_output(place.real);
-    case Arg::IntSymbolIndex: return integer_output(FXWRAP_INT, f.ints[place.integer]);
-    case Arg::BoolSymbolIndex: return integer_output(FXWRAP_BOOL, f.ints[place.integer] != 0);
-    case Arg::FloatSymbolIndex: return real_output(f.floats[place.integer]);
-    default: return FxwrapValue{};
-  }
 }
 
 class TorchEngine final : public Engine {
@@ -287,7 +204,7 @@ class TorchEngine final : public Engine {
   TensorHandle import_tensor(FxwrapValue& value, const std::string& name) override {
     return translated([&]() -> TensorHandle {
       if (value.kind == FXWRAP_DLPACK) return handle_of(consume_dlpack(value, name.c_str()));
-      if (value.kind != FXWRAP_TENSOR) fail_kind(name.c_str(), "a torch.Tensor", value.kind);
+      if (value.kind != FXWRAP_TENSOR) fail_kind(name.c_str(), "a torch.Tensor", value);
       return handle_of(static_cast<at::Tensor*>(value.as.tensor)->detach());
     });
   }
@@ -328,8 +245,21 @@ class TorchEngine final : public Engine {
     });
   }
 
-  bool has_operator(const std::string& name, const std::string& overload) override {
-    return c10::Dispatcher::singleton().findSchema({name, overload}).has_value();
+  Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) override {
+    register_stream_operators();
+    const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+    if (!handle.has_value()) {
+      return {"is not registered in this process", "Pass the library that registers it as an option, or load it first"};
+    }
+    std::ostringstream text;
+    text << handle->schema();
+    if (text.str() == schema) return {};
+    try {
+      if (handle->schema().isBackwardCompatibleWith(torch::jit::parseSchema(schema))) return {};
+    } catch (const std::exception&) {  // the file has no schema
+    }
+    return {"has another signature in this libtorch: " + text.str() + ", not " + schema,
+            "Save the program with this version of torch"};
   }
 
   std::string missing_device(const std::string& device) override {
@@ -366,15 +296,8 @@ class TorchEngine final : public Engine {
         execution.run();
       }
       const bool as_tensors = call.options != nullptr && call.options->outputs_as_tensors != 0;
-      int64_t done = 0;
-      try {
-        for (; done < program.outputs.size; ++done) {
-          call.outputs[done] = get_output(execution.frame(), program.outputs.data[done], as_tensors);
-        }
-      } catch (...) {
-        while (done > 0) delete_value(call.outputs[--done]);
-        throw;
-      }
+      const Frame& f = execution.frame();
+      set_outputs(*this, program, f, call, [&](int64_t slot) { return tensor_output(tensor_at(f, slot), as_tensors); });
     });
   }
 

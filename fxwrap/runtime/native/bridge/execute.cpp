@@ -1,12 +1,14 @@
 // Running a program: frames and dispatch guards.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/util/Exception.h>
 
 #include <cstdlib>
 #include <new>
 
 #include "bridge/frame.h"
+#include "bridge/functions.h"
+#include "bridge/kernel_failure.h"
+#include "engine/failure.h"
 
 namespace fxwrap {
 
@@ -24,6 +26,7 @@ Execution::Execution(const Program& program) : program_(program), storage_(inlin
   for (int64_t i = 0; i < program.slots; ++i) {
     new (tensors + i) at::Tensor();
   }
+  frame_.functions = &bridge::functions;
   frame_.tensors = tensors;
   frame_.ints = storage_ + program.slots;
   frame_.floats = reinterpret_cast<double*>(frame_.ints + program.ints);
@@ -59,10 +62,11 @@ void Execution::run() {
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   DeviceStackGuard devices_left;
   RangeStackGuard ranges_left;
-  program_.run(frame_);
+  try {
+    program_.run(frame_);
+  } catch (const KernelFailure& failure) {
+    throw Failure(failure.kind, failure.message);
+  }
 }
 
 }  // namespace fxwrap
-
-void fxwrap_index_error(const char* message) { throw c10::IndexError({__func__, __FILE__, uint32_t(__LINE__)}, message); }
-void fxwrap_runtime_error(const char* message) { throw c10::Error({__func__, __FILE__, uint32_t(__LINE__)}, message); }

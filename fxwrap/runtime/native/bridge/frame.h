@@ -4,18 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
-#include <stdexcept>
-#include <string>
-
 #include "bridge/bridge.h"
 
 namespace fxwrap {
-
-// A bad run-time input; becomes fxwrap.errors.InputError in Python.
-class FXWRAP_API InputError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
 
 inline at::Tensor& tensor_at(const Frame& f, int64_t slot) {
   return static_cast<at::Tensor*>(f.tensors)[slot];

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "kernel_failure.h"
+
 #define INLINE inline __attribute__((always_inline))
 
 // glibc has vector versions (libmvec) of these functions, accurate to 4 ULP; GCC calls them from vectorised loops, and
@@ -37,9 +39,10 @@ float fmodf(float, float) noexcept;
 constexpr double infinity = __builtin_inf();
 constexpr double nan = __builtin_nan("");
 
-// Throw an IndexError and a RuntimeError; defined in the bridge, to which every kernel is linked.
-extern "C" [[noreturn]] void fxwrap_index_error(const char* message);
-extern "C" [[noreturn]] void fxwrap_runtime_error(const char* message);
+[[noreturn]] inline void fxwrap_index_error(const char* message) { throw fxwrap::KernelFailure{"IndexError", message}; }
+[[noreturn]] inline void fxwrap_runtime_error(const char* message) {
+  throw fxwrap::KernelFailure{"RuntimeError", message};
+}
 
 // --- types ------------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bridge/frame.h"
+#include "bridge/functions.h"
 
 namespace fxwrap {
 namespace {
@@ -13,6 +14,8 @@ namespace {
 thread_local std::vector<std::unique_ptr<at::RecordFunction>> open_ranges;
 
 }  // namespace
+
+namespace bridge {
 
 void enter_range(Frame&, const char* name) {
   open_ranges.emplace_back();
@@ -23,6 +26,8 @@ void enter_range(Frame&, const char* name) {
 }
 
 void exit_range(Frame&) { open_ranges.pop_back(); }
+
+}  // namespace bridge
 
 RangeStackGuard::RangeStackGuard() : depth_(open_ranges.size()) {}
 

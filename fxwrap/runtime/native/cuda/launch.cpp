@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "bridge/frame.h"
+#include "bridge/functions.h"
 
 namespace fxwrap {
 
@@ -174,7 +175,7 @@ bool read_arguments(Arguments& arguments, Frame& f, const KernelVariantCache& ca
 
 }  // namespace
 
-void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers) {
+void bridge::launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers) {
   if (grid.x <= 0 || grid.y <= 0 || grid.z <= 0) return;
   const KernelVariantCache& cache = variant_cache_of(kernel);
   const size_t count = tensors.size() + outs.size() + numbers.size();

@@ -7,6 +7,7 @@
 
 #include "bridge/checks.h"
 #include "bridge/frame.h"
+#include "bridge/functions.h"
 
 namespace fxwrap {
 namespace {
@@ -38,9 +39,13 @@ void leave() {
 
 }  // namespace
 
+namespace bridge {
+
 void enter_device(Frame&, Device& device) { enter(device, std::nullopt); }
 void enter_stream(Frame&, Device& device, int64_t stream) { enter(device, stream); }
 void exit_device(Frame&) { leave(); }
+
+}  // namespace bridge
 
 DeviceStackGuard::DeviceStackGuard() : depth_(entered.size()) {}
 

@@ -1,4 +1,5 @@
-// What the runtime needs from a library of tensors and operators. The bridge implements it with libtorch.
+// What the runtime needs from a library of tensors and operators. The bridge implements it with libtorch, and cpu/engine.cpp
+// without, for programs that call no operators.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,16 @@
 
 namespace fxwrap {
 
-using TensorHandle = std::shared_ptr<void>;  // an at::Tensor of the bridge
+using TensorHandle = std::shared_ptr<void>;  // a tensor of the engine
 
 struct TensorLayout {
   DType dtype;
   std::vector<int64_t> sizes, strides;  // strides in elements
+};
+
+// Why something cannot be used, and what to do; no reason if it can.
+struct Problem {
+  std::string reason, remedy;
 };
 
 // One call of a program.
@@ -48,7 +54,8 @@ class Engine {
   virtual void copy(const TensorHandle& target, const TensorHandle& source) = 0;
   virtual bool equal(const TensorHandle& a, const TensorHandle& b) = 0;
 
-  virtual bool has_operator(const std::string& name, const std::string& overload) = 0;
+  // Why an operator cannot be called by a program that was compiled with this schema of it.
+  virtual Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) = 0;
   virtual std::string missing_device(const std::string& device) = 0;  // why a device cannot be used, or ""
   virtual void set_threads(int32_t count) = 0;
   virtual void run(const Program& program, const EngineCall& call) = 0;
@@ -57,5 +64,5 @@ class Engine {
 
 }  // namespace fxwrap
 
-// The engine of a library, for this version of the interface; null for another.
+// The bridge's engine, for this version of the interface; null for another.
 FXWRAP_EXPORT fxwrap::Engine* fxwrap_engine(int64_t abi);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 
+#include "cpu/engine.h"
 #include "host/code.h"
 #include "host/model.h"
 
@@ -69,10 +70,10 @@ FxwrapError* fxwrap_open_linked(const FxwrapProgram* program, const char* path, 
     const FxwrapOpenOptions chosen = options_of(options);
     const auto* linked = reinterpret_cast<const fxwrap::Program*>(program);
     auto saved = std::make_shared<const fxwrap::host::SavedProgram>(path, chosen, linked);
-    if (chosen.threads > 0) saved->engine.set_threads(chosen.threads);
+    if (chosen.threads > 0) saved->engine->set_threads(chosen.threads);
     auto constants = std::make_shared<const fxwrap::host::ConstantSet>();
     if (saved->has_constants) {
-      constants = fxwrap::host::load_saved(saved->archive, saved->layout, saved->engine, chosen.copy_constants != 0);
+      constants = fxwrap::host::load_saved(saved->archive, saved->layout, *saved->engine, chosen.copy_constants != 0);
     }
     *model = new FxwrapModel(std::move(saved), std::move(constants));
   });
@@ -103,7 +104,8 @@ FxwrapError* fxwrap_run(const FxwrapModel* model, const FxwrapRunOptions* option
 }
 
 void fxwrap_value_delete(FxwrapValue* value) {
-  if (value->kind == FXWRAP_DLPACK || value->kind == FXWRAP_TENSOR) fxwrap::host::load_engine().delete_value(*value);
+  if (value->kind == FXWRAP_DLPACK) fxwrap::cpu::engine().delete_value(*value);
+  if (value->kind == FXWRAP_TENSOR) fxwrap::host::torch_engine().delete_value(*value);
 }
 
 FxwrapError* fxwrap_load_constants(FxwrapModel* model, const char* const* names, FxwrapValue* tensors, int64_t count) {
@@ -111,12 +113,12 @@ FxwrapError* fxwrap_load_constants(FxwrapModel* model, const char* const* names,
   return guarded([&] {
     std::vector<NamedTensor> named;
     for (int64_t i = 0; i < count; ++i) {
-      named.push_back({names[i], model->saved().engine.import_tensor(tensors[i], names[i])});
+      named.push_back({names[i], model->saved().engine->import_tensor(tensors[i], names[i])});
     }
     model->load_constants(named);
   });
 }
 
 FxwrapError* fxwrap_load_constants_file(FxwrapModel* model, const char* path) {
-  return guarded([&] { model->load_constants(fxwrap::host::read_tensor_file(path, model->saved().engine)); });
+  return guarded([&] { model->load_constants(fxwrap::host::read_tensor_file(path, *model->saved().engine)); });
 }

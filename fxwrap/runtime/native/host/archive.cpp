@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 
+#include "host/ed25519.h"
 #include "host/sha256.h"
 
 namespace fxwrap::host {
@@ -18,6 +20,8 @@ constexpr const char* format = "fxwrap program";
 constexpr int64_t format_version = 1;
 constexpr const char* manifest_name = "manifest.json";
 constexpr const char* manifest_hash_name = "manifest.sha256";
+constexpr const char* signature_name = "manifest.signature";
+constexpr size_t signature_bytes = 32 + 64;  // the public key and the signature of the manifest
 constexpr size_t most_manifest_bytes = size_t(64) << 20;
 constexpr size_t local_header_bytes = 30, record_bytes = 46, end_bytes = 22, end64_bytes = 56, locator_bytes = 20;
 
@@ -98,9 +102,10 @@ MappedFile::~MappedFile() {
   if (data_ != nullptr) munmap(data_, size_);
 }
 
-Archive::Archive(std::string path) : path_(std::move(path)), file_(std::make_shared<MappedFile>(path_)) {
+Archive::Archive(std::string path, const std::string& trust)
+    : path_(std::move(path)), file_(std::make_shared<MappedFile>(path_)) {
   read_directory();
-  read_manifest();
+  read_manifest(trust);
   try {
     check_entries();
   } catch (const JsonError& failure) {
@@ -192,7 +197,41 @@ void Archive::read_directory() {
   }
 }
 
-void Archive::read_manifest() {
+// The key of a text, "ed25519:" and 64 hexadecimal digits.
+std::optional<PublicKey> parse_key(const std::string& text) {
+  constexpr std::string_view prefix = "ed25519:", digits = "0123456789abcdef";
+  if (text.size() != prefix.size() + 64 || text.compare(0, prefix.size(), prefix) != 0) return std::nullopt;
+  PublicKey key{};
+  for (size_t i = 0; i < 64; ++i) {
+    const size_t digit = digits.find(text[prefix.size() + i]);
+    if (digit == std::string_view::npos) return std::nullopt;
+    key[i / 2] = uint8_t(key[i / 2] << 4 | digit);
+  }
+  return key;
+}
+
+void Archive::check_signature(const std::string& trust) const {
+  if (trust == "full") return;
+  if (trust == "none") {
+    throw Failure("OptionError", "trust='none' runs programs in the interpreter, which is in Python: use fxwrap.load");
+  }
+  const std::optional<PublicKey> trusted = parse_key(trust);
+  if (!trusted) throw Failure("OptionError", "unknown trust '" + trust + "'; known: full, a public key, 'ed25519:...'");
+  constexpr const char* remedy = "Ask its author for a file that is signed by this key, or load it with trust='none'";
+  const auto entry = contents_.find(signature_name);
+  if (entry == contents_.end()) throw error(signature_name, "the file is not signed", remedy);
+  PublicKey signer;
+  std::memcpy(signer.data(), entry->second.data, signer.size());
+  if (signer != *trusted) {
+    throw error(signature_name, "the file is signed by ed25519:" + hex(signer) + ", not by " + trust, remedy);
+  }
+  const std::string message = "fxwrap saved program\n" + std::string(manifest_text());
+  if (!verify_ed25519(*trusted, message, entry->second.data + signer.size())) {
+    throw error(signature_name, "the signature is not that of this file", remedy);
+  }
+}
+
+void Archive::read_manifest(const std::string& trust) {
   for (const char* name : {manifest_name, manifest_hash_name}) {
     if (contents_.count(name) == 0) {
       throw error(name, "there is no such entry: this is another kind of zip file", foreign_file);
@@ -205,6 +244,12 @@ void Archive::read_manifest() {
   if (digest.text() != hex(sha256(text.data, text.size)) + "\n") {
     throw error(manifest_name, "it is damaged: its hash is wrong");
   }
+  const auto signature = contents_.find(signature_name);
+  if (signature != contents_.end() && signature->second.size != signature_bytes) {
+    throw error(signature_name, "it has " + std::to_string(signature->second.size) + " bytes instead of " +
+                std::to_string(signature_bytes));
+  }
+  check_signature(trust);
   const Json* name = nullptr;
   try {
     manifest_ = Json::parse(text.text());
@@ -237,7 +282,7 @@ void Archive::check_entries() {
     hashes_[name] = entry.at("sha256").string();
   }
   for (const auto& [name, content] : contents_) {
-    if (hashes_.count(name) == 0 && name != manifest_name && name != manifest_hash_name) {
+    if (hashes_.count(name) == 0 && name != manifest_name && name != manifest_hash_name && name != signature_name) {
       throw error(name, "the manifest does not list it", foreign_entry);
     }
   }

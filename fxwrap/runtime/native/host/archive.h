@@ -43,7 +43,8 @@ struct Content {
 // An open file with verified directory and manifest. Every function throws Failure (ArtifactError) for an invalid file.
 class Archive {
  public:
-  explicit Archive(std::string path);
+  // `trust` is "full", or the public key that must have signed the file. Throws Failure (OptionError) for another text.
+  Archive(std::string path, const std::string& trust);
 
   const std::string& path() const { return path_; }
   const Json& manifest() const { return manifest_; }
@@ -72,7 +73,8 @@ class Archive {
   std::vector<DirectoryEntry> list_directory(uint64_t& directory_start) const;
   DirectoryEntry read_record(const uint8_t* record) const;
   void check_name(const DirectoryEntry& entry, const std::map<std::string, Content>& seen) const;
-  void read_manifest();
+  void read_manifest(const std::string& trust);
+  void check_signature(const std::string& trust) const;
   void check_entries();
   Failure damaged_directory(const std::string& reason) const;
 

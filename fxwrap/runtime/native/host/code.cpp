@@ -11,6 +11,8 @@
 #include <set>
 #include <sstream>
 
+#include "cpu/engine.h"
+
 namespace fxwrap::host {
 namespace {
 
@@ -19,17 +21,16 @@ constexpr const char* engine_library = "libfxwrap_bridge.so";
 
 std::string folder_of_runtime() {
   Dl_info info{};
-  if (dladdr(reinterpret_cast<void*>(&load_engine), &info) == 0 || info.dli_fname == nullptr) return "";
+  if (dladdr(reinterpret_cast<void*>(&torch_engine), &info) == 0 || info.dli_fname == nullptr) return "";
   const std::string path = info.dli_fname;
   const size_t slash = path.rfind('/');
   return slash == std::string::npos ? "" : path.substr(0, slash + 1);
 }
 
-// The lines of the file beside the runtime, which its installation writes: the library itself is the same for all builds
-// of a release of torch, and in every folder.
+// The lines of the file beside the runtime, which its installation writes: the library itself is the same in every folder.
 struct Target {
-  std::string torch, bridge, machine;  // the versions that compiled programs must be for
-  std::string torch_libraries;         // the folder of libtorch
+  std::string interface, machine;  // those that compiled programs must be for
+  std::string torch_libraries;     // the folder of libtorch
 };
 
 const Target& installed_target() {
@@ -37,7 +38,7 @@ const Target& installed_target() {
     Target read;
     const std::string path = folder_of_runtime() + "libfxwrap_runtime.target";
     std::ifstream file(path);
-    for (std::string* line : {&read.torch, &read.bridge, &read.machine, &read.torch_libraries}) {
+    for (std::string* line : {&read.interface, &read.machine, &read.torch_libraries}) {
       if (!std::getline(file, *line)) {
         throw Failure("ImportError", "'" + path + "' is missing or damaged. Install the runtime again");
       }
@@ -63,9 +64,21 @@ Engine& open_engine() {
   return *engine;
 }
 #else
-// A runtime that is linked with its engine and its program, in an exported project.
-Engine& open_engine() { return *fxwrap_engine(abi_version); }
+// A runtime that is linked with its program, in an exported project: the macro says whether with the bridge too.
+Engine& open_engine() {
+#if FXWRAP_LINKED_ENGINE
+  return *fxwrap_engine(abi_version);
+#else
+  throw Failure("ImportError", "this host is built without libtorch");
 #endif
+}
+#endif
+
+bool has_loaded_torch() {
+  void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library != nullptr) dlclose(library);
+  return library != nullptr;
+}
 
 std::set<std::string> words(std::istream& stream) {
   std::set<std::string> result;
@@ -109,9 +122,11 @@ void* open_library(const Content& content, const std::string& name, std::string&
     done += size_t(count);
   }
   void* library = dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) failure = dlerror();
+  // The loader knows libraries by their paths: while the file is open, no other program has this one.
+  if (library != nullptr) return library;
+  failure = dlerror();
   close(file);
-  return library;
+  return nullptr;
 }
 
 struct LoadedCode {
@@ -126,9 +141,14 @@ LoadedCode& loaded_code() {
 
 }  // namespace
 
-Engine& load_engine() {
+Engine& torch_engine() {
   static Engine& engine = open_engine();
   return engine;
+}
+
+Engine& find_engine(const std::string& name) {
+  if (name != "cpu" && name != "torch") throw JsonError("it names the unknown engine '" + name + "'");
+  return name == "cpu" && !has_loaded_torch() ? cpu::engine() : torch_engine();
 }
 
 #ifdef FXWRAP_LINKED_ENGINE
@@ -137,7 +157,7 @@ std::string incompatibility_reason(const Json&) { return "this runtime only runs
 std::string incompatibility_reason(const Json& target) {
   const Target& installed = installed_target();
   const std::pair<const char*, std::string> here[] = {
-      {"torch", installed.torch}, {"bridge", installed.bridge}, {"machine", installed.machine}};
+      {"interface", installed.interface}, {"machine", installed.machine}};
   for (const auto& [name, text] : here) {
     const std::string& wanted = target.at(name).string();
     if (wanted != text) return "it is for " + std::string(name) + " " + written(wanted) + ", not " + written(text);
@@ -165,12 +185,6 @@ const Program& load_code(const Archive& archive, const std::string& entry) {
   std::string failure;
   void* library = open_library(content, "fxwrap program", failure);
   if (library == nullptr) throw archive.error("", "compiled code cannot be loaded: " + failure);
-  // The linker gives a program the first bridge that the process loaded, which may be that of another runtime.
-  auto* bridge = reinterpret_cast<Engine* (*)(int64_t)>(dlsym(library, "fxwrap_engine"));
-  if (bridge == nullptr || bridge(abi_version) == nullptr) {
-    throw archive.error("", "its code would run on the bridge of another version of fxwrap, which this process has loaded",
-                        "Use one version of fxwrap in a process");
-  }
   auto* program = static_cast<const Program*>(dlsym(library, "fxwrap_program"));
   if (program == nullptr || program->abi != abi_version) {
     throw archive.error(entry, "it is not a program of this version of fxwrap");

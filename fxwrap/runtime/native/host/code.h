@@ -8,8 +8,12 @@
 
 namespace fxwrap::host {
 
-// The library of tensors and operators beside the runtime. Throws Failure.
-Engine& load_engine();
+// The engine on libtorch: the bridge beside the runtime, or linked with it. Throws Failure.
+Engine& torch_engine();
+
+// The engine for a program, "torch" or "cpu" in the manifest. In a process that has loaded libtorch, the engine on libtorch
+// runs both, so that callers may pass its tensors. Throws Failure, or JsonError for another name.
+Engine& find_engine(const std::string& name);
 
 // Why compiled code for a target, as the manifest describes it, cannot be used here; "" if it can. Throws JsonError.
 std::string incompatibility_reason(const Json& target);

@@ -5,7 +5,7 @@
 #include <map>
 #include <numeric>
 
-#include "host/dtypes.h"
+#include "engine/dtypes.h"
 
 namespace fxwrap::host {
 namespace {

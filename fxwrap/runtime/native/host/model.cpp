@@ -3,7 +3,7 @@
 #include <dlfcn.h>
 
 #include "host/code.h"
-#include "host/dtypes.h"
+#include "engine/dtypes.h"
 
 namespace fxwrap::host {
 namespace {
@@ -65,7 +65,7 @@ void Leaves::add(const SavedConstant& constant) {
 // --- saved programs --------------------------------------------------------------------------------------------------
 
 SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked)
-    : archive(path), engine(load_engine()) {
+    : archive(path, options.trust == nullptr ? "full" : options.trust) {
   try {
     read(options, linked);
   } catch (const JsonError& failure) {
@@ -86,6 +86,7 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
     throw archive.error("", "the program does not run without Python: " + obstacles[0].string(),
                         "Save it with target='native', which lists all reasons");
   }
+  engine = &find_engine(native->at("engine").string());
   program = &load(*native, linked);
   check_devices(options.device);
   load_libraries(options);
@@ -137,7 +138,7 @@ void SavedProgram::check_devices(const char* only) const {
       throw archive.error("", "it was compiled for " + device.string() + ", not for " + only,
                           "Compile the model for that device, or open the file without the option");
     }
-    const std::string reason = engine.missing_device(device.string());
+    const std::string reason = engine->missing_device(device.string());
     if (reason.empty()) continue;
     throw archive.error("", "it was compiled for " + device.string() + ", and " + reason,
                         "Run it on a machine with that device, or compile it for another");
@@ -147,9 +148,8 @@ void SavedProgram::check_devices(const char* only) const {
 void SavedProgram::check_operators(const Json& operators) const {
   for (const Json& item : operators.items()) {
     const std::string& full = item.at("name").string();
-    if (engine.has_operator(full, item.at("overload").string())) continue;
-    throw archive.error("", "its operator '" + full + "' is not registered in this process",
-                        "Pass the library that registers it as an option, or load it first");
+    const Problem problem = engine->operator_problem(full, item.at("overload").string(), item.at("schema").string());
+    if (!problem.reason.empty()) throw archive.error("", "its operator '" + full + "' " + problem.reason, problem.remedy);
   }
 }
 
@@ -170,14 +170,14 @@ void FxwrapModel::run(const FxwrapRunOptions* options, FxwrapValue* inputs, int6
   if (int64_t(constants->pointers.size()) != saved_->program->constants.size) {
     throw fxwrap::host::missing_constants(saved_->archive.path(), saved_->layout);
   }
-  saved_->engine.run(*saved_->program,
+  saved_->engine->run(*saved_->program,
                      {options, inputs, input_count, constants->pointers.data(), outputs, output_count});
 }
 
 void FxwrapModel::load_constants(const std::vector<fxwrap::host::NamedTensor>& tensors) {
   const std::lock_guard<std::mutex> loading(loading_);
   const auto previous = current_constants();
-  auto next = fxwrap::host::replaced(saved_->archive.path(), saved_->layout, *previous, tensors, saved_->engine);
+  auto next = fxwrap::host::replaced(saved_->archive.path(), saved_->layout, *previous, tensors, *saved_->engine);
   const std::lock_guard<std::mutex> lock(mutex_);
   constants_ = std::move(next);
 }

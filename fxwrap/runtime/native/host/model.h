@@ -38,7 +38,7 @@ struct SavedProgram {
   SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked);
 
   Archive archive;
-  Engine& engine;
+  Engine* engine = nullptr;
   const Program* program = nullptr;
   std::vector<SavedConstant> layout;
   bool has_constants = false;  // in the file

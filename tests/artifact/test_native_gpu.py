@@ -1,0 +1,100 @@
+"""GPU tests: a C++ host runs saved programs with Triton kernels from the file, on its own stream, as Python does."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxwrap
+from fxwrap.artifact.saving import save_program
+from fxwrap.passes.device_guards import insert_device_guards
+from fxwrap.runtime import cache_folder
+from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
+from tests.artifact.native_host import described, read_result
+from tests.artifact.test_native_host import STREAMS
+
+pytestmark = pytest.mark.gpu
+
+SOURCE = Path(__file__).with_name("gpu_host.cpp")
+TORCH = Path(torch.__path__[0])
+
+
+def host() -> Path:
+    """Returns the compiled host, which is linked with the runtime and libtorch."""
+    runtime, compiler = build_runtime(), find_compiler()
+    flags = ["-std=c++20", "-O1", f"-I{runtime / 'include'}", "-isystem", str(TORCH / "include")]
+    folders = [f"-L{runtime}", f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{runtime}:{TORCH / 'lib'}"]
+    links = [*folders, "-lfxwrap_runtime", "-ltorch_cpu", "-lc10", "-ldl"]
+
+    def build(folder: Path) -> None:
+        run_compiler([*compiler.command, *flags, str(SOURCE), *links, "-o", "host.so"], folder)
+
+    key = native_entry_key(compiler, str(runtime), SOURCE.read_text())
+    return cache_folder.find_or_build_entry(f"test-gpu-host-{key}", build) / "host.so"
+
+
+def run_host(path: Path, folder: Path, inputs: list[torch.Tensor], calls: int, own_stream: bool) -> list[str]:
+    """Runs the host; returns the lines that it prints. Results are in `folder / "out.0"` and so on."""
+    words = [word for tensor in inputs for word in described(folder, tensor.cpu())]
+    libraries = f"{TORCH / 'lib'}:{TORCH.parent / 'nvidia' / 'cu13' / 'lib'}"
+    done = subprocess.run(
+        [host(), path, str(calls), str(int(own_stream)), folder / "out", *words],
+        capture_output=True, text=True, check=False, env={"LD_LIBRARY_PATH": libraries},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+class Block(nn.Module):
+    """Fused kernels, matmuls, a reduction, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.mlp = nn.LayerNorm(64), nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x + self.mlp(self.norm(x))
+        return torch.softmax(y, -1), y.sum(0)
+
+
+def save(path: Path, inputs: tuple[torch.Tensor, ...], module: nn.Module, **options: object) -> fxwrap.Compiled:
+    exported = torch.export.export(module.cuda().eval(), inputs)
+    compiled = fxwrap.compile_graph(exported, name="block", options=fxwrap.Options(emitter="cpp", **options))
+    assert any(kernel.language == "triton" for kernel in compiled.program.kernels)
+    with torch.no_grad():
+        compiled(*inputs)  # Triton compiles the kernels, which the file then has
+    compiled.save(path, target="native")
+    return compiled
+
+
+@pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("f32", "bf16"))
+def test_a_host_runs_triton_kernels_of_the_file(tmp_path: Path, dtype: torch.dtype, own_stream: bool) -> None:
+    x = torch.randn(32, 64, device="cuda", dtype=dtype)
+    compiled = save(tmp_path / "block.fxw", (x,), Block().to(dtype))
+    (tmp_path / "data").mkdir()
+    assert run_host(tmp_path / "block.fxw", tmp_path / "data", [x], 5, own_stream) == []
+    with torch.no_grad():
+        wanted = compiled.flat(x)
+    for index, tensor in enumerate(wanted):
+        torch.testing.assert_close(
+            read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0
+        )
+
+
+@pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))
+def test_a_host_runs_streams_and_events_of_a_program(tmp_path: Path, own_stream: bool) -> None:
+    program = insert_device_guards(
+        fxwrap.parse(STREAMS.replace("4]@cpu", "100000]@cuda:0").replace('"cpu"', '"cuda:0"'))
+    )
+    save_program(program, tmp_path / "streams.fxw", emitter="cpp", target="native")
+    x = torch.randn(100000, device="cuda")
+    (tmp_path / "data").mkdir()
+    assert run_host(tmp_path / "streams.fxw", tmp_path / "data", [x], 20, own_stream) == []
+    wanted = (x + -x.sin().exp()).cpu()
+    torch.testing.assert_close(read_result(tmp_path / "data" / "out.0", wanted), wanted, rtol=0, atol=0)
