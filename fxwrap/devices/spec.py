@@ -97,6 +97,7 @@ class DeviceSpec:
         zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
         reserves_batch_norm_state: batch norm's forward reserves memory for a library's backward.
         supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
+        captures_collectives: captured work may contain collectives; the capturer decides for which process groups.
         prefers_memory_pools: an allocation takes longer than a slice of a pool in emitted C++.
         random_state_bytes: the size of the generator's state; None where programs cannot save it.
         collective_latency_s: the seconds that a collective of a few bytes takes.
@@ -132,6 +133,7 @@ class DeviceSpec:
     zeroes_fully_masked_rows: bool = False
     reserves_batch_norm_state: bool = False
     supports_graph_capture: bool = False
+    captures_collectives: bool = False
     prefers_memory_pools: bool = False
     random_state_bytes: int | None = None
     collective_latency_s: float = 0.0
@@ -208,6 +210,7 @@ CUDA = DeviceSpec(
     instructions_per_byte=4,
     reserves_batch_norm_state=True,
     supports_graph_capture=True,
+    captures_collectives=True,
     prefers_memory_pools=True,
     random_state_bytes=16,
     collective_latency_s=20e-6,  # NCCL over NVLink

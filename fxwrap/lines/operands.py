@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -33,6 +33,17 @@ def block_device(block: ir.Block) -> torch.device:
     values = (*block.arguments, *[value for line in block.lines for value in ir.defined(line)])
     devices = [value.type.device for value in values if isinstance(value.type, ir.TensorType)]
     return devices[0] if devices else torch.device("cpu")
+
+
+def communicating_groups(block: ir.Block, functions: Mapping[str, ir.Block]) -> tuple[str, ...]:
+    """Returns the names of the process groups whose collectives a block starts, also in blocks inside it."""
+    groups: dict[str, None] = {}
+    for line in block.lines:
+        if line.is_async_start:
+            groups |= dict.fromkeys([str(name) for effect in line.effects() for name in effect.arguments])
+        for inner in ir.executed_blocks(line, functions):
+            groups |= dict.fromkeys(communicating_groups(inner, functions))
+    return tuple(groups)
 
 
 def slice_types(values: Sequence[ir.Value]) -> list[ir.TensorType]:

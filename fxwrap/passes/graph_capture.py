@@ -7,11 +7,21 @@ from collections.abc import Collection, Mapping
 import torch
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import CallFunction, ExternCall, IndexPut, Launch, Mutate, Scatter, Workspace
+from fxwrap.lines import (
+    CallFunction,
+    ExternCall,
+    IndexPut,
+    Launch,
+    Mutate,
+    Scatter,
+    StartCollective,
+    WaitCollective,
+    Workspace,
+)
 from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import operator_overload
 
-_WORK = (Launch, ExternCall, Mutate, Scatter, IndexPut, Workspace, CallFunction)
+_WORK = (Launch, ExternCall, Mutate, Scatter, IndexPut, Workspace, CallFunction, StartCollective, WaitCollective)
 
 _SYNCHRONIZING = frozenset({
     "multinomial", "randperm", "nonzero", "nonzero_static", "masked_select", "unique_consecutive", "_unique2",
@@ -31,17 +41,28 @@ _CAPTURED_COLLECTIVES = frozenset({
 """Collectives that are one kernel on fixed addresses. All ranks replay them in one order, as they run them."""
 
 
+_POINT_TO_POINT = frozenset({"isend", "irecv", "batch_p2p_ops"})
+
+
 class CaptureChecker:
     """Returns for a line the device to capture it on, or the reason why it cannot be captured.
 
     Lines can be captured that use one device of a type with graph capture, the current stream, and scalars that depend
     on the sizes of inputs only. They may use the device's default random generator, device assertions, and all_reduces
-    over symmetric memory.
+    over symmetric memory. Collectives of a named group can be captured with their waits.
     """
 
-    def __init__(self, program: ir.Program, device_types: Collection[str], excluded: Collection[str] = ()) -> None:
-        """`device_types` support capture; `excluded` are names of operators ("aten.mm.default") and kernels."""
+    def __init__(
+        self,
+        program: ir.Program,
+        device_types: Collection[str],
+        excluded: Collection[str] = (),
+        collective_device_types: Collection[str] = (),
+    ) -> None:
+        """`device_types` support capture, and `collective_device_types` that of collectives; `excluded` are names of
+        operators ("aten.mm.default") and kernels."""
         self.device_types = frozenset(device_types)
+        self.collective_device_types = frozenset(collective_device_types)
         self.excluded = frozenset(excluded)
         self.functions: Mapping[str, ir.Block] = dict(program.functions)
         self.varying_symbols = _varying_symbols(program)
@@ -60,7 +81,10 @@ class CaptureChecker:
         if device.type not in self.device_types:
             return f"{device} does not support graph capture"
         allowed = {ir.ASSERT, ir.random_effect(str(device))}
-        if isinstance(line, ExternCall | Mutate) and line.target in _CAPTURED_COLLECTIVES:
+        if isinstance(line, StartCollective | WaitCollective) and device.type not in self.collective_device_types:
+            return f"{device} does not support graph capture of collectives"
+        is_collective = isinstance(line, ExternCall | Mutate) and line.target in _CAPTURED_COLLECTIVES
+        if is_collective or isinstance(line, StartCollective):
             allowed.update(line.effects())
         if any(effect not in allowed for effect in line.effects()):
             return "it has side effects"
@@ -70,8 +94,11 @@ class CaptureChecker:
 
     def _function(self, name: str, device: torch.device) -> torch.device | str:
         if name not in self._verdicts:
-            verdicts = [self(line) for line in self.functions[name].lines if _does_work(line)]
+            lines = self.functions[name].lines
+            verdicts = [self(line) for line in lines if _does_work(line)]
             reasons = [verdict for verdict in verdicts if isinstance(verdict, str)]
+            if _waits_for_caller(self.functions[name]):
+                reasons.append("it waits for a collective that was started outside of it")
             others = [str(verdict) for verdict in verdicts if isinstance(verdict, torch.device) and verdict != device]
             self._verdicts[name] = reasons[0] if reasons else f"it also uses {others[0]}" if others else device
         return self._verdicts[name]
@@ -90,6 +117,8 @@ class CaptureChecker:
                 return "it is excluded by name" if line.kernel in self.excluded else None
             case ExternCall() | Mutate():
                 return self._operator_reason(line)
+            case StartCollective():
+                return self._collective_reason(line)
             case IndexPut():
                 masks = [item for item in line.indices if item is not None and _is_mask(item)]
                 return "it counts the elements that a mask selects" if masks else None
@@ -113,6 +142,14 @@ class CaptureChecker:
             return "it counts the elements that a mask selects"
         return None
 
+    def _collective_reason(self, line: StartCollective) -> str | None:
+        if line.operator in self.excluded:
+            return "it is excluded by name"
+        name = line.operator.partition(".")[2].partition(".")[0]
+        if not line.operator.startswith("_c10d_functional.") or name in _POINT_TO_POINT or not line.group:
+            return "it is point-to-point or custom communication"
+        return None
+
     def _used_symbols(self, line: ir.LineBase) -> set[str]:
         """Returns the symbols that a line uses, including those in the types of its operands."""
         types = [symbol for value in ir.used(line) for symbol in ir.type_symbols(value.type)]
@@ -122,6 +159,15 @@ class CaptureChecker:
 def _does_work(line: ir.LineBase) -> bool:
     has_effects = line.effects() or ir.defined_symbol(line) is not None or line.fields_by_role[ir.Role.BLOCK]
     return isinstance(line, _WORK) or bool(has_effects)
+
+
+def _waits_for_caller(block: ir.Block) -> bool:
+    """Whether a function waits for a collective that its caller may have started."""
+    started = {value.name for line in block.lines if line.is_async_start for value in ir.defined(line)}
+    root_of = ir.alias_roots(block.lines, block.arguments)
+    roots = {root_of[name] for name in started}
+    waits = [value.name for line in block.lines if line.is_async_wait for value in ir.reads(line)]
+    return any(root_of[name] not in roots for name in waits)
 
 
 def _is_mask(item: object) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap import wrapper_ir as ir
-from fxwrap.lines import Alloc, CallFunction, Comment, ExternCall, Let, Reuse, View, Yield
+from fxwrap.lines import Alloc, CallFunction, Comment, ExternCall, Let, Reuse, View, WaitCollective, Yield
 from fxwrap.lines.frees import insert_frees
 from fxwrap.passes.scheduling import SchedulingUnit, build_units, split_regions
 
@@ -34,9 +34,10 @@ def partition(
     Lines are reordered as their data, symbols and effects allow, so that there are few functions: lines outside run
     before a function as far as possible, captured lines before its end. Views are rematerialised in each function,
     memory is allocated where it is first written, and memory reused from outside of a function is allocated again.
-    Functions return the values that are used after them. Brackets and blocks inside lines are not moved. The pass runs
-    before memory planning: lines that use a pool are not captured. Programs that use streams are unchanged, since their
-    events depend on the order of lines. n log n in the number of lines.
+    A collective is in one function with all of its waits, or outside with them; the order of communication in a group
+    stays. Functions return the values that are used after them. Brackets and blocks inside lines are not moved. The
+    pass runs before memory planning: lines that use a pool are not captured. Programs that use streams are unchanged,
+    since their events depend on the order of lines. n log n in the number of lines.
 
     Args:
         program: the program. It is not changed.
@@ -52,9 +53,7 @@ def partition(
     root_of = ir.alias_roots(lines, arguments)
     functions, has_symbols = dict(program.functions), bool(ir.symbol_infos(program))
     regions = [build_units(region, root_of, functions, has_symbols) for region in split_regions(lines)]
-    classifier = _UnitClassifier(
-        can_capture, _pool_roots(lines, root_of), [unit for units in regions for unit in units]
-    )
+    classifier = _UnitClassifier(can_capture, lines, root_of, regions)
     groups = [group for units in regions for group in _schedule_groups(units, classifier)]
     for group in groups:
         if group.device is not None and _count_calls(group, functions) < min_calls:
@@ -62,7 +61,7 @@ def partition(
     if all(group.device is None for group in groups):
         return program
     constants = {constant.value.name for constant in program.constants}
-    builder = _PartitionBuilder(program, groups, classifier.definitions, {*static_inputs, *constants}, max_captures)
+    builder = _PartitionBuilder(program, groups, classifier, {*static_inputs, *constants}, max_captures)
     body_lines = insert_frees(builder.lines(), arguments, ir.released_inputs(program.inputs))
     body = ir.Block(program.body.arguments, body_lines)
     return program.replace(body=body, functions=(*program.functions, *builder.functions))
@@ -86,8 +85,8 @@ class _CaptureGroup:
 
 
 def _pool_roots(lines: Sequence[ir.LineBase], root_of: Mapping[str, str]) -> frozenset[str]:
-    """Returns the roots of pools, that is, of lines other than views with aliasing results."""
-    slices = [line for line in lines if line.alias_fields and not isinstance(line, View)]
+    """Returns the roots of pools, that is, of lines other than views and waits with aliasing results."""
+    slices = [line for line in lines if line.alias_fields and not isinstance(line, View | WaitCollective)]
     return frozenset([root_of[value.name] for line in slices for value in ir.reads(line)])
 
 
@@ -95,19 +94,57 @@ class _UnitClassifier:
     """Classifies units: captured on a device, outside, or rematerialised.
 
     `definitions` are the rematerialised lines by the names they define. `bound` are views that are not rematerialised.
+    `pending` are the values that are waited for, by the name of a wait's result: after the wait they are the same.
     """
 
-    def __init__(self, can_capture: CaptureCheck, pooled: frozenset[str], units: Sequence[SchedulingUnit]) -> None:
+    def __init__(
+        self,
+        can_capture: CaptureCheck,
+        lines: Sequence[ir.LineBase],
+        root_of: Mapping[str, str],
+        regions: Sequence[Sequence[SchedulingUnit]],
+    ) -> None:
         self.can_capture = can_capture
-        self.pooled = pooled
+        self.root_of = root_of
+        self.pooled = _pool_roots(lines, root_of)
         self.definitions: dict[str, ir.LineBase] = {}
         self.bound: set[str] = set()
-        for unit in units:
-            names = [value.name for line in unit.lines for value in ir.defined(line)]
-            if self.is_rematerializable(unit):
-                self.definitions.update(dict.fromkeys(names, unit.lines[0]))
-            else:
-                self.bound.update([name for name in names if name not in unit.defined_roots])
+        self.pending: dict[str, ir.Value] = {}
+        for unit in [unit for units in regions for unit in units]:
+            self._add_definitions(unit)
+        self._collective_devices: dict[SchedulingUnit, torch.device] = {}
+        """The devices of captured collectives and their waits."""
+        self._add_collectives(regions)
+
+    def _add_definitions(self, unit: SchedulingUnit) -> None:
+        names = [value.name for line in unit.lines for value in ir.defined(line)]
+        (line, *_) = unit.lines
+        if self.is_rematerializable(unit):
+            self.definitions.update(dict.fromkeys(names, line))
+        elif isinstance(line, WaitCollective) and _renames(line) and line.pending.name not in self.bound:
+            self.pending[line.result.name] = line.pending
+        else:
+            self.bound.update([name for name in names if name not in unit.defined_roots])
+
+    def _add_collectives(self, regions: Sequence[Sequence[SchedulingUnit]]) -> None:
+        """Finds the collectives that one function can contain with all waits for their results.
+
+        A wait then runs in the function of its start: nothing else precedes it that does not precede the start.
+        """
+        waits: dict[str, list[tuple[int, SchedulingUnit]]] = {}  # by root, with the region
+        for region, units in enumerate(regions):
+            for unit in [unit for unit in units if unit.lines[0].is_async_wait]:
+                for value in ir.reads(unit.lines[0]):
+                    waits.setdefault(self.root_of[value.name], []).append((region, unit))
+        for region, units in enumerate(regions):
+            for unit in [unit for unit in units if unit.lines[0].is_async_start]:
+                if not unit.defined_roots or not unit.defined_roots <= waits.keys():
+                    continue
+                parts = [(region, unit), *[item for root in unit.defined_roots for item in waits[root]]]
+                before = unit.predecessors | {part.position for _, part in parts}
+                devices = {self._device(part) for _, part in parts}
+                if len(devices) == 1 and all(here == region and part.predecessors <= before for here, part in parts):
+                    self._collective_devices |= {part: device for _, part in parts for device in devices if device}
 
     def is_rematerializable(self, unit: SchedulingUnit) -> bool:
         """Whether a unit is a view, an allocation, a symbol definition or a comment."""
@@ -120,8 +157,14 @@ class _UnitClassifier:
 
     def device(self, unit: SchedulingUnit) -> torch.device | None:
         """Returns the device to capture a unit on, or None."""
+        line = unit.lines[0]
+        is_collective = line.is_async_start or line.is_async_wait
+        return self._collective_devices.get(unit) if is_collective else self._device(unit)
+
+    def _device(self, unit: SchedulingUnit) -> torch.device | None:
+        """Returns the device to capture a unit on, or None, whether or not a collective is with its waits."""
         (line, *rest) = unit.lines
-        if rest or line.terminator or line.bracket[1] or line.is_async_start or line.is_async_wait:
+        if rest or line.terminator or line.bracket[1]:
             return None
         if (
             ir.defined_symbol(line) is not None
@@ -130,7 +173,8 @@ class _UnitClassifier:
         ):
             return None
         results, operands = ir.defined(line), ir.used(line)
-        if not (results or ir.writes(line)) or len(unit.defined_roots) < len(results):
+        aliases = 0 if line.is_async_wait else len(results) - len(unit.defined_roots)
+        if not (results or ir.writes(line)) or aliases:
             return None
         if any(
             value.name in self.bound or not isinstance(value.type, ir.TensorType) for value in (*operands, *results)
@@ -138,6 +182,11 @@ class _UnitClassifier:
             return None
         verdict = self.can_capture(line)
         return None if isinstance(verdict, str) else verdict
+
+
+def _renames(line: WaitCollective) -> bool:
+    """Whether a wait's result is the value that it waits for, with the same type."""
+    return line.result.type == line.pending.type
 
 
 def is_view_only(line: ir.LineBase) -> bool:
@@ -160,7 +209,8 @@ def _count_calls(group: _CaptureGroup, functions: Mapping[str, ir.Block]) -> int
         if inner:
             return sum([count(other) for lines in inner for other in lines])
         return int(
-            bool(ir.defined(line) or ir.writes(line)) and not (isinstance(line, Alloc | Reuse) or is_view_only(line))
+            bool(ir.defined(line) or ir.writes(line))
+            and not (isinstance(line, Alloc | Reuse) or line.is_async_wait or is_view_only(line))
         )
 
     return sum([count(line) for line in group.lines()])
@@ -221,12 +271,13 @@ class _PartitionBuilder:
         self,
         program: ir.Program,
         groups: Sequence[_CaptureGroup],
-        definitions: Mapping[str, ir.LineBase],
+        classifier: _UnitClassifier,
         static_inputs: Collection[str],
         max_captures: int,
     ) -> None:
         self.groups = groups
-        self.definitions = definitions
+        self.definitions: Mapping[str, ir.LineBase] = classifier.definitions
+        self.pending: Mapping[str, ir.Value] = classifier.pending
         self.static_inputs = static_inputs
         self.max_captures = max_captures
         self.names = _names(program)
@@ -259,10 +310,25 @@ class _PartitionBuilder:
     def _emit_outside(self, line: ir.LineBase) -> None:
         for value in ir.used(line):
             self._materialize_outside(value)
-        self.outer.append(line)
+        self._append_outside(line)
         for value in ir.defined(line):
             if line.alias_of(value) is None:
                 self.home[value.name] = None
+
+    def _append_outside(self, line: ir.LineBase) -> None:
+        """Adds a line, in which values replace results of waits in functions."""
+        names = [value.name for value in ir.used(line) if value.name in self.pending]
+        waited = {name: self.pending_value(name) for name in names if name not in self.materialized}
+        if waited:
+            line = ir.map_line(line, lambda leaf: waited.get(leaf.name, leaf) if type(leaf) is ir.Value else leaf)
+        self.outer.append(line)
+        if isinstance(line, WaitCollective):
+            self.materialized.add(line.result.name)
+
+    def pending_value(self, name: str) -> ir.Value:
+        """Returns the value that a wait's result is after the wait."""
+        value = self.pending[name]
+        return self.pending_value(value.name) if value.name in self.pending else value
 
     def _materialize_outside(self, value: ir.Value) -> None:
         line = self.definitions.get(value.name)
@@ -271,7 +337,7 @@ class _PartitionBuilder:
         if is_view_only(line):
             for base in ir.reads(line):
                 self._materialize_outside(base)
-            self.outer.append(line)
+            self._append_outside(line)
             self.materialized.update([result.name for result in ir.defined(line)])
         elif value.name not in self.home:
             self.home[value.name] = None
@@ -356,6 +422,10 @@ class _FunctionBuilder:
             self._emit(line)
         elif line is not None and value.name not in home:
             self._emit(self.partition.allocation(line, value, self.group))
+        elif value.name in self.partition.pending:  # its wait ran before this function
+            base = self.partition.pending_value(value.name)
+            self._materialize(base)
+            self.env[value.name], self.root_of[value.name] = self.env[base.name], self.root_of[base.name]
         else:
             self.env[value.name] = self.partition.inner_value(value, self.number)
             self.root_of[value.name] = value.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +33,43 @@ def process_group(name: str) -> ProcessGroup | None:
         return distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, attr-defined]
     except (RuntimeError, ValueError, LookupError):
         return None
+
+
+def is_nccl_group(name: str, device: torch.device) -> bool:
+    """Whether the process group of a name communicates through NCCL on a device, without checks by a wrapper.
+
+    Why: no public function returns the backend of one device.
+    """
+    group, nccl = process_group(name), getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if group is None or nccl is None:
+        return False
+    try:
+        return isinstance(group._get_backend(device), nccl)
+    except RuntimeError:  # there is none for the device
+        return False
+
+
+class _BeforeDestruction:
+    """An entry in torch's list of communicators, which it finalises before it destroys process groups."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+
+    def finalize(self) -> None:
+        """Calls the function."""
+        self.callback()
+
+
+def call_before_groups_are_destroyed(callback: Callable[[], None]) -> None:
+    """Calls a function once before `destroy_process_group()` destroys the groups, where this version of torch can.
+
+    Why: torch has no hook for it.
+    """
+    from torch.distributed import distributed_c10d
+
+    communicators: list[Any] | None = getattr(distributed_c10d._world, "comms", None)
+    if communicators is not None and not any(getattr(item, "callback", None) is callback for item in communicators):
+        communicators.append(_BeforeDestruction(callback))
 
 
 def group_store(group: ProcessGroup, prefix: str) -> Any:

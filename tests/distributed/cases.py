@@ -65,7 +65,7 @@ def _dtensor_out(rank: int) -> Case:
 
 # --- tensor parallel --------------------------------------------------------------------------------------------------
 
-_COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+COLUMNS_AND_ROWS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 _SEQUENCE = {
     "norm": SequenceParallel(),
     "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -74,7 +74,7 @@ _SEQUENCE = {
 
 
 def _tensor_parallel(rank: int, training: bool) -> Case:
-    model = parallelize_module(Mlp(), init_mesh(), _COLUMNS_AND_ROWS)
+    model = parallelize_module(Mlp(), init_mesh(), COLUMNS_AND_ROWS)
     return Case(model, (_inputs(),), tuple(model.parameters()) if training else ())
 
 
@@ -128,7 +128,7 @@ def _fsdp(rank: int, training: bool) -> Case:
 
 def _fsdp_and_tensor_parallel(rank: int) -> Case:
     mesh = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=("dp", "tp"))
-    plan = {**_COLUMNS_AND_ROWS, "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+    plan = {**COLUMNS_AND_ROWS, "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
     model = simple_fsdp(parallelize_module(Mlp(), mesh["tp"], plan), mesh["dp"])
     return Case(model, (_inputs() + rank,), tuple(model.parameters()))
 

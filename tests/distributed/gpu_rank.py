@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import EMITTERS, Options
+from tests.distributed.captured_collectives import check_captured_collectives, counted_replays
 from tests.distributed.overlap_rank import check_pooled_buckets
 from tests.distributed.processes import run_checks
 from tests.distributed.training_cases import CASES
@@ -77,7 +78,14 @@ def check_one_shot_all_reduce() -> None:
                 assert error < 1e-2, (emitter, cuda_graphs, error)
 
 
+def check_cuda_graphs() -> None:
+    """CUDA graphs contain NCCL's collectives."""
+    with counted_replays() as counter:
+        check_captured_collectives(counter)
+
+
 CHECKS: Mapping[str, Callable[[], None]] = {
+    "captured_collectives": check_cuda_graphs,
     "pooled_buckets": lambda: check_pooled_buckets(torch.device("cuda", torch.cuda.current_device())),
     "fused_communication": check_fused_communication,
     "one_shot_all_reduce": check_one_shot_all_reduce,

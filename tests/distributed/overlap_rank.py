@@ -24,6 +24,7 @@ from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 from tests.distributed.processes import run_checks
 from tests.distributed.random_programs import RandomProgram
+from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import sample_size
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
@@ -277,6 +278,14 @@ def check_waits_in_a_pool(rank: int) -> None:
         assert torch.equal(out, torch.cat([torch.arange(4.0), torch.arange(4.0) + 1]))
 
 
+def check_captures(rank: int) -> None:
+    """Captured functions contain collectives, here those of Gloo with a capturer for the CPU."""
+    from tests.distributed.captured_collectives import check_captured_collectives  # it imports this module
+
+    with cpu_with_graph_capture() as capturer:
+        check_captured_collectives(capturer)
+
+
 SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
@@ -305,6 +314,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "fused_communication": check_fused_communication,
     "pooled_buckets": lambda rank: check_pooled_buckets(torch.device("cpu")),
     "waits_in_a_pool": check_waits_in_a_pool,
+    "captures": check_captures,
     "pooled_fsdp": lambda rank: check_fsdp(rank, OVERLAPPED.replace(memory_planning="auto")),
     "random": lambda rank: check_random(rank, sample_size(30)),
 }

@@ -10,7 +10,7 @@ from fxwrap.converters.cpp.text import int_text
 from fxwrap.converters.cpp.writer import CppWriter
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.lines import CallFunction, Return, Yield
-from fxwrap.lines.operands import block_device
+from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.graph_capture.operator import GraphedFunctions
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager, bind_graph_lifetime
 from fxwrap.runtime.native import NativeProgram
@@ -64,8 +64,9 @@ def graphed_functions(
         device = str(block_device(functions[line.function]))
         manager = graph_managers.setdefault(device, GraphManager(device))
         operand_positions = line.operand_positions(line.static_operands), line.operand_positions(line.writes)
+        groups = communicating_groups(functions[line.function], functions)
         body = partial(_run, emitted.boxed)
-        graphed.append(GraphedFunction(body, manager, line.function, line.max_captures, *operand_positions))
+        graphed.append(GraphedFunction(body, manager, line.function, line.max_captures, *operand_positions, groups))
     return GraphedFunctions(graphed)
 
 

@@ -124,12 +124,13 @@ def map_over(emitter: GraphEmitter, line: Map) -> None:
 
 def call_function(emitter: GraphEmitter, line: CallFunction) -> None:
     """Emits `invoke_subgraph`, identified by the function's name, or a call of a submodule that is replayed."""
-    block = dict(emitter.program.functions)[line.function]
+    functions = dict(emitter.program.functions)
+    block = functions[line.function]
     symbols = symbols_of(emitter, block)
     operands = operands_of(emitter, line.operands, symbols)
     if line.max_captures:
         name = _module_name(emitter, line, line.function, block, symbols)
-        mark_replayed(emitter.modules.attributes[name], ReplaySpec.of(line, block))
+        mark_replayed(emitter.modules.attributes[name], ReplaySpec.of(line, functions))
         emitter.unpack_results(line, line.results, name, operands)
         return
     body = _submodule(emitter, line, line.function, block, symbols)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.lines import CallFunction
-from fxwrap.lines.operands import block_device
+from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager
 from fxwrap.torch_compat import mark_impure
 from fxwrap.wrapper_ir import Block
@@ -23,7 +23,8 @@ _META_KEY = "fxwrap_replay"
 class ReplaySpec:
     """How calls of a submodule are captured: see `control.call`.
 
-    `operand_count` is the number of inputs before the symbols; `fixed` and `written` are indices of inputs.
+    `operand_count` is the number of inputs before the symbols; `fixed` and `written` are indices of inputs; `groups`
+    are the names of the process groups whose collectives it contains.
     """
 
     max_captures: int
@@ -31,12 +32,15 @@ class ReplaySpec:
     operand_count: int
     fixed: tuple[int, ...]
     written: tuple[int, ...]
+    groups: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, line: CallFunction, block: Block) -> ReplaySpec:
-        """Returns the specification of a line that calls a function."""
+    def of(cls, line: CallFunction, functions: Mapping[str, Block]) -> ReplaySpec:
+        """Returns the specification of a line that calls one of these functions."""
+        block = functions[line.function]
+        groups = communicating_groups(block, functions)
         fixed, written = line.operand_positions(line.static_operands), line.operand_positions(line.writes)
-        return cls(line.max_captures, str(block_device(block)), len(line.operands), fixed, written)
+        return cls(line.max_captures, str(block_device(block)), len(line.operands), fixed, written, groups)
 
 
 def mark_replayed(module: GraphModule, spec: ReplaySpec) -> None:
@@ -68,7 +72,8 @@ def graphed_call(node: Node, graph_managers: dict[str, GraphManager]) -> tuple[G
         return None
     manager = graph_managers.setdefault(spec.device, GraphManager(spec.device))
     run = partial(_run, module)
-    function = GraphedFunction(run, manager, str(node.target), spec.max_captures, spec.fixed, spec.written)
+    settings = (spec.max_captures, spec.fixed, spec.written, spec.groups)
+    function = GraphedFunction(run, manager, str(node.target), *settings)
     return function, [list(node.args[: spec.operand_count]), *node.args[spec.operand_count :]]
 
 

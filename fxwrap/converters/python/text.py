@@ -13,7 +13,7 @@ import torch
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, kind_of_elements, torch_call
 from fxwrap.devices import language_traits
 from fxwrap.lines import CallFunction
-from fxwrap.lines.operands import block_device
+from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, Operand, TensorType, Value, captured_symbols
 
@@ -116,11 +116,12 @@ class PythonModule:
         name = "replay_memory_" + device.replace(":", "_")
         memory = self.define_global(name, f"{self.runtime('replay', 'GraphManager')}({device!r})")
         texts = [function, memory, repr(line.function), str(line.max_captures)]
-        operand_positions = {
+        settings = {
             "static_operands": line.operand_positions(line.static_operands),
             "mutated_operands": line.operand_positions(line.writes),
+            "groups": communicating_groups(block, self._program_functions),
         }
-        texts += [f"{field}={positions!r}" for field, positions in operand_positions.items() if positions]
+        texts += [f"{field}={items!r}" for field, items in settings.items() if items]
         wrapper = f"replay_{function}_{len(self.functions)}"
         self.functions.append(f"{wrapper} = {replay_wrapper}({', '.join(texts)})")
         return wrapper

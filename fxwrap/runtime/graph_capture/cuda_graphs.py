@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,7 +10,12 @@ from typing import Any
 
 import torch
 
-from fxwrap.torch_compat import clear_cublas_workspaces, end_allocate_to_pool, is_caching_allocator_enabled
+from fxwrap.torch_compat import (
+    clear_cublas_workspaces,
+    end_allocate_to_pool,
+    is_caching_allocator_enabled,
+    is_nccl_group,
+)
 
 _CAPTURE_LOCK = threading.Lock()
 """torch allows one capture at a time per process."""
@@ -91,6 +97,18 @@ class CudaGraphCapturer:
     def can_capture(self) -> bool:
         """Whether no capture is in progress on the current stream."""
         return not torch.cuda.is_current_stream_capturing()
+
+    def can_capture_collectives(self, groups: Sequence[str]) -> bool:
+        """Whether all groups communicate through NCCL on this device.
+
+        With buffer registration (NCCL_GRAPH_REGISTER=1), ranks exchange addresses during a capture, and a rank that
+        captures would wait for others that run eagerly or replay. It is turned off unless the variable is set: the
+        kernels of a captured collective are then those of an eager one, and each rank may decide for itself.
+        """
+        if not all(is_nccl_group(name, self.device) for name in groups):
+            return False
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # NCCL reads it at the first capture
+        return True
 
     def stream(self) -> int:
         """Returns the handle of the device's current stream."""

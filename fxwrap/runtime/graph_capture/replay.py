@@ -33,6 +33,7 @@ import torch
 
 from fxwrap.devices import device_runtime
 from fxwrap.errors import GraphCaptureWarning
+from fxwrap.runtime.graph_capture.collectives import free_before_groups
 from fxwrap.torch_compat import foreach_copy, same_addresses, storage_identity, storage_use_counts, strided_view
 
 FunctionBody = Callable[..., tuple[torch.Tensor, ...]]
@@ -63,6 +64,10 @@ class GraphCapturer(Protocol):
 
     def can_capture(self) -> bool:
         """Whether work may be captured or replayed now: no capture is in progress."""
+        ...
+
+    def can_capture_collectives(self, groups: Sequence[str]) -> bool:
+        """Whether collectives of process groups, by name, can be captured. All ranks of a group must agree."""
         ...
 
     def stream(self) -> int:
@@ -112,6 +117,14 @@ class GraphManager:
         assert self.graph_capturer is not None
         self.pools.append(_GraphPool(self.graph_capturer.pool()))
         return self.pools[-1]
+
+    def free_collectives(self) -> None:
+        """Frees the captured graphs that contain collectives, whose process groups are about to be destroyed."""
+        with self.lock:
+            for function in [item for item in self.functions if item.groups]:
+                for graph in [graph for graphs in function.graphs.values() for graph in graphs]:
+                    graph.pool.graphs.remove(graph)
+                function.graphs.clear()
 
     def clear(self) -> None:
         """Frees all captured graphs and their memory; the functions run eagerly from now on."""
@@ -244,6 +257,7 @@ class GraphedFunction:
         max_captures: int,
         static_operands: Sequence[int] = (),
         mutated_operands: Sequence[int] = (),
+        groups: Sequence[str] = (),
     ) -> None:
         """Wraps a function.
 
@@ -254,6 +268,7 @@ class GraphedFunction:
             max_captures: the maximal number of captured graphs.
             static_operands: positions of arguments with fixed addresses.
             mutated_operands: positions of arguments that the function mutates.
+            groups: the names of the process groups whose collectives the function contains.
         """
         self.body = body
         self.manager = manager
@@ -261,6 +276,7 @@ class GraphedFunction:
         self.limit = max_captures
         self.static_operands = frozenset(static_operands)
         self.mutated_operands = frozenset(mutated_operands)
+        self.groups = tuple(groups)
         self.graphs: dict[object, list[GraphCapture]] = {}
         self.capture_disabled = False
         self._seen: OrderedDict[object, None] = OrderedDict()
@@ -335,10 +351,15 @@ class GraphedFunction:
     # --- capture ------------------------------------------------------------------------------------------------
 
     def _capture(self, key: object, arguments: Sequence[object], numbers: tuple[object, ...]) -> GraphCapture | None:
+        graph_capturer = self.manager.graph_capturer
+        assert graph_capturer is not None
+        if self.groups and not graph_capturer.can_capture_collectives(self.groups):
+            self.capture_disabled = True
+            self._warn(f"{self.name} runs eagerly: the backend of its process groups does not support graph capture")
+            return None
         if not self._make_room(key):
             return None
-        graph_capturer, pool = self.manager.graph_capturer, self.manager.select_pool(self, key)
-        assert graph_capturer is not None
+        pool = self.manager.select_pool(self, key)
         copied: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         addresses: list[int | None] = [None] * len(arguments)
         operands: list[object] = []
@@ -363,6 +384,8 @@ class GraphedFunction:
             return None
         self.graphs.setdefault(key, []).append(graph)
         pool.graphs.append(graph)
+        if self.groups:
+            free_before_groups(self.manager)
         return graph
 
     def _make_room(self, key: object) -> bool:

@@ -33,6 +33,7 @@ class CpuGraphCapturer:
         self.current = 1
         self.followed: list[int] = []
         self.fails: Exception | None = None
+        self.captures_groups = True
 
     def pool(self) -> list[list[weakref.ref[torch.Tensor]]]:
         return []
@@ -68,6 +69,10 @@ class CpuGraphCapturer:
 
     def can_capture(self) -> bool:
         return self.ready
+
+    def can_capture_collectives(self, groups: Sequence[str]) -> bool:
+        assert groups
+        return self.captures_groups
 
     def stream(self) -> int:
         return self.current
@@ -107,6 +112,6 @@ def cpu_with_graph_capture() -> Iterator[CpuGraphCapturer]:
     """Registers the CPU as a device with graph capture inside a `with` block; yields its capturer."""
     recorder = CpuGraphCapturer()
     runtime = replace(CPU_RUNTIME, graph_capturer=lambda _device: recorder)
-    spec = replace(CPU, supports_graph_capture=True)
+    spec = replace(CPU, supports_graph_capture=True, captures_collectives=True)
     with fxwrap.devices.scoped_registration(spec, printer=cpp_configurations, runtime=runtime, language=CPP):
         yield recorder
