@@ -27,8 +27,11 @@ def kernel_calls(
 ) -> KernelCalls | None:
     """Returns the calls that compute the outputs of a launch, in which the definitions `stored` are.
 
-    None for a launch that computes a part of an operator, or converts a result to another dtype or size.
+    None for a launch that computes a part of an operator, converts a result to another dtype or size, or copies the
+    initial tensor of a scatter.
     """
+    if not all(item in context.definitions.results or item in context.plan.definitions for item in stored):
+        return None
     try:
         return _CallBuilder(context, plan, arguments, outs).build(stored)
     except RegionCut:
