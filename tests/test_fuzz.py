@@ -63,6 +63,7 @@ def test_the_ledger_adds_runs_up_and_refuses_seeds_that_it_has(
     assert run(200, CaseResult(8), failure) == 1
     assert "4 graphs, 4 compiles, 28 runs, 1 failures of 2 recorded runs" in capsys.readouterr().out
     recorded = json.loads((tmp_path / "fuzz.json").read_text())
+    assert recorded["script"] == "tests/fuzz.py"
     rows = [(row["first seed"], row["last seed"], row["runs"]) for row in recorded["rows"]]
     assert rows == [(100, 101, 20), (200, 201, 8)]
     assert recorded["raw"][1]["kinds"][0]["seeds of failures"] == [201]
