@@ -407,7 +407,7 @@ class Ledger:
         self.rows: list[dict[str, Any]] = recorded["rows"]
         self._raw, self._chosen, self._path = recorded["raw"], chosen, path
         self._own: list[dict[str, Any]] = []
-        self._facts = environment(torch.device("cpu"))
+        self._facts = {**environment(torch.device("cpu")), "script": "tests/fuzz.py"}
         self._written = time.monotonic()
 
     @classmethod

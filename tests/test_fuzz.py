@@ -7,6 +7,8 @@ import json
 import math
 import multiprocessing
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 import tests.fuzz as fuzzer
 from tests.fuzz import SHARES, VARIANTS, Case, CaseResult, Subject, fuzz, run_case
-from tests.support.fuzzing import Failure, drawn_example
+from tests.support.fuzzing import Failure, Task, drawn_example, run_seeds
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -61,6 +63,7 @@ def test_the_ledger_adds_runs_up_and_refuses_seeds_that_it_has(
     assert run(200, CaseResult(8), failure) == 1
     assert "4 graphs, 4 compiles, 28 runs, 1 failures of 2 recorded runs" in capsys.readouterr().out
     recorded = json.loads((tmp_path / "fuzz.json").read_text())
+    assert recorded["script"] == "tests/fuzz.py"
     rows = [(row["first seed"], row["last seed"], row["runs"]) for row in recorded["rows"]]
     assert rows == [(100, 101, 20), (200, 201, 8)]
     assert recorded["raw"][1]["kinds"][0]["seeds of failures"] == [201]
@@ -91,6 +94,29 @@ def test_rejected_graphs_are_counted() -> None:
 
     counts = [drawn_example(large(), seed).rejected for seed in range(8)]
     assert {reason for item in counts for reason in item} == {"it takes more random numbers than Hypothesis has"}
+
+
+@dataclass(frozen=True)
+class SlowSubject:
+    """A subject whose first seed hangs."""
+
+    seed: int
+
+    @property
+    def cases(self) -> list[Case]:
+        return [Case("static", self.seed, 0, "python", "abacus", {})]
+
+
+def hang_at_first(case: Case, _: SlowSubject) -> CaseResult:
+    if case.seed == 1:
+        time.sleep(600)
+    return CaseResult(1)
+
+
+def test_a_case_that_hangs_is_reported_with_its_stacks() -> None:
+    outcomes = [result for _, result in run_seeds(Task(SlowSubject, hang_at_first, limit=1), 1, 2, 1, 600)]
+    assert "no result after 1 s" in outcomes[0].text and "in hang_at_first" in outcomes[0].text
+    assert outcomes[1] == CaseResult(1)
 
 
 def test_the_run_goes_on_after_a_process_that_dies() -> None:

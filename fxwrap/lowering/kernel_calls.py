@@ -28,9 +28,9 @@ def kernel_calls(
     """Returns the calls that compute the outputs of a launch, in which the definitions `stored` are.
 
     None for a launch that computes a part of an operator, converts a result to another dtype or size, or copies the
-    tensor that a scatter writes next.
+    initial tensor of a scatter.
     """
-    if any(definition not in context.plan.definitions for definition in stored):
+    if not all(item in context.definitions.results or item in context.plan.definitions for item in stored):
         return None
     try:
         return _CallBuilder(context, plan, arguments, outs).build(stored)

@@ -115,6 +115,42 @@ def test_rows_of_equal_elements_equal_their_mean_on_a_gpu() -> None:
     check_equal_rows(Options(fallback="error"), "cuda")
 
 
+def check_scores_and_norm(options: Options, device: str = "cpu", count: int = 4190) -> None:
+    """Checks the steps of PyTorch's `test_tmp_not_defined_issue3`, one and all, against float64.
+
+    The layer norm divides by a small deviation, so that it shows the error of each step before it.
+    """
+
+    def function(
+        x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, values: torch.Tensor
+    ) -> list[torch.Tensor]:
+        columns = x.index_select(1, index)
+        scores = torch.addmm(bias, columns, weight)
+        shares = torch.softmax(scores, -1)
+        mixed = shares @ values
+        return [scores, shares, mixed, torch.nn.functional.layer_norm(mixed, mixed.shape[1:])]
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((count // 10, 12), (6, count), (count,), (count, 64))
+    x, weight, bias, values = [torch.randn(size, generator=generator) for size in sizes]
+    inputs = [item.to(device) for item in (x, torch.tensor([1, 3, 4, 7, 9, 11]), weight, bias, values)]
+    compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=options)
+    exact = function(*[item.double() if item.is_floating_point() else item for item in inputs])
+    for actual, eager, expected in zip(compiled(*inputs), function(*inputs), exact, strict=True):
+        assert (actual - expected).norm() <= 2 * (eager - expected).norm() + 1e-7 * expected.norm()
+        largest = (eager - expected).abs().max() + 1e-6 * expected.abs().max()
+        assert (actual - expected).abs().max() <= 3 * largest
+
+
+def test_scores_and_norms_are_as_accurate_as_eager() -> None:
+    check_scores_and_norm(Options(fallback="error"), count=1000)
+
+
+@pytest.mark.gpu
+def test_scores_and_norms_on_a_gpu_are_as_accurate_as_eager() -> None:
+    check_scores_and_norm(Options(fallback="error"), "cuda")
+
+
 def check_rounded_once(options: Options, device: str = "cpu") -> None:
     """Checks sums of half-precision values that kernels compute: they are rounded once, from float32."""
     aten = torch.ops.aten

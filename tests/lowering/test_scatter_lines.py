@@ -481,3 +481,18 @@ def test_every_emitter_rejects_calls_that_eager_rejects(name: str) -> None:
         else:
             raised = eager_error(compiled, tuple(arguments))
             assert raised is not None and raised[0] is refused[0] and message in raised[1], emitter
+
+
+def test_the_copy_of_a_computed_tensor_that_a_scatter_starts_from_computes_no_operator() -> None:
+    """The launch of the copy has no calls by which patterns could match it."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    base = graph.call_function(aten._to_copy.default, (x,), {"dtype": torch.int64})
+    index = graph.call_function(aten.remainder.Scalar, (base, 3))
+    added = graph.call_function(aten.index_put.default, (base, [index], base, True))
+    graph.output((graph.call_function(aten.copy_.default, (base, added)),))
+    graph_module, x_value = GraphModule({}, graph), torch.tensor([4.0, -2.0, 7.0])
+    compiled = fxwrap.compile_graph(graph_module, [x_value], options=Options(fallback="error"))
+    launches = [line for line in compiled.program.body.lines if isinstance(line, Launch)]
+    assert None in [line.origin.calls for line in launches if line.origin is not None]
+    assert torch.equal(compiled(x_value)[0], graph_module(x_value)[0])

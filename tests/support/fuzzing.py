@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import itertools
+import tempfile
 import time
 import traceback
 import warnings
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -87,28 +89,38 @@ Outcome: TypeAlias = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """How a seed is run: `subject(seed)` has `cases`, each of which `run(case, subject)` runs. Both can be pickled."""
+    """How a seed is run: `subject(seed)` has `cases`, each of which `run(case, subject)` runs. Both can be pickled.
+
+    A case may take `limit` seconds.
+    """
 
     subject: Callable[[int], Any]
     run: Callable[[Any, Any], Any]
+    limit: float = LIMIT
 
 
-def work(seeds: Sequence[int], task: Task, messages: Connection) -> None:
-    """Runs the cases of some seeds; sends each case before it starts, and its result or failure after it."""
+def work(seeds: Sequence[int], task: Task, messages: Connection, stacks: str) -> None:
+    """Runs the cases of some seeds; sends each case before it starts, and its result or failure after it.
+
+    The stacks of all threads go to the file `stacks` shortly before a case exceeds the limit.
+    """
     faulthandler.enable()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", message="(?s).* called instead", category=FusionWarning)
     gc.collect()
     gc.freeze()  # the collector need not visit the objects of imported modules
-    for seed in seeds:
-        subject = task.subject(seed)
-        for case in subject.cases:
-            messages.send(case)
-            try:
-                messages.send((task.run(case, subject),))
-            except Exception:  # noqa: BLE001 - reported with its seed
-                messages.send((Failure(traceback.format_exc()),))
+    with Path(stacks).open("w") as file:
+        for seed in seeds:
+            subject = task.subject(seed)
+            for case in subject.cases:
+                faulthandler.dump_traceback_later(0.9 * task.limit, file=file)
+                messages.send(case)
+                try:
+                    messages.send((task.run(case, subject),))
+                except Exception:  # noqa: BLE001 - reported with its seed
+                    messages.send((Failure(traceback.format_exc()),))
+        faulthandler.cancel_dump_traceback_later()
     messages.send(None)
 
 
@@ -124,11 +136,18 @@ class Worker:
     def _start(self) -> None:
         context = forking_context()
         self.messages, other = context.Pipe(duplex=False)
-        self._process = context.Process(target=work, args=(self._seeds, self._task, other), daemon=True)
+        self._stacks = tempfile.NamedTemporaryFile("r", suffix=".stacks")  # noqa: SIM115 - open while the process runs
+        arguments = (self._seeds, self._task, other, self._stacks.name)
+        self._process = context.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         other.close()
         self.last_message = time.monotonic()
         self._is_started = False
+
+    @property
+    def limit(self) -> float:
+        """The seconds that the current case, or the start of the process, may take."""
+        return LIMIT if self._case is None else self._task.limit
 
     def receive(self) -> Outcome | None:
         """Returns the outcome of a case, if the message is one. Raises StopIteration after the last message."""
@@ -158,8 +177,9 @@ class Worker:
         if self._failed_starts == MOST_FAILED_STARTS:
             raise RuntimeError(f"a process of the fuzzer does not start: {reason}")
         case, self._case = self._case, None
+        stacks = self._stacks.read()
         self._start()
-        return None if case is None else (case, Failure(reason))
+        return None if case is None else (case, Failure(f"{reason}\n{stacks}".rstrip()))
 
     def stop(self) -> None:
         """Ends the process."""
@@ -179,8 +199,8 @@ def run_seeds(task: Task, first: int, count: int, jobs: int, seconds: float) -> 
             try:
                 if worker.messages in ready:
                     outcome = worker.receive()
-                elif time.monotonic() - worker.last_message > LIMIT:
-                    outcome = worker.give_up(f"no result after {LIMIT} s")
+                elif time.monotonic() - worker.last_message > worker.limit:
+                    outcome = worker.give_up(f"no result after {worker.limit:g} s")
             except StopIteration:
                 batch = next(batches, None)
                 workers[number : number + 1] = [] if batch is None else [Worker(batch, task)]
