@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LONG = os.environ.get("FXWRAP_LONG_TESTS", "") not in ("", "0")
 """Whether this run is the long form."""
@@ -12,6 +15,11 @@ LONG = os.environ.get("FXWRAP_LONG_TESTS", "") not in ("", "0")
 def sample_size(count: int, part: int = 3) -> int:
     """Returns a number of random examples, steps or repetitions: `count` in the long form, else one in `part`."""
     return count if LONG else max(count // part, min(count, 4))
+
+
+def sampled(items: Sequence[T], turn: int, part: int = 3) -> Sequence[T]:
+    """Returns all items in the long form, else one in `part`: others for the next turn, so that cases share them."""
+    return items if LONG else items[turn % part :: part]
 
 
 def long_only(*values: Any) -> Any:
