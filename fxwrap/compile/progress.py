@@ -89,7 +89,7 @@ def _terminal_line() -> Any:
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return None
     return tqdm(file=sys.stderr, leave=False, bar_format="{desc} [{elapsed}]")
