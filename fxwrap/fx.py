@@ -14,6 +14,7 @@ from fxwrap.converters.fx import to_fx
 from fxwrap.converters.fx.codegen import direct_code
 from fxwrap.converters.fx.region_tools import RegionCall, copy_region, inline_regions, regions
 from fxwrap.options import Options
+from fxwrap.passes.profile_ranges import remove_profile_ranges
 from fxwrap.torch_compat import FakeTensor, graph_codegen
 
 __all__ = [
@@ -36,12 +37,12 @@ def export(compiled: Compiled) -> ExportedProgram:
     parameters and buffers by name, mutations. A GraphModule has flat inputs with its placeholders' names. Kernels are
     in the constant `fxwrap_kernels`, as text by content hash; `torch.export.save` saves it. A process that has imported
     fxwrap can load and run the file; it imports no part of the compiler. Parameters and buffers are shared with the
-    compiled graph.
+    compiled graph. Profiler ranges are left out.
 
     Raises ExportError for a program that torch.export cannot represent, and UnsupportedError for a line without a
     functional form.
     """
-    program, signature = compiled.program, compiled.signature
+    program, signature = remove_profile_ranges(compiled.program), compiled.signature
     if signature is None:
         signature = signature_of_program(program, compiled.fake_inputs)
     emitted = to_fx(program, fake_inputs=compiled.fake_inputs, form="exported")

@@ -30,9 +30,9 @@ def coloured(text: str, emitter: str, color: str) -> str:
     if emitter not in _LEXERS:
         return highlight_terminal(text)
     try:
-        from pygments import highlight  # type: ignore[import-untyped]
-        from pygments.formatters import TerminalFormatter  # type: ignore[import-untyped]
-        from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+        from pygments import highlight
+        from pygments.formatters import TerminalFormatter
+        from pygments.lexers import get_lexer_by_name
     except ImportError:
         return text
     shown: str = highlight(text, get_lexer_by_name(_LEXERS[emitter], stripnl=False), TerminalFormatter())

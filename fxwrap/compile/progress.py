@@ -53,7 +53,7 @@ class _View:
         if self.stopped.wait(self._delay_s):
             return
         self.is_shown = True
-        line = None if _log.isEnabledFor(logging.INFO) else _terminal_line()
+        line = None if _log.isEnabledFor(logging.INFO) else _terminal_line(self._line_text())
         if line is None:
             self._log_progress()
         else:
@@ -70,10 +70,12 @@ class _View:
 
     def _show(self, line: Any) -> None:
         with line:
-            while True:
-                line.set_description_str(f"fxwrap: compiling '{self.events.name}': {self._text()}")
-                if self.stopped.wait(_REFRESH_S):
-                    return
+            line.start_t -= time.perf_counter() - self._start
+            while not self.stopped.wait(_REFRESH_S):
+                line.set_description_str(self._line_text())
+
+    def _line_text(self) -> str:
+        return f"fxwrap: compiling '{self.events.name}': {self._text()}"
 
     def _text(self) -> str:
         """Returns the current step, with the number of compiled kernels if it compiles any."""
@@ -84,12 +86,12 @@ class _View:
         return f"{activity.step}, {finished} of {activity.kernels} kernels"
 
 
-def _terminal_line() -> Any:
-    """Returns a line of tqdm on the terminal; None without a terminal or without tqdm."""
+def _terminal_line(text: str) -> Any:
+    """Returns a line of tqdm on the terminal, which shows a text; None without a terminal or without tqdm."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+        from tqdm import tqdm
     except ImportError:
         return None
-    return tqdm(file=sys.stderr, leave=False, bar_format="{desc} [{elapsed}]")
+    return tqdm(desc=text, file=sys.stderr, leave=False, bar_format="{desc} [{elapsed}]")

@@ -25,6 +25,20 @@ def ranged_lines(program: Program) -> Mapping[str, LineBase]:
     return {line.name: inner for line, inner in pairwise(program.lines()) if isinstance(line, EnterRange)}
 
 
+def remove_profile_ranges(program: Program) -> Program:
+    """Returns the program without ranges, which torch.export cannot save."""
+    functions = tuple([(name, _without_ranges(block)) for name, block in program.functions])
+    return program.replace(body=_without_ranges(program.body), functions=functions)
+
+
+def _without_ranges(block: Block) -> Block:
+    lines = [
+        line.replace(**{name: _without_ranges(inner) for name, inner in blocks(line)}) if blocks(line) else line
+        for line in block.lines if not isinstance(line, EnterRange | ExitRange)
+    ]  # fmt: skip
+    return replace(block, lines=tuple(lines))
+
+
 @dataclass
 class _Inserter:
     """Numbers the lines without handles."""

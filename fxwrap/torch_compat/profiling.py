@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 from torch.autograd import profiler as _profiler
 
+profiler_module = _profiler
+PROFILER_FLAG = "_is_profiler_enabled"
+"""The attribute of `profiler_module` that says whether a profiler runs: emitted Python reads it before it calls."""
+
 
 def enter_range(name: str) -> torch.profiler.record_function | None:
     """Opens a range, which its `__exit__` closes; returns None if no profiler runs in this process.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import fxwrap
+from fxwrap import Options
 from fxwrap.artifact import parse
 from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
-from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines
+from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines, remove_profile_ranges
 from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.wrapper_ir import Program, verify
 
@@ -81,3 +84,13 @@ def test_names_have_operators_and_source_lines(fresh_dynamo: None) -> None:
     (name,) = ranged_lines(record.program)
     assert name.startswith("aten.mm:1  aten.mm  test_profile_ranges.py:")
     assert record.stages[-1].pass_name == "insert_profile_ranges"
+
+
+def test_exported_programs_have_no_ranges(tmp_path: Path) -> None:
+    program = insert_profile_ranges(assign_call_handles(parse(PROGRAM)))
+    assert remove_profile_ranges(program) == parse(PROGRAM)
+    x = torch.randn(2, 8)
+    exported = torch.export.export(torch.nn.Linear(8, 8), (x,))
+    compiled = fxwrap.compile_graph(exported, options=Options(profile_ranges=True, fuse=False))
+    torch.export.save(fxwrap.fx.export(compiled), tmp_path / "exported.pt2")
+    torch.testing.assert_close(torch.export.load(tmp_path / "exported.pt2").module()(x), compiled(x))

@@ -131,3 +131,39 @@ def test_functions_that_cannot_be_profiled(function: Any, keywords: Any, text: s
     with pytest.raises(ProfileError) as caught:
         fxwrap.profile(function, torch.ones(2), **keywords)
     assert text in str(caught.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_lines_on_a_gpu_are_timed_by_its_events(
+    emitter: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the limits of this GPU
+    x, w = torch.randn(4096, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
+    profile = fxwrap.profile(
+        lambda x, w: torch.softmax(torch.mm(x, w), -1), (x, w), options={"emitter": emitter}, repeats=5
+    )
+    by_operator = {line.operators: line for line in profile.lines}
+    mm = next(line for operators, line in by_operator.items() if "aten.mm" in operators)
+    softmax = next(line for operators, line in by_operator.items() if "aten._softmax" in operators)
+    assert 0 < softmax.seconds < mm.seconds < 1
+    assert sum([line.seconds for line in profile.lines]) < 1.3 * profile.seconds
+    bandwidth, flops = profile.limits["cuda:0"]
+    assert 0.2 * bandwidth < softmax.bytes_per_s < 1.3 * bandwidth
+    assert 0.2 * flops["float32"] < mm.flops_per_s < 1.3 * flops["float32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_ranges_are_those_of_nvtx(emitter: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `emit_nvtx` the ranges are NVTX's: nothing fails, and results are those without."""
+    compiled = torch.compile(
+        lambda x: torch.mm(x, x).relu(), backend="fxwrap", options={"emitter": emitter, "profile_ranges": True}
+    )
+    x = torch.randn(64, 64, device="cuda")
+    expected = compiled(x)
+    with torch.autograd.profiler.emit_nvtx():
+        assert torch.equal(compiled(x), expected)
+    with torch.profiler.profile(acc_events=True) as traced:
+        compiled(x)
+    assert {"aten.mm:1", "relu_0:1"} <= {event.name.partition("  ")[0] for event in traced.events()}

@@ -17,7 +17,7 @@ import torch
 
 import fxwrap
 from fxwrap.events import EventLog
-from fxwrap.report import ReportContent, report_page
+from fxwrap.report import LineTime, ReportContent, report_page
 from fxwrap.wrapper_ir import live_bytes, print_program
 from tests.conftest import NO_CHROMIUM
 
@@ -196,6 +196,7 @@ result.contents = contents().length;
 for (const name of ["coverage", "memory", "compile"]) { location.hash = name; showSection(); }
 result.tables = document.querySelectorAll("table").length;
 result.charts = document.querySelectorAll("canvas").length;
+result.timeHidden = document.querySelector('nav a[href="#time"]').hidden;
 document.body.replaceChildren(JSON.stringify(result));
 """
 
@@ -203,17 +204,7 @@ document.body.replaceChildren(JSON.stringify(result));
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_clicks_in_a_browser(tmp_path: Path) -> None:
     """A click highlights the same call in all panes; all contents and charts are drawn without an error."""
-    text, _, _ = page()
-    script = f"<script>try {{ {CLICKS} }} catch (error) {{ document.body.replaceChildren(String(error)); }}</script>"
-    (tmp_path / "page.html").write_text(text.replace("</body>", f"{script}</body>"))
-    command = [
-        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=5000", "--window-size=1600,900", "--dump-dom", (tmp_path / "page.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    body = re.search(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)
-    assert body is not None, done.stderr
-    result = json.loads(body[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
+    result = run_in_browser(page()[0], CLICKS, tmp_path)
     for name in ("node", "source", "line"):
         source, nodes, program, emitted = result[name]
         assert any("torch.softmax(x @" in row for row in source), name
@@ -222,6 +213,48 @@ def test_clicks_in_a_browser(tmp_path: Path) -> None:
         assert any(re.search(r"kernel_\w+\(", row) for row in emitted), name
     assert result["cleared"] == []
     assert result["panes"] == result["contents"] and result["tables"] >= 4 and result["charts"] == 2
+    assert result["timeHidden"]
+
+
+TIMES = """
+const result = {};
+result.shown = panes[2].rows.filter(item => item.time).map(item => [item.text.trim(), item.time]);
+const index = panes[2].rows.findIndex(item => item.time);
+panes[2].elements[index].click();
+result.details = document.getElementById("details").textContent;
+location.hash = "time";
+showSection();
+result.calls = [...document.querySelectorAll("#time td:first-child")].map(item => item.textContent);
+result.text = document.getElementById("time").textContent;
+result.timeHidden = document.querySelector('nav a[href="#time"]').hidden;
+document.body.replaceChildren(JSON.stringify(result));
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_times_in_a_browser(tmp_path: Path) -> None:
+    """The times of a profile are beside the program's lines, and in a table with the most to gain first."""
+    handles = [*record().compiled.provenance.calls]  # type: ignore[union-attr]
+    times = {handle: LineTime(1e-3 * (n + 1), 1e-6, 1000, 2000) for n, handle in enumerate(handles)}
+    result = run_in_browser(report_page([record().content(times)], "times"), TIMES, tmp_path)
+    assert not result["timeHidden"] and result["calls"] == handles[::-1]
+    assert [time for _, time in result["shown"]] == [f"{n + 1}.0 ms" for n in range(len(handles))]
+    assert all("kernel.launch" in text or "extern.call" in text for text, _ in result["shown"])
+    assert "Time: 1.0 ms" in result["details"] and "1000 B" in result["text"] and "GFLOP/s" in result["text"]
+
+
+def run_in_browser(text: str, code: str, tmp_path: Path) -> Any:
+    """Returns the JSON that a script writes into a page's body."""
+    script = f"<script>try {{ {code} }} catch (error) {{ document.body.replaceChildren(String(error)); }}</script>"
+    (tmp_path / "page.html").write_text(text.replace("</body>", f"{script}</body>"))
+    command = [
+        str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=5000", "--window-size=1600,900", "--dump-dom", (tmp_path / "page.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    body = re.search(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)
+    assert body is not None, done.stderr
+    return json.loads(body[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -27,7 +27,7 @@ from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
 from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.symbolic import symbol_kind
-from fxwrap.torch_compat import out_argument_names
+from fxwrap.torch_compat import PROFILER_FLAG, out_argument_names
 
 
 class PythonConverter(Converter):
@@ -404,8 +404,9 @@ class PythonConverter(Converter):
 
     def enter_range(self, line: lines.EnterRange) -> None:
         enter = self.module.define_global("range_enter", self._runtime("ranges", "enter_range"))
+        profiler = self.module.define_global("range_profiler", self._runtime("ranges", "profiler_module"))
         self.ranges.append(f"range_{len(self.statements)}")
-        self.emit(f"{self.ranges[-1]} = {enter}({line.name!r})")
+        self.emit(f"{self.ranges[-1]} = {enter}({line.name!r}) if {profiler}.{PROFILER_FLAG} else None")
 
     def exit_range(self, line: lines.ExitRange) -> None:
         name = self.ranges.pop()

@@ -1,0 +1,38 @@
+"""Dumps of several processes in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fxwrap
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, fxwrap
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+for size in (3, 4):
+    compiled = torch.compile(lambda x: x.sin() @ x, backend="fxwrap", options={"fuse": False}, dynamic=False)
+    compiled(torch.randn(size, size))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_job_share_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    environment = {**os.environ, "FXWRAP_DUMP": str(folder)}
+    command = [sys.executable, "-c", SCRIPT]
+    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment) for rank in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    for path in folder.iterdir():
+        program = fxwrap.parse((path / "program.txt").read_text())
+        assert fxwrap.verify(program).name == "inference"
+        assert json.loads((path / "events.json").read_text()) and (path / "index.html").stat().st_size > 10_000
+    names = sorted([path.name for path in folder.iterdir()])
+    patterns = [rf"rank{rank}-\d+-000[01]-inference-0-[01]" for rank in (0, 0, 1, 1)]
+    assert len(names) == 4 and all(map(re.fullmatch, patterns, names))
