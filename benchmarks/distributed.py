@@ -90,7 +90,7 @@ class Job:
     def has(self, side: str) -> bool:
         """Whether a side differs from the others: whole steps compile, collectives can be fused with matmuls."""
         if side == "fxwrap step":
-            return self.parallelism.is_whole and self.chosen.model != DECODING
+            return self.parallelism.is_whole
         return side != SYMMETRIC or "TP" in self.name
 
     def step(self, side: str, is_local: bool = False) -> Step:
@@ -102,10 +102,10 @@ class Job:
         elif side == SYMMETRIC:
             options = Options.from_mapping({"passes": [CommunicationFusion()]}, self.chosen.mode)
             forward = torch.compile(model, backend=make_backend(options))
-        if isinstance(model, DecodingLlama):
-            return torch.no_grad()(forward)
-        step = train_step(forward, optimizer)
-        return fxwrap.compile_step(step, (self.tokens,)) if side == "fxwrap step" else step
+        step = torch.no_grad()(forward) if isinstance(model, DecodingLlama) else train_step(forward, optimizer)
+        if side != "fxwrap step":
+            return step
+        return fxwrap.compile_step(step, (self.tokens,), options=Options.from_mapping({}, self.chosen.mode))
 
     def unbucketed_collectives(self, side: str) -> int:
         """Returns the number of collectives of a side's model in eager."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fxwrap.errors import ExpressionError
-from fxwrap.lines import ExternCall, Let, Mutate, SizeOf, StartCollective
+from fxwrap.lines import CallFunction, ExternCall, Let, Mutate, SizeOf, StartCollective
 from fxwrap.symbolic import Number, SymbolInfo, evaluate
 from fxwrap.wrapper_ir import (
     Block,
@@ -112,7 +112,9 @@ def _calls(block: Block, program: Program, depth: int) -> Iterator[tuple[int, Co
             groups = [leaf for leaf in leaves(line.arguments) if isinstance(leaf, str)]
             yield depth, CollectiveCall(line.target, line.arguments, groups[-1])
         for inner in executed_blocks(line, functions):
-            yield from _calls(inner, program, depth + 1)
+            # Captured functions run as their lines do: ranks may have captured other ones.
+            is_captured = isinstance(line, CallFunction) and line.max_captures > 0
+            yield from _calls(inner, program, depth if is_captured else depth + 1)
 
 
 def _text(call: CollectiveCall, values: Mapping[str, Number]) -> str:

@@ -15,7 +15,7 @@ from fxwrap.options import Options
 from fxwrap.torch_compat import tree_flatten, tree_unflatten
 from fxwrap.training.signature import StepSignature, signature_of
 from fxwrap.training.state import Slot, StepState, create_optimizer_state, find_state, optimizer_numbers
-from fxwrap.training.subclasses import build, layout_of, plain_tensors
+from fxwrap.training.subclasses import build, count_plain, has_layout, layout_of, plain_tensors
 from fxwrap.training.trace import trace_step
 
 
@@ -84,7 +84,7 @@ class CompiledStep:
     def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts: list[Tensor] = []
         for tensor, layout in zip(tensors, self._layouts, strict=True):
-            if layout_of(tensor) != layout:
+            if not has_layout(tensor, layout):
                 raise StepError(
                     f"a {type(tensor).__name__} has another layout, mesh or placement than when the step was compiled",
                     "Compile the step again",
@@ -159,7 +159,8 @@ def compile_step(
     if created:
         state = find_state(step)
     traced = trace_step(step, state, example_inputs, options, dynamic)
-    compiled = compile_graph(traced.graph, traced.examples, options=options, name=name)
+    static_inputs = range(sum(map(count_plain, traced.signature.layouts)))  # CUDA graphs use the state where it is
+    compiled = compile_graph(traced.graph, traced.examples, options=options, name=name, static_inputs=static_inputs)
     return CompiledStep(step, traced.signature, state, compiled)
 
 

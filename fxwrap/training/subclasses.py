@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxwrap.torch_compat import flatten_subclass
 
@@ -30,6 +30,8 @@ class SubclassLayout:
     stride: Any
 
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
 TensorLayout: TypeAlias = SubclassLayout | None
 """The layout of a tensor; None for a plain tensor."""
 
@@ -43,6 +45,31 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     inner = [getattr(tensor, name) for name in attributes]
     parts = tuple([layout_of(item) if isinstance(item, Tensor) else Constant(item) for item in inner])
     return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
+
+
+def has_layout(tensor: Tensor, layout: TensorLayout) -> bool:
+    """Whether a tensor has a layout; each call of a step asks for all tensors."""
+    if layout is None:
+        return type(tensor) in _PLAIN or flatten_subclass(tensor) is None
+    flattened = flatten_subclass(tensor) if type(tensor) is layout.kind else None
+    if flattened is None or (tuple(flattened[0]), flattened[1]) != (layout.attributes, layout.context):
+        return False
+    if tensor.size() != layout.size or tensor.stride() != layout.stride:
+        return False
+    inner = [getattr(tensor, name) for name in layout.attributes]
+    return all(
+        has_layout(item, part)
+        if isinstance(item, Tensor) and not isinstance(part, Constant)
+        else Constant(item) == part
+        for item, part in zip(inner, layout.parts, strict=True)
+    )
+
+
+def count_plain(layout: TensorLayout) -> int:
+    """Returns the number of plain tensors of a tensor of this layout."""
+    if layout is None:
+        return 1
+    return sum([count_plain(part) for part in layout.parts if not isinstance(part, Constant)])
 
 
 def layout_text(layout: TensorLayout) -> str:

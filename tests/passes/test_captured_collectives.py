@@ -15,6 +15,7 @@ from fxwrap.converters.emission import emit
 from fxwrap.errors import GraphCaptureWarning
 from fxwrap.lines import CallFunction, StartCollective, WaitCollective
 from fxwrap.options import EMITTERS
+from fxwrap.passes.communication import communication
 from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.passes.partition import partition
 from fxwrap.wrapper_ir import Block, Program, all_effects, canonicalize_program, communication_effect, print_line
@@ -97,6 +98,12 @@ def test_results_of_waits_outside_are_operands_of_functions() -> None:
     with fake_job(2):
         inputs = [torch.randn(4, 4), torch.randn(4, 4)]
         assert all(map(torch.equal, fxwrap.run(program, inputs), fxwrap.run(fxwrap.parse(REDUCTIONS), inputs)))
+
+
+def test_ranks_that_captured_others_agree() -> None:
+    texts = [communication(program)[0].texts({}) for program in (fxwrap.parse(REDUCTIONS), partitioned(REDUCTIONS))]
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2
 
 
 def test_devices_decide() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap.comparison.measure import peak_bytes
 from fxwrap.errors import InputError
-from fxwrap.lines import Mutate
+from fxwrap.lines import CallFunction, Mutate
 from fxwrap.options import EMITTERS, Options
+from fxwrap.wrapper_ir import Value
+from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import LONG, long_only
 from tests.support.models import MODELS, SHALLOW
 from tests.support.planned_peaks import PlannedPeaks, planned_peak
@@ -127,6 +129,19 @@ def test_conditions_on_sizes_are_checked_in_each_call() -> None:
     with pytest.raises(RuntimeError, match=r"for inputs with input_0\.size\(0\)\*input_1\.size\(0\) > 10"):
         compiled(torch.ones(5, 8), torch.ones(2))
     assert torch.equal(layer.weight, before)
+
+
+def test_captured_graphs_use_the_state_in_place() -> None:
+    """Parameters and optimizer state are static operands of captured functions: no call copies them."""
+    with cpu_with_graph_capture() as capturer:
+        options = Options(cuda_graphs=True, compile_cache=False)
+        compiled = assert_same_training(mlp, options)
+    calls = [line for line in compiled.compiled.program.body.lines if isinstance(line, CallFunction)]
+    static = {value.name for line in calls for value in line.static_operands}
+    state = {item.name for item in compiled.compiled.program.inputs[: len(compiled.state)]}
+    operands = {value.name for line in calls for value in line.operands if isinstance(value, Value)}
+    assert capturer.replayed
+    assert static == state & operands != set()
 
 
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:

@@ -85,8 +85,8 @@ class CpuGraphCapturer:
 
 
 def _copy(item: Any) -> Any:
-    """Returns a copy of an operand, so that capture writes nothing."""
-    return item.clone() if isinstance(item, torch.Tensor) else item
+    """Returns zeros for an operand, so that capture writes nothing; memory of the graph may hold no valid index yet."""
+    return item.clone().zero_() if isinstance(item, torch.Tensor) else item
 
 
 def _at_address(item: Any) -> Any:
