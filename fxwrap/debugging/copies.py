@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxwrap.debugging.objects import copy_object, holds_tensors
+from fxwrap.debugging.objects import change_fields, holds_tensors
 from fxwrap.torch_compat import is_opaque, negated_view, storage_identity, tree_leaves, tree_map
 
 WIDENED_DTYPES: Mapping[torch.dtype, torch.dtype] = {
@@ -26,9 +26,9 @@ def copy_inputs(tree: object, *, to_float64: bool = False) -> Any:
     """Returns nested inputs with every tensor copied.
 
     Tensors that share a storage have copies that share one, and a repeated input has one copy. Copies have the sizes,
-    strides, offset, `requires_grad` and class (Parameter or Tensor) of the original. Objects with tensors in their fields,
-    such as caches, are copied too. With `to_float64`, floating dtypes
-    become float64 and complex ones complex128.
+    strides, offset, `requires_grad` and class (Parameter or Tensor) of the original. Objects with tensors in their
+    fields, such as caches, are copied too. With `to_float64`, floating dtypes become float64 and complex ones
+    complex128.
     """
     return _Copier(to_float64).copy_tree(tree)
 
@@ -47,8 +47,8 @@ class _Copier:
         if isinstance(leaf, Tensor):
             return self.copy(leaf)
         if id(leaf) not in self.objects and holds_tensors(leaf):
-            self.objects[id(leaf)] = leaf  # for an object that contains itself
-            self.objects[id(leaf)] = copy_object(leaf, self.copy_tree)
+            self.objects[id(leaf)] = copied = copy.copy(leaf)
+            change_fields(copied, self.copy_tree)  # which may contain the object itself
         return self.objects.get(id(leaf), leaf)
 
     def copy(self, tensor: Tensor) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -62,9 +60,7 @@ def holds_tensors(item: object) -> bool:
     )
 
 
-def copy_object(item: Any, change: Callable[[object], object]) -> Any:
-    """Returns a copy of an object whose fields are changed."""
-    copied = copy.copy(item)
+def change_fields(item: object, change: Callable[[object], object]) -> None:
+    """Changes the fields of an object in place, frozen dataclasses included."""
     for name, field in (fields_of(item) or {}).items():
-        object.__setattr__(copied, name, change(field))
-    return copied
+        object.__setattr__(item, name, change(field))
