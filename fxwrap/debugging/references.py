@@ -26,9 +26,8 @@ NodeResults = Mapping[str, object]
 class GraphRun:
     """One run of a graph.
 
-    `results` are those of the recorded nodes; `shapes` the shapes of all nodes' tensors; `operands` the
-    nodes that each node reads; `outputs` the flat outputs;
-    `inputs` the inputs after the run.
+    `results` are those of the recorded nodes; `shapes` the shapes of all nodes' tensors; `operands` the nodes that each
+    node reads; `outputs` the flat outputs; `inputs` the inputs after the run.
     """
 
     results: NodeResults
