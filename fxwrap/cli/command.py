@@ -17,12 +17,13 @@ import torch
 from fxwrap.artifact.environment import package_versions
 from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.conformance import add_conformance
+from fxwrap.cli.debugging import add_bisect_arguments, add_compare_arguments
 from fxwrap.cli.flags import Parser, refuse_flags, without_broken_pipe
 from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved, sign_saved
 from fxwrap.cli.show import add_show_arguments, show_graphs, show_saved
 from fxwrap.cli.tables import passes_table
 from fxwrap.cli.target import EXPORTED_SUFFIX, Target, load_target
-from fxwrap.comparison import COMPARED_EMITTERS, CapturedGraph, capture, compare
+from fxwrap.comparison import CapturedGraph, capture
 from fxwrap.compile import emit, inspect, plan_program_memory
 from fxwrap.errors import CommandError, OptionError
 from fxwrap.memory_planning import MemoryTrace, apply_plan, plan_svg, plan_table, plan_to_json
@@ -63,6 +64,7 @@ examples:
   python -m fxwrap plan model.py:make_model --training --svg memory.svg
   python -m fxwrap report model.py:make_model --training -o report.html
   python -m fxwrap compare model.py:make_model --training
+  python -m fxwrap bisect model.py:make_model --training --repro repro.py
   python -m fxwrap inspect model.fxw
   python -m fxwrap run model.fxw --inputs inputs.safetensors -o outputs.safetensors
   python -m fxwrap sign model.fxw --key signing.key
@@ -101,14 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{versions}, Python {platform.python_version()}")
     commands = parser.add_subparsers(
         required=True,
-        metavar="show | emit | plan | report | compare | passes | inspect | run | sign | export-cmake | conformance | "
-        "build",
+        metavar="show | emit | plan | report | compare | bisect | passes | inspect | run | sign | export-cmake | "
+        "conformance | build",
     )
     _add_show(commands)
     _add_emit(commands)
     _add_plan(commands)
     _add_report(commands)
     _add_compare(commands)
+    _add_bisect(commands)
     description = "list every step of a compile, with the option that turns it on"
     commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
     _add_inspect(commands)
@@ -222,10 +225,13 @@ def _add_compare(commands: _Commands) -> None:
     command = _add_command(
         commands, "compare", summary, "model.py:make_model --training --emitter cpp --emitter python"
     )
-    command.add_argument("--emitter", action="append", choices=EMITTERS, help="only this one; may be repeated")
-    command.add_argument("--tolerance", type=float, metavar="X", help="relative error by norm that counts as equal")
-    command.add_argument("--repeats", type=int, default=20, metavar="N", help="runs to time; 0 for none (default: 20)")
-    command.set_defaults(run=_compare)
+    add_compare_arguments(command, lambda chosen: (_target(chosen), _options(chosen)))
+
+
+def _add_bisect(commands: _Commands) -> None:
+    summary = "name the first line of the compiled graphs whose value is wrong, and the part of the compiler at fault"
+    command = _add_command(commands, "bisect", summary, "model.py:make_model --training --repro repro.py")
+    add_bisect_arguments(command, lambda chosen: (_target(chosen), _options(chosen)))
 
 
 def _add_command(commands: _Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -395,13 +401,3 @@ def _write(path: Path, content: str | bytes) -> None:
     if not os.access(path.parent, os.W_OK):
         raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
     write_file(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))
-
-
-def _compare(chosen: argparse.Namespace) -> int:
-    target = _target(chosen)
-    report = compare(
-        target.function, target.inputs, options=_options(chosen), training=chosen.training, tolerance=chosen.tolerance,
-        repeats=chosen.repeats, seed=chosen.seed, dynamic=chosen.dynamic, emitters=chosen.emitter or COMPARED_EMITTERS,
-    )  # fmt: skip
-    print(report)
-    return 0 if report.agrees else DISAGREEMENT

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fxwrap.comparison.measure import median_seconds, peak_bytes
+from fxwrap.comparison.backends import Backend, ComparedBackend, compared_backends
+from fxwrap.comparison.measure import device_activity, peak_bytes, run_times
 from fxwrap.comparison.observe import (
     Arguments,
     Comparator,
@@ -31,6 +32,7 @@ from fxwrap.debugging import (
     widen_module,
 )
 from fxwrap.errors import CompareError, OptionError
+from fxwrap.lines import Launch
 from fxwrap.options import EMITTERS, Options
 
 COMPARED_EMITTERS = ("interpreter", *[emitter for emitter in EMITTERS if emitter != "interpreter"])
@@ -44,6 +46,7 @@ def compare(
     options: Options | Mapping[str, object] | None = None,
     training: bool = False,
     emitters: Sequence[str] = COMPARED_EMITTERS,
+    backends: Sequence[Backend] = (),
     tolerance: float | None = None,
     repeats: int = 20,
     seed: int = 0,
@@ -64,6 +67,8 @@ def compare(
         options: as for `compile_graph`; `emitter` has no effect.
         training: whether to run the backward with fixed random cotangents, and compare gradients.
         emitters: the emitters to run.
+        backends: backends of torch.compile to run beside them: names ("inductor"), functions of a graph and its inputs,
+            or pairs of one of these and options, as `("inductor", {"cpp_wrapper": True})`.
         tolerance: the relative error by norm that counts as equal, for every dtype; None means `TOLERANCES`.
         repeats: the most timed runs, within about a second; 0 omits time and memory.
         seed: the seed of all random numbers.
@@ -84,7 +89,10 @@ def compare(
         subject = make_subject(fn, arguments, as_options(options), dynamic)
         try:
             config = RunConfig(seed, training, subject.nested_outputs, subject.donated_inputs)
-            return _Comparison(subject, arguments, objects, config, tolerance, repeats).report(emitters)
+            others = compared_backends(backends)
+            return _Comparison(subject, arguments, objects, config, tolerance, repeats, dynamic, others).report(
+                emitters
+            )
         finally:
             subject.state.restore_all()
             objects.restore()
@@ -126,6 +134,8 @@ class _Comparison:
     config: RunConfig
     tolerance: float | None
     repeats: int
+    dynamic: bool | None
+    backends: Sequence[ComparedBackend]
 
     def report(self, emitters: Sequence[str]) -> Report:
         """Runs eager, the reference and the emitters, and returns the report."""
@@ -142,6 +152,7 @@ class _Comparison:
             RunOutcome("eager", float64_error=None if reference is None else largest_error(eager, reference)),
             RunOutcome("float64", failure),
             *[self._outcome(emitter, judge) for emitter in emitters],
+            *[self._backend_outcome(backend, judge) for backend in self.backends],
         ]
         if self.repeats:
             outcomes = self._measure(outcomes)
@@ -158,14 +169,22 @@ class _Comparison:
         graphs = [graph for graph in self.subject.graphs if emitter in graph.emitted_programs]
         if not graphs:
             return RunOutcome(emitter, "torch.compile captured no graph, so nothing was compiled")
-        return RunOutcome(
-            emitter,
-            "",
-            largest_error(run, judge.eager),
-            None if judge.reference is None else largest_error(run, judge.reference),
-            judge.disagreements(run),
-            sum(graph.lower_seconds + graph.build_seconds[emitter] for graph in graphs),
+        return replace(
+            _judged(emitter, run, judge),
+            compile_seconds=sum(graph.lower_seconds + graph.build_seconds[emitter] for graph in graphs),
             lines=sum(graph.emitted_programs[emitter].source.count("\n") for graph in graphs),
+            kernels=sum(len(graph.compiled.program.kernels) for graph in graphs),
+            launches=sum(isinstance(line, Launch) for graph in graphs for line in graph.compiled.program.lines()),
+        )
+
+    def _backend_outcome(self, backend: ComparedBackend, judge: Comparator) -> RunOutcome:
+        call = backend.call(self.subject.eager, self.dynamic)
+        try:
+            run = backend.time_first(lambda: self._observe(call))
+        except Exception as error:  # noqa: BLE001  any error is an outcome
+            return RunOutcome(backend.label, f"{type(error).__name__}: {error}")
+        return replace(
+            _judged(backend.label, run, judge), compile_seconds=backend.first_seconds, kernels=backend.kernels
         )
 
     def _observe(self, call: Function) -> Observation:
@@ -189,11 +208,13 @@ class _Comparison:
     def _measure(self, outcomes: Sequence[RunOutcome]) -> list[RunOutcome]:
         running = [outcome for outcome in outcomes if outcome.name != "float64" and not outcome.failure]
         runs = [self._run(outcome.name) for outcome in running]
-        seconds = median_seconds(self._prepare, runs, self.repeats)
-        measured = {
-            outcome.name: replace(outcome, run_seconds=median, peak_bytes=peak_bytes(self._prepare, run))
-            for outcome, median, run in zip(running, seconds, runs)
-        }
+        measured: dict[str, RunOutcome] = {}
+        for outcome, times, run in zip(running, run_times(self._prepare, runs, self.repeats), runs, strict=True):
+            launches, device_seconds = device_activity(self._prepare, run) or (outcome.launches, None)
+            measured[outcome.name] = replace(
+                outcome, run_seconds=times.seconds, host_seconds=times.host_seconds, device_seconds=device_seconds,
+                launches=launches, peak_bytes=peak_bytes(self._prepare, run),
+            )  # fmt: skip
         return [measured.get(outcome.name, outcome) for outcome in outcomes]
 
     def _prepare(self) -> Arguments:
@@ -206,8 +227,17 @@ class _Comparison:
         self.objects.restore()
 
     def _run(self, name: str) -> Callable[[Arguments], object]:
-        call = self.subject.eager if name == "eager" else self.subject.call(name)
+        others = {backend.label: backend.call(self.subject.eager, self.dynamic) for backend in self.backends}
+        call = self.subject.eager if name == "eager" else others.get(name) or self.subject.call(name)
         return lambda arguments: self.config.run(call, arguments)
+
+
+def _judged(name: str, run: Observation, judge: Comparator) -> RunOutcome:
+    """Returns the outcome of a run, without its costs."""
+    return RunOutcome(
+        name, "", largest_error(run, judge.eager),
+        None if judge.reference is None else largest_error(run, judge.reference), judge.disagreements(run),
+    )  # fmt: skip
 
 
 def _copy(arguments: Arguments, to_float64: bool = False) -> Arguments:

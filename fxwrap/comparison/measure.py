@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,17 +17,23 @@ Inputs = TypeVar("Inputs")
 _TIMING_BUDGET_SECONDS = 1.0
 
 
-def median_seconds(
-    prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], object]], repeats: int
-) -> list[float]:
-    """Returns the median seconds of each run, over up to `repeats` rounds and about a second for each run.
+@dataclass(frozen=True)
+class RunTime:
+    """The median seconds of a run: until its results are computed, and on the host alone, until the call returned."""
+
+    seconds: float
+    host_seconds: float
+
+
+def run_times(prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], object]], repeats: int) -> list[RunTime]:
+    """Returns the times of each run, over up to `repeats` rounds and about a second for each run.
 
     `prepare` returns the arguments of a run, and is not timed. Every round calls each run once, so that other load on
     the machine affects all of them. One round before the timing warms up.
     """
     for run in runs:
         run(prepare())
-    seconds: list[list[float]] = [[] for _ in runs]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in runs]
     deadline = time.perf_counter() + _TIMING_BUDGET_SECONDS * len(runs)
     for round_ in range(repeats):
         if round_ >= 3 and time.perf_counter() > deadline:
@@ -36,9 +43,26 @@ def median_seconds(
             _synchronise()
             start = time.perf_counter()
             run(arguments)
+            returned = time.perf_counter()
             _synchronise()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+            times.append((time.perf_counter() - start, returned - start))
+    medians = [[statistics.median(column) for column in zip(*times)] for times in seconds]
+    return [RunTime(total, host) for total, host in medians]
+
+
+def device_activity(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -> tuple[int, float] | None:
+    """Returns how many kernels a run launches on a CUDA device, and their seconds there; None without such a device."""
+    if not _uses_cuda():
+        return None
+    arguments = prepare()
+    _synchronise()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with quiet_profiler(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        run(arguments)
+        _synchronise()
+    events = [item for item in profile.events() if item.device_type.name == "CUDA"]
+    kernels = [item for item in events if not item.name.startswith(("Memcpy", "Memset"))]
+    return len(kernels), sum([item.self_device_time_total for item in events]) / 1e6
 
 
 def peak_bytes(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -> int:

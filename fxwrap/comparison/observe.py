@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fxwrap.comparison.report import Deviation, Disagreement
-from fxwrap.debugging import TensorState
-from fxwrap.torch_compat import keystr, storage_identity, tree_flatten, tree_flatten_with_path
+from fxwrap.debugging import TensorState, named_leaves
+from fxwrap.torch_compat import storage_identity
 
 TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float64: 1e-10,
@@ -45,7 +45,7 @@ class Arguments:
 
     def named(self) -> dict[str, object]:
         """Returns the leaves of the nested arguments, by a name with their path."""
-        return {**_named(self.positional, "input"), **_named(dict(self.keywords or {}), "input")}
+        return {**named_leaves(self.positional, "input"), **named_leaves(dict(self.keywords or {}), "input")}
 
 
 def normalize_arguments(inputs: object) -> Arguments:
@@ -107,7 +107,8 @@ class RunConfig:
         with torch.set_grad_enabled(self.training):
             result = call(*arguments.positional, **(arguments.keywords or {}))
         if self.training:
-            outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+            leaves = named_leaves(result, "").values()
+            outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [self._cotangent(*item) for item in enumerate(outputs)])
         return result
@@ -115,7 +116,7 @@ class RunConfig:
     def observe(self, call: Function, arguments: Arguments, state: TensorState) -> Observation:
         """Runs a function once and returns the observation."""
         torch.manual_seed(self.seed)
-        outputs = _named(self.run(call, arguments), "output")
+        outputs = named_leaves(self.run(call, arguments), "output")
         if not self.nested_outputs:
             outputs = {f"output {position}": leaf for position, leaf in enumerate(outputs.values())}
         inputs = arguments.named()
@@ -140,10 +141,6 @@ class RunConfig:
             drawn = torch.randn(output.shape, generator=generator, dtype=torch.float64)
             self.cotangents[key] = drawn.to(output.device, output.dtype)
         return self.cotangents[key]
-
-
-def _named(tree: object, prefix: str) -> dict[str, object]:
-    return {prefix + keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
 
 
 def _leaves_with_gradient(holders: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
@@ -296,7 +293,9 @@ def _same_strides(mine: TensorSnapshot, eager: TensorSnapshot) -> bool:
 
 
 def _same_number(mine: object, eager: object) -> bool:
-    return mine is eager or bool(mine == eager) or (mine != mine and eager != eager)
+    if mine is eager or type(mine).__eq__ is object.__eq__:
+        return True  # an object without fields and without an equality of its own
+    return bool(mine == eager) or (mine != mine and eager != eager)
 
 
 def _describe(item: object) -> str:

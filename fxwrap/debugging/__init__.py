@@ -9,6 +9,7 @@ from fxwrap.debugging.divergence import *
 from fxwrap.debugging.graph_code import *
 from fxwrap.debugging.graph_history import *
 from fxwrap.debugging.minify import *
+from fxwrap.debugging.objects import *
 from fxwrap.debugging.points import *
 from fxwrap.debugging.references import *
 from fxwrap.debugging.repro import *

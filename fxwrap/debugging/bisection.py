@@ -249,7 +249,7 @@ class _Bisector:
         expected, truth = eager.tensor(point.node, point.position), exact.tensor(point.node, point.position)
         if expected is None or truth is None or not expected.numel() == truth.numel() == value.numel():
             return None
-        agreement = compare_results(value, expected, truth, reduced_elements(self.case.prepared, eager, point.node))
+        agreement = compare_results(value, expected, truth, reduced_elements(eager, point.node))
         if agreement.holds:
             return None
         origin, line = point.origin, point.line
@@ -271,7 +271,7 @@ class _Bisector:
                 continue
             source = nodes[position]
             node = source.name if isinstance(source, Node) else ""
-            agreement = compare_results(value, expected, truth, reduced_elements(self.case.prepared, eager, node))
+            agreement = compare_results(value, expected, truth, reduced_elements(eager, node))
             if not agreement.holds:
                 origin = Origin((source_of(source),) if isinstance(source, Node) else ())
                 return DivergingLine(

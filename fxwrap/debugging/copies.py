@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxwrap.debugging.objects import change_fields, holds_tensors
 from fxwrap.torch_compat import is_opaque, negated_view, storage_identity, tree_leaves, tree_map
 
 WIDENED_DTYPES: Mapping[torch.dtype, torch.dtype] = {
@@ -25,11 +26,11 @@ def copy_inputs(tree: object, *, to_float64: bool = False) -> Any:
     """Returns nested inputs with every tensor copied.
 
     Tensors that share a storage have copies that share one, and a repeated input has one copy. Copies have the sizes,
-    strides, offset, `requires_grad` and class (Parameter or Tensor) of the original. With `to_float64`, floating dtypes
-    become float64 and complex ones complex128.
+    strides, offset, `requires_grad` and class (Parameter or Tensor) of the original. Objects with tensors in their
+    fields, such as caches, are copied too. With `to_float64`, floating dtypes become float64 and complex ones
+    complex128.
     """
-    copier = _Copier(to_float64)
-    return tree_map(lambda leaf: copier.copy(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    return _Copier(to_float64).copy_tree(tree)
 
 
 class _Copier:
@@ -37,6 +38,18 @@ class _Copier:
         self.to_float64 = to_float64
         self.tensors: dict[int, Tensor] = {}
         self.storages: dict[tuple[int, torch.dtype | None], torch.UntypedStorage] = {}
+        self.objects: dict[int, object] = {}
+
+    def copy_tree(self, tree: object) -> Any:
+        return tree_map(self._copy_leaf, tree)
+
+    def _copy_leaf(self, leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return self.copy(leaf)
+        if id(leaf) not in self.objects and holds_tensors(leaf):
+            self.objects[id(leaf)] = copied = copy.copy(leaf)
+            change_fields(copied, self.copy_tree)  # which may contain the object itself
+        return self.objects.get(id(leaf), leaf)
 
     def copy(self, tensor: Tensor) -> Tensor:
         copied = self.tensors.get(id(tensor))

@@ -26,12 +26,13 @@ NodeResults = Mapping[str, object]
 class GraphRun:
     """One run of a graph.
 
-    `results` are those of the recorded nodes; `shapes` the shapes of all nodes' tensors; `outputs` the flat outputs;
-    `inputs` the inputs after the run.
+    `results` are those of the recorded nodes; `shapes` the shapes of all nodes' tensors; `operands` the nodes that each
+    node reads; `outputs` the flat outputs; `inputs` the inputs after the run.
     """
 
     results: NodeResults
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
+    operands: Mapping[str, tuple[str, ...]]
     outputs: tuple[object, ...]
     inputs: tuple[object, ...]
 
@@ -63,7 +64,7 @@ def run_graph(
     mode = Float64Mode(infer_random_dtype(tensors)) if in_float64 else nullcontext()
     with torch.no_grad(), mode:
         outputs = runner.run(*arguments, enable_io_processing=False)
-    return GraphRun(runner.recorded, runner.shapes, tuple(flat_outputs(outputs)), tuple(copies))
+    return GraphRun(runner.recorded, runner.shapes, runner.operands, tuple(flat_outputs(outputs)), tuple(copies))
 
 
 class _Runner(Interpreter):
@@ -73,6 +74,7 @@ class _Runner(Interpreter):
         super().__init__(source.graph_module)
         self.recorded: dict[str, object] = {}
         self.shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self.operands: dict[str, tuple[str, ...]] = {}
         self._nodes = nodes
         self._writes = any(_writes(node) for node in source.graph_module.graph.nodes)
         self._attributes: dict[str, object] = {}
@@ -80,6 +82,7 @@ class _Runner(Interpreter):
     def run_node(self, node: Node) -> Any:
         result = super().run_node(node)
         self.shapes[node.name] = tuple([tuple(item.shape) for item in tree_leaves(result) if isinstance(item, Tensor)])
+        self.operands[node.name] = tuple([item.name for item in node.all_input_nodes])
         if node.op != "output" and (self._nodes is None or node.name in self._nodes):
             self.recorded[node.name] = copy_inputs(result) if self._writes else result
         return result
@@ -101,10 +104,8 @@ def flat_outputs(outputs: object) -> list[object]:
     return [leaf for item in outputs for leaf in flat_outputs(item)] if isinstance(outputs, tuple | list) else [outputs]
 
 
-def reduced_elements(source: GraphSource, run: GraphRun, name: str) -> int:
+def reduced_elements(run: GraphRun, name: str) -> int:
     """Returns how many elements of its operands, at most, each element of a node's result reduces."""
-    node = next((node for node in source.graph_module.graph.nodes if node.name == name), None)
-    inputs = [] if node is None else node.all_input_nodes
-    operands = [shape for item in inputs for shape in run.shapes.get(item.name, ())]
+    operands = [shape for operand in run.operands.get(name, ()) for shape in run.shapes.get(operand, ())]
     count = max([1, *[math.prod(shape) for shape in run.shapes.get(name, ())[:1]]])
     return max([1, *[max(max(shape, default=1), math.prod(shape) // count) for shape in operands]])

@@ -23,6 +23,15 @@ _GRAPH_PREFIX, _RESUME_PREFIX = "__compiled_fn", "__resume_at"
 _ATTRIBUTE = "_fxwrap_compile"
 
 
+def generated_kernels() -> int | None:
+    """Returns how many kernels TorchInductor generated in this process; None if it was not used.
+
+    Why: it has no public counter. It is read only where the user's own `torch.compile(backend="inductor")` imported it.
+    """
+    metrics = sys.modules.get("torch._inductor.metrics")
+    return None if metrics is None else int(metrics.generated_kernel_count)
+
+
 @dataclass(frozen=True)
 class DynamoCompile:
     """A compile of Dynamo: its id ("0/0"), the global name of its graph, and the compiled functions that called it.

@@ -30,7 +30,7 @@ from fxwrap.fx_passes import (
     JOINT_GRAPH_PASSES,
     SOURCE_PASSES,
 )
-from fxwrap.lowering import NodeCoverage
+from fxwrap.lowering import RULES, NodeCoverage
 from fxwrap.wrapper_ir import print_program
 
 MODEL = """
@@ -202,6 +202,31 @@ def test_compare_exits_with_1_on_disagreement(model: str, capsys: pytest.Capture
         capsys, "compare", f"{model}:make_model", "--repeats", "0", "--emitter", "python", "--tolerance", "-1"
     )
     assert code == 1 and "the emitters do not agree with eager:" in out
+
+
+def test_compare_writes_files_and_takes_backends(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = tmp_path / "report.json", tmp_path / "report.html"
+    code, out, _ = run(
+        capsys, "compare", f"{model}:make_model", "--repeats", "0", "--emitter", "python",
+        "--backends", "aot_eager,eager", "--json", str(paths[0]), "--html", str(paths[1]),
+    )  # fmt: skip
+    assert code == 0 and "aot_eager" in out
+    names = [item["name"] for item in json.loads(paths[0].read_text())["outcomes"]]
+    assert names == ["eager", "float64", "python", "aot_eager", "backend eager"] and "<table>" in paths[1].read_text()
+
+
+def test_bisect_names_the_line_and_writes_a_file(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = run(capsys, "bisect", f"{model}:make_model", "--option", "emitter=python")
+    assert code == 0 and "all values of 1 graph agree with eager" in out
+    monkeypatch.setitem(RULES, "aten.relu.default", RULES["aten.neg.default"])
+    path = tmp_path / "repro.py"
+    flags = ["--option", "emitter=python", "--json", "--repro", str(path)]
+    code, out, _ = run(capsys, "bisect", f"{model}:make_model", *flags)
+    assert code == 1 and json.loads(out)["divergence"]["part"] == "lowering" and "aten.relu" in path.read_text()
 
 
 def test_an_exported_program_is_a_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
