@@ -31,11 +31,20 @@ def launch_mismatch(target: Computes, line: Launch) -> str | None:
         operators = line.origin.operators if line.origin is not None else ()
         missing = [name for name in target.names if name.removesuffix(".default") not in operators]
         return f"{shown}, which does not compute {missing[0]}" if missing else None
-    if calls is None:
-        return f"{shown}; its operators and their operands are unknown"
+    if calls is None:  # a candidate, which fails for that reason, if it may compute an operator of the pattern
+        operators = line.origin.operators if line.origin is not None else ()
+        wanted = [name.removesuffix(".default") for name in _operator_names(target)]
+        may_match = not operators or not set(wanted).isdisjoint(operators)
+        return None if may_match else f"{shown}, which computes {', '.join(operators)}"
     missing = [name for name in map(full_name, target.names) if name not in calls.operators]
     missing += [str(root) for root in target.roots if not any(_may_be(root, call) for call in calls.calls)]
     return f"{shown}, which computes {', '.join(calls.operators)}, not {missing[0]}" if missing else None
+
+
+def _operator_names(target: Computes) -> list[str]:
+    operations = [root.operation if isinstance(root, Output) else root for root in target.roots]
+    named = [name for item in operations if isinstance(item.target, frozenset) for name in item.target]
+    return [*map(full_name, target.names), *named]
 
 
 def full_name(operator: str) -> str:
@@ -98,7 +107,8 @@ class LaunchMatcher:
     def _calls(self) -> KernelCalls:
         calls = self.line.origin.calls if self.line.origin is not None else None
         if calls is None or len(calls.results) != len(self.line.outs):
-            fail(f"the operators of @{self.line.kernel} and their operands are unknown")
+            reason = "it computes a part of an operator, or the program was loaded, parsed or combined"
+            fail(f"the operands of @{self.line.kernel} have no known roles: {reason}")
         return calls
 
     # --- names ------------------------------------------------------------------------------------------------------

@@ -207,7 +207,8 @@ def test_symbolic_numbers_are_operands() -> None:
 def test_a_parsed_program_has_no_roles() -> None:
     program = lowered(minuend_product, *square(3))
     parsed = fxwrap.parse(str(program))
-    assert not rw.find(parsed, rw.launch(rw.computes(SUB), X, Y)).matches
+    result = rw.find(parsed, rw.launch(rw.computes(SUB), X, Y))
+    assert not result.matches and "the operands of @sub_0 have no known roles" in result.match_failures[0].reason
     assert rw.find(parsed, rw.launch("sub_0", ...)).matches
 
 
