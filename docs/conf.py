@@ -63,7 +63,7 @@ class FxwrapNames(Directive):
         for name in names or public_names(module):
             item = getattr(module, name)
             elsewhere = "   :no-index:" if name in importlib.import_module("fxwrap").__all__ else ""
-            members = "   :members:" if inspect.isclass(item) else ""
+            members = "   :members:" if inspect.isclass(item) and not describes_itself(item) else ""
             options = [option for option in (members, elsewhere if module.__name__ != "fxwrap" else "") if option]
             lines += [f".. {autodoc_directive(item)}:: {module.__name__}.{name}", *options, ""]
         container = nodes.container()
@@ -79,6 +79,11 @@ def public_names(module):
         names = [name for name in own if not name.startswith("_")]
     items = {name: getattr(module, name) for name in names}
     return [name for name, item in items.items() if inspect.isclass(item) or inspect.isfunction(item)]
+
+
+def describes_itself(item):
+    """Whether the docstring of a class says all: lines, errors and events are data with the same methods each."""
+    return item.__module__.startswith(("fxwrap.lines.", "fxwrap.errors", "fxwrap.events"))
 
 
 def autodoc_directive(item):
@@ -98,7 +103,7 @@ def escape_docstring(app, what, name, item, options, lines):
     parts[::2] = [re.sub(r"(\*|_(?=\W|$))", r"\\\1", part) for part in parts[::2]]
     parts[2::2] = [re.sub(r"^(?=\w)", r"\\ ", part) for part in parts[2::2]]
     text = "`".join(parts)
-    lines[:] = (text.replace(":", COLON) if what == "property" else text).split("\n")
+    lines[:] = (text.replace(":", COLON) if what in ("property", "attribute") else text).split("\n")
 
 
 COLON = "\0"
