@@ -20,7 +20,17 @@ from fxwrap.matching.binding import (
 from fxwrap.matching.dataflow import OperatorCall
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Wildcard
 from fxwrap.torch_compat import operator_arguments
-from fxwrap.wrapper_ir import CallResult, KernelCall, KernelCalls, LaunchOperand, UnreadOperand, Value, leaves
+from fxwrap.wrapper_ir import (
+    CallResult,
+    KernelCall,
+    KernelCalls,
+    LaunchOperand,
+    UnreadOperand,
+    Value,
+    leaves,
+    print_type,
+    types_agree,
+)
 
 
 def launch_mismatch(target: Computes, line: Launch) -> str | None:
@@ -192,6 +202,9 @@ class LaunchMatcher:
                     value = self.view_base(value)
                 if not isinstance(value, Value):
                     fail(f"an operand of @{self.line.kernel} is unknown")
+                if item.type is not None and not types_agree(value.type, item.type, compare_strides=False):
+                    types = f"{print_type(value.type)}, and the operator takes {print_type(item.type)}"
+                    fail(f"%{value.name} is stored as {types}")
                 return value
             case UnreadOperand() | CallResult():
                 raise MatchFailed(f"an operand is {format_operand(item)}")
