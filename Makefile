@@ -6,6 +6,7 @@
 #   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
 #   make distributed   training on 2 and 4 ranks beside eager, then 500 random programs on 2 (DISTRIBUTED_FUZZ_ARGS="50 7")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
+#   make docs   the documentation site in build/site, without warnings and without the network; make linkcheck asks external links
 #   make wheels   a wheel in dist/ with the native libraries of each release in TORCHES, each in an environment of its own
 #   make wheels WHEEL_ENVIRONMENTS="/a /b"   the same for the torch of these environments
 #
@@ -29,7 +30,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test long-test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
+.PHONY: demo test docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -42,6 +43,13 @@ test: $(VENV)/.installed-test
 
 long-test: $(VENV)/.installed-test
 	FXWRAP_LONG_TESTS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -q -n -W --keep-going -b html docs build/site
+	@echo "the site is build/site/index.html"
+
+linkcheck: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -q -b linkcheck docs build/linkcheck
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
@@ -84,6 +92,10 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo
 	$(INSTALL) --editable ".[test,dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-demo
+	$(INSTALL) --editable ".[docs]"
 	touch $@
 
 clean:

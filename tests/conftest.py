@@ -41,12 +41,13 @@ NO_EXPECTTEST = "needs the package expecttest, which torch's operator database i
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NOT_LONG = "belongs to the long form: make long-test"
+NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
     {
-        *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES),
+        *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
         *(() if LONG else (NOT_LONG,)),
         *(() if "CI" in os.environ else (NO_ACCELERATE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -57,7 +58,8 @@ class _CallBuilder(KernelNodes):
         nodes = sorted(self.needed(sources), key=self.context.order.__getitem__)
         self.position_of_call = {node: position for position, node in enumerate(nodes)}
         calls = tuple([self._call(node) for node in nodes])
-        return KernelCalls(calls, tuple([self._tensor(source) for source in sources]))
+        types = tuple([self.builder.symbols.tensor_type(self._fake(source)) for source in sources])
+        return KernelCalls(calls, tuple([self._tensor(source) for source in sources]), types)
 
     def is_computed_here(self, definition: Definition) -> bool:
         """Whether the kernel computes a definition; a tensor whose elements nobody reads is not computed."""
@@ -68,12 +70,16 @@ class _CallBuilder(KernelNodes):
 
     def _is_stored_as(self, definition: Definition, source: Source) -> bool:
         """Whether an output has the dtype and sizes of the node that computes it."""
-        fake = self.builder.fakes[source[0]]
-        item = fake[source[1]] if source[1] is not None and isinstance(fake, tuple | list) else fake
+        item = self._fake(source)
         if not isinstance(item, torch.Tensor):
             return False
         symbols = self.builder.symbols
         return item.dtype == definition.dtype and tuple(map(symbols.expression, item.shape)) == tuple(definition.sizes)
+
+    def _fake(self, source: Source) -> Any:
+        """Returns the fake value of a result."""
+        fake = self.builder.fakes[source[0]]
+        return fake[source[1]] if source[1] is not None and isinstance(fake, tuple | list) else fake
 
     def _call(self, node: Node) -> KernelCall:
         assert isinstance(node.target, OpOverload)  # by `needed`
@@ -105,9 +111,9 @@ class _CallBuilder(KernelNodes):
         if value is None or definition not in self.readable:
             return UnreadOperand()
         if value.name in self.position_of:
-            return LaunchOperand(self.position_of[value.name])
+            return LaunchOperand(self.position_of[value.name], type=value.type)
         root = self.root(value)
         for index, out in enumerate(self.outs):
             if self.root(out) == root and (out.name == value.name or value.name == root):
-                return LaunchOperand(index, is_out=True, is_base=out.name != value.name)
+                return LaunchOperand(index, is_out=True, is_base=out.name != value.name, type=value.type)
         return UnreadOperand()

@@ -20,7 +20,17 @@ from fxwrap.matching.binding import (
 from fxwrap.matching.dataflow import OperatorCall
 from fxwrap.matching.patterns import Computes, OneOf, Operation, Output, Wildcard
 from fxwrap.torch_compat import operator_arguments
-from fxwrap.wrapper_ir import CallResult, KernelCall, KernelCalls, LaunchOperand, UnreadOperand, Value, leaves
+from fxwrap.wrapper_ir import (
+    CallResult,
+    KernelCall,
+    KernelCalls,
+    LaunchOperand,
+    UnreadOperand,
+    Value,
+    leaves,
+    print_type,
+    types_agree,
+)
 
 
 def launch_mismatch(target: Computes, line: Launch) -> str | None:
@@ -31,11 +41,20 @@ def launch_mismatch(target: Computes, line: Launch) -> str | None:
         operators = line.origin.operators if line.origin is not None else ()
         missing = [name for name in target.names if name.removesuffix(".default") not in operators]
         return f"{shown}, which does not compute {missing[0]}" if missing else None
-    if calls is None:
-        return f"{shown}; its operators and their operands are unknown"
+    if calls is None:  # a candidate, which fails for that reason, if it may compute an operator of the pattern
+        operators = line.origin.operators if line.origin is not None else ()
+        wanted = [name.removesuffix(".default") for name in _operator_names(target)]
+        may_match = not operators or not set(wanted).isdisjoint(operators)
+        return None if may_match else f"{shown}, which computes {', '.join(operators)}"
     missing = [name for name in map(full_name, target.names) if name not in calls.operators]
     missing += [str(root) for root in target.roots if not any(_may_be(root, call) for call in calls.calls)]
     return f"{shown}, which computes {', '.join(calls.operators)}, not {missing[0]}" if missing else None
+
+
+def _operator_names(target: Computes) -> list[str]:
+    operations = [root.operation if isinstance(root, Output) else root for root in target.roots]
+    named = [name for item in operations if isinstance(item.target, frozenset) for name in item.target]
+    return [*map(full_name, target.names), *named]
 
 
 def full_name(operator: str) -> str:
@@ -98,7 +117,8 @@ class LaunchMatcher:
     def _calls(self) -> KernelCalls:
         calls = self.line.origin.calls if self.line.origin is not None else None
         if calls is None or len(calls.results) != len(self.line.outs):
-            fail(f"the operators of @{self.line.kernel} and their operands are unknown")
+            reason = "it computes a part of an operator, or the program was loaded, parsed or combined"
+            fail(f"the operands of @{self.line.kernel} have no known roles: {reason}")
         return calls
 
     # --- names ------------------------------------------------------------------------------------------------------
@@ -182,6 +202,9 @@ class LaunchMatcher:
                     value = self.view_base(value)
                 if not isinstance(value, Value):
                     fail(f"an operand of @{self.line.kernel} is unknown")
+                if item.type is not None and not types_agree(value.type, item.type, compare_strides=False):
+                    types = f"{print_type(value.type)}, and the operator takes {print_type(item.type)}"
+                    fail(f"%{value.name} is stored as {types}")
                 return value
             case UnreadOperand() | CallResult():
                 raise MatchFailed(f"an operand is {format_operand(item)}")

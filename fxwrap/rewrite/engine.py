@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from fxwrap import matching
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
-from fxwrap.lines import Alloc, PoolSlice, Reuse, View, Workspace
+from fxwrap.lines import Alloc, Launch, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.frees import insert_frees
 from fxwrap.matching import Match, MatchFailure, RewriteResult
 from fxwrap.options import IR_BEFORE_PLANNING, Pass, PassPoint
@@ -247,7 +247,7 @@ class _BlockRewriter:
             builder = LineBuilder(rewriter.names, match.origin, nested=self.nested)
             anchor = self.lines[bindings.anchor]
             try:
-                outputs = rewriter.build(match, builder)
+                outputs = self._as_stored(bindings, rewriter.build(match, builder), builder)
                 replacements.append(fit_replacement(match, bindings, site, builder.lines, outputs, self.flow))
             except (Skip, ReplacementRejected) as reason:
                 rewriter.match_failures.append(MatchFailure(ir.line_text(anchor), str(reason)))
@@ -257,6 +257,16 @@ class _BlockRewriter:
             else:
                 rewriter.matches.append(match)
         return replacements
+
+    def _as_stored(self, bindings: matching.MatchBindings, outputs: Any, builder: LineBuilder) -> Any:
+        """Returns new outputs with the sizes in which a launch stores them, where those are another view."""
+        items = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        if len(items) != len(bindings.outputs):
+            return outputs
+        stored = [
+            _as_stored(self.lines[position], old, new, builder) for (old, position), new in zip(bindings.outputs, items)
+        ]
+        return tuple(stored) if isinstance(outputs, tuple | list) else stored[0]
 
     def _match(self, bindings: matching.MatchBindings) -> Match:
         positions = bindings.positions
@@ -287,6 +297,21 @@ class _BlockRewriter:
                 if id(line) in self.tried:
                     self.tried[id(lines[-1])] = lines[-1]
         self.lines = _remove_dead_memory(lines, orphans)
+
+
+def _as_stored(line: ir.LineBase, old: ir.Value | None, new: object, builder: LineBuilder) -> object:
+    """Returns the new value of a launch's output as a view of the output's type.
+
+    A pass that folded views changed the sizes and strides of the output, and not the content of its memory.
+    """
+    calls = line.origin.calls if isinstance(line, Launch) and line.origin is not None else None
+    if calls is None or old is None or not isinstance(new, ir.Value) or old not in line.outs:  # type: ignore[attr-defined]
+        return new
+    returned = calls.result_types[line.outs.index(old)]  # type: ignore[attr-defined]
+    is_same = ir.types_agree(old.type, returned)
+    if is_same or not ir.types_agree(new.type, returned) or old.tensor_type.storage_offset != 0:
+        return new
+    return builder.view(new, old.tensor_type.sizes, old.tensor_type.strides)
 
 
 _MEMORY = (Alloc, Reuse, View, PoolSlice, Workspace)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fxwrap.wrapper_ir.types import Type
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchOperand:
     """A tensor that a launch reads: the one at a position of its arguments or, with `is_out`, of its outputs.
 
-    With `is_base`, it is the tensor of which that output is a view.
+    With `is_base`, it is the tensor of which that output is a view. `type` is the type that the operator takes: passes
+    may store the same memory with other sizes.
     """
 
     position: int
     is_out: bool = False
     is_base: bool = False
+    type: Type | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,14 @@ class KernelCall:
 
 @dataclass(frozen=True, slots=True)
 class KernelCalls:
-    """The calls that a launch computes, in the order of the graph; `results` has the tensor stored in each output."""
+    """The calls that a launch computes, in the order of the graph.
+
+    `results` has the tensor stored in each output, and `result_types` the type that its operator returns.
+    """
 
     calls: tuple[KernelCall, ...]
     results: tuple[CallOperand, ...]
+    result_types: tuple[Type, ...]
 
     @property
     def operators(self) -> tuple[str, ...]:

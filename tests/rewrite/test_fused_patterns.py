@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap import Options
+from fxwrap import Options, Pass
 from fxwrap import rewrite as rw
-from fxwrap.wrapper_ir import Program
+from fxwrap.debugging import copy_inputs
+from fxwrap.wrapper_ir import CallResult, LaunchOperand, Program, UnreadOperand, types_agree
+from tests.support.capture import capture_graphs
+from tests.support.models import SHALLOW, representative
 
 X, Y, Z = rw.tensors("x y z")
 SUB, ADD, GELU, ROUND, DIV = (
@@ -207,7 +211,8 @@ def test_symbolic_numbers_are_operands() -> None:
 def test_a_parsed_program_has_no_roles() -> None:
     program = lowered(minuend_product, *square(3))
     parsed = fxwrap.parse(str(program))
-    assert not rw.find(parsed, rw.launch(rw.computes(SUB), X, Y)).matches
+    result = rw.find(parsed, rw.launch(rw.computes(SUB), X, Y))
+    assert not result.matches and "the operands of @sub_0 have no known roles" in result.match_failures[0].reason
     assert rw.find(parsed, rw.launch("sub_0", ...)).matches
 
 
@@ -216,3 +221,54 @@ def test_some_operators_of_a_kernel() -> None:
     program = lowered(lambda x: torch.round(x / 7), x)
     assert rw.find(program, rw.launch(rw.computes(DIV, exactly=False), ...)).matches
     assert not rw.find(program, rw.launch(rw.computes(SUB, exactly=False), ...)).matches
+
+
+# --- the calls of a launch are what its kernel computes ---------------------------------------------------------------
+
+
+def as_calls(match: rw.Match, builder: rw.LineBuilder) -> Any:
+    """Replaces a launch by the calls in its origin."""
+    (line,) = match.lines
+    calls = line.origin.calls if line.origin is not None else None
+    if calls is None:
+        raise rw.Skip("its calls are unknown")
+    results: list[Any] = []
+
+    def operand(item: object) -> Any:
+        match item:
+            case LaunchOperand():
+                value = (line.outs if item.is_out else line.arguments)[item.position]  # type: ignore[attr-defined]
+                if item.is_base:
+                    raise rw.Skip("it takes the base of a view")
+                is_same = types_agree(value.type, item.type, compare_strides=False)
+                return value if is_same else builder.view(value, item.type.sizes)  # type: ignore[union-attr]
+            case CallResult():
+                return results[item.call] if item.index is None else results[item.call][item.index]
+            case UnreadOperand():
+                raise rw.Skip("it takes a tensor that the kernel does not read")
+            case tuple():
+                return tuple(map(operand, item))
+            case _:
+                return item
+
+    for call in calls.calls:
+        keywords = {name: operand(item) for name, item in call.keywords}
+        results.append(builder.call(call.target, *map(operand, call.arguments), **keywords))
+    return tuple(map(operand, calls.results))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", representative(["gpt2", "llama", "resnet", "t5", "bert"]))
+def test_the_calls_of_a_launch_compute_what_its_kernel_does(name: str, training: bool, fresh_dynamo: None) -> None:
+    replaced = Pass(lambda program: rw.rewrite(program, rw.launch(lambda *_: True, ...), as_calls), key="1")
+    counts = Counter[str]()
+    for graph in capture_graphs(SHALLOW[name], training):
+        inputs = [copy_inputs(graph.inputs) for _ in range(2)]
+        options = Options(emitter="interpreter", passes=[replaced])
+        compiled = fxwrap.compile_graph(graph.graph_module, graph.example_inputs, options=options)
+        plain = fxwrap.compile_graph(graph.graph_module, graph.example_inputs, options=Options(emitter="interpreter"))
+        for ours, theirs in zip(compiled.flat(*inputs[0]), plain.flat(*inputs[1]), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+        counts["replaced"] += compiled.passes[0].matches or 0
+        counts.update([reason for _, reason in compiled.passes[0].near_misses])
+    assert counts["replaced"] >= 2, counts

@@ -39,9 +39,12 @@ def section(text: str, first: str, last: str) -> str:
     return "\n".join(lines[start : end + 1])
 
 
-def run_snippets(document: str) -> dict[str, object]:
-    """Runs the Python snippets of a document in order in one namespace, and returns it; printed blocks are left out."""
-    names: dict[str, object] = {"__name__": "document"}
+def run_snippets(document: str, **assumed: object) -> dict[str, object]:
+    """Runs the Python snippets of a document in order in one namespace, and returns it; printed blocks are left out.
+
+    The namespace begins with some names, for documents whose snippets leave out the model.
+    """
+    names: dict[str, object] = {"__name__": "document", **assumed}
     for match in _SNIPPET.finditer((ROOT / document).read_text()):
         if match[1] is None:
             exec(compile(match[2], f"<{document}>", "exec"), names)
