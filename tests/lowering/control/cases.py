@@ -46,8 +46,8 @@ class TorchRejection:
 class Case:
     """A function and the inputs, one tuple a call, that are to reach all of it: both branches, no round at all.
 
-    The calls share a compiled graph where its guards hold. `training` also compares gradients, `dynamic` is as for
-    `torch.compile`. Where torch refuses the function itself, the check is that the user sees torch's own error.
+    All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where
+    torch refuses the function itself, what is checked is that its own error is what the user sees.
     """
 
     function: Callable[..., Any]
@@ -86,13 +86,12 @@ class Case:
 
 
 class CallSequence(torch.nn.Module):
-    """Calls a function once for each tuple of inputs; Dynamo compiles the function, again where its guards fail."""
+    """Calls a function once for each tuple of inputs."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: tuple[Any, ...]) -> list[Any]:
         return [self.function(*arguments) for arguments in inputs]
 
