@@ -1,6 +1,6 @@
 """Checks of run-time inputs for emitted Python, FX and the interpreter.
 
-Emitted C++ does the same checks in `native/bridge/checks.cpp` and `native/binding/binding.cpp`, with the same texts.
+Emitted C++ does the same checks, with the texts of `native/engine/checks.cpp` and `native/binding/binding.cpp`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _DTYPE_NAMES = {
     torch.quint8: "qu8",
     torch.qint8: "qi8",
     torch.qint32: "qi32",
+    torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
 }
 
 
