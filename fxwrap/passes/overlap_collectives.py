@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import ceil, floor, prod
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExtensionLine, ExternCall, Launch, View, WaitCollective
 from fxwrap.passes.bucket_collectives import functional_name
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
+from fxwrap.symbolic import Number, evaluate
 from fxwrap.wrapper_ir import LineBase, Program
 
 _AHEAD = (16, 8, 4, 2, 1)
 """By how many collectives a start or a wait moves at most; the next number is tried if memory is short."""
 
-_COVER = 16
-"""The bytes that lines move while a collective moves one: about the ratio of a memory's bandwidth to a link's."""
+_COVERS = (16, 64)
+"""The bytes that lines move while a collective moves one: about the ratio of a memory's bandwidth to a link's. If lines
+remain, the next number: networks between hosts are slower, and small collectives take their latency."""
+
+_MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
+_OPERATIONS_PER_BYTE = 256
+"""The operations of a matmul while a line without matmuls moves one byte: about the ratio of GPUs."""
 
 
 def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
@@ -25,7 +31,7 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
 
     First each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
     next buckets of parameters are gathered ahead. Then each wait moves down in the same way. Where few lines are left
-    between a start and its wait, the lines before the start that it does not depend on run after it, such as the
+    between a start and its wait, lines before the start that it does not depend on run after it, such as the
     gradients of weights beside an all_reduce of the gradient of an activation. Between two starts, lines run in the
     order of the collectives whose results they need: updates of parameters, in the order in which their gradients are
     scattered. The peak memory exceeds that of the
@@ -58,11 +64,15 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
 def _with_delayed_lines(
     regions: SchedulingRegions, moves: Sequence[_RegionOverlap], orders: Sequence[Sequence[int]], allowed: int
 ) -> Sequence[Sequence[int]]:
-    """Returns orders in which lines that a start does not depend on run after it, as far as memory allows."""
+    """Returns orders in which lines that a start does not depend on run after it, as far as memory allows.
+
+    First each collective gets as many as it needs, then the next one those that are left.
+    """
     result = list(orders)
-    for number, move in enumerate(moves):
+    rounds = [(cover, number, move) for cover in _COVERS for number, move in enumerate(moves)]
+    for cover, number, move in rounds:
         for start in move.starts:
-            lines = move.independent_before(start)
+            lines = move.independent_before(start, cover)
             while lines:
                 before = dict(move.schedule.at)
                 move.delay(lines, start)
@@ -142,6 +152,7 @@ class _RegionOverlap:
     Fields:
         units: the units of the region, in the program's order.
         sizes: the bytes of roots, by name.
+        values: of symbols, by name.
         last_use: the last unit of the program that uses each root, by the root's name.
         live: the live bytes while each unit of the program's order runs, as far as units moved.
         allowed: the largest number of live bytes.
@@ -149,15 +160,18 @@ class _RegionOverlap:
 
     units: Sequence[SchedulingUnit]
     sizes: Mapping[str, int]
+    values: Mapping[str, Number]
     last_use: Mapping[str, SchedulingUnit]
     live: list[int]
     allowed: int
     schedule: UnitSchedule = field(init=False)
     starts: list[int] = field(init=False)
     waits: list[int] = field(init=False)
+    costs: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.schedule = UnitSchedule(self.units, fixed_waits=True)
+        self.costs = [self._cost(unit.lines[0]) for unit in self.units]
         self.starts = [unit.position for unit in self.units if unit.lines[0].is_async_start]
         self.waits = [unit.position for unit in self.units if unit.lines[0].is_async_wait]
 
@@ -169,7 +183,7 @@ class _RegionOverlap:
         for units in regions.regions:
             live = profile[first : first + len(units)]
             first += len(units)
-            yield cls(units, regions.sizes, last_use, live, allowed)
+            yield cls(units, regions.sizes, regions.values, last_use, live, allowed)
 
     def order(self, ahead: int) -> Sequence[int]:
         """Returns the order of units in which starts and waits moved past up to `ahead` other collectives."""
@@ -186,22 +200,45 @@ class _RegionOverlap:
                 self._sink(position, self._started_after(position, distance))
         return self.schedule.order()
 
-    def independent_before(self, start: int) -> list[int]:
-        """Returns the units between the last wait and a start that can run while it is in flight, in their order.
+    def independent_before(self, start: int, cover: int) -> list[int]:
+        """Returns units before a start that can run while it is in flight, in their order.
 
-        There are none if enough other lines run meanwhile.
+        The last ones are chosen first, until the collective has lines that move `cover` times its bytes.
+        Those that cover an earlier collective stay, unless it has more than it needs.
         """
-        at = self.schedule.at
-        end = self.schedule.latest(start)
+        at, schedule = self.schedule.at, self.schedule
+        missing = self._missing(start, cover)
+        earlier = sorted([item for item in self.starts if at[item] < at[start]], key=at.__getitem__)[-_AHEAD[0] :]
+        flights = {item: (at[item], schedule.latest(item), -self._missing(item, cover)) for item in earlier}
+        first = at[earlier[0]] if len(earlier) == _AHEAD[0] else -1.0
+        window = sorted([item for item in at if first < at[item] < at[start]], key=at.__getitem__, reverse=True)
+        result: list[int] = []
+        delayed: set[int] = set()
+        for position in window:
+            if missing <= 0:
+                break
+            line, cost = self.units[position].lines[0], self.costs[position]
+            if line.is_async_start or line.is_async_wait:
+                continue
+            if any(at[item] <= at[start] and item not in delayed for item in schedule.after(position)):
+                continue
+            covered = [item for item, (begin, end, _) in flights.items() if begin < at[position] < end]
+            if any(flights[item][2] < cost for item in covered):
+                continue
+            for item in covered:
+                begin, end, surplus = flights[item]
+                flights[item] = begin, end, surplus - cost
+            missing -= cost
+            delayed.add(position)
+            result.append(position)
+        return result[::-1] if any(self.costs[position] for position in result) else []
+
+    def _missing(self, start: int, cover: int) -> int:
+        """Returns the cost of the lines that a collective in flight lacks, negative if it has more than it needs."""
+        at, end = self.schedule.at, self.schedule.latest(start)
         in_flight = [unit for unit in self.units if at[start] < at.get(unit.position, -1) < end]
-        needed = _COVER * sum([self.sizes.get(root, 0) for root in self.units[start].accessed])
-        if sum([self._bytes(unit) for unit in in_flight]) >= needed:
-            return []
-        first = max([at[wait] for wait in self.waits if at[wait] < at[start]], default=-1.0)
-        window = sorted([position for position in at if first < at[position] < at[start]], key=at.__getitem__)
-        fixed = self._with_ancestors([start, *[position for position in window if position in self.starts]])
-        movable = [position for position in window if position not in fixed]
-        return movable if any(self._bytes(self.units[position]) for position in movable) else []
+        needed = cover * self._bytes(self.units[start].lines[0])
+        return needed - sum([self.costs[unit.position] for unit in in_flight])
 
     def delay(self, lines: Sequence[int], start: int) -> None:
         """Moves units behind a start, in their order."""
@@ -211,20 +248,23 @@ class _RegionOverlap:
         for index, position in enumerate(lines, 1):
             at[position] = low + (high - low) * index / (len(lines) + 1)
 
-    def _with_ancestors(self, positions: Sequence[int]) -> set[int]:
-        """Returns units and those that they depend on."""
-        result, pending = set(positions), list(positions)
-        while pending:
-            new = self.units[pending.pop()].predecessors - result
-            result |= new
-            pending += new
-        return result
-
-    def _bytes(self, unit: SchedulingUnit) -> int:
-        """Returns the bytes that a unit reads and writes, 0 for communication and lines without work."""
-        if not isinstance(unit.lines[0], Launch | ExternCall | ExtensionLine):
+    def _cost(self, line: LineBase) -> int:
+        """Returns the bytes that a line moves, or for a matmul could move meanwhile; 0 for lines without work."""
+        if not isinstance(line, Launch | ExternCall | ExtensionLine):
             return 0
-        return sum([self.sizes.get(root, 0) for root in unit.accessed])
+        size = self._bytes(line)
+        if isinstance(line, ExternCall) and line.target in _MATMULS:
+            left, right = [value.tensor_type for value in ir.values_in(line.arguments)[-2:]]
+            numbers = [left.element_count, right.sizes[-1]]
+            return max(size, 2 * prod([int(evaluate(item, self.values)) for item in numbers]) // _OPERATIONS_PER_BYTE)
+        return size
+
+    def _bytes(self, line: LineBase) -> int:
+        """Returns the bytes of the tensors that a line uses and defines, each memory once."""
+        new = [value for value in ir.defined(line) if line.alias_of(value) is None]
+        tensors = {value.name: value for value in (*ir.used(line), *new)}
+        types = [value.type for value in tensors.values() if isinstance(value.type, ir.TensorType)]
+        return sum([int(evaluate(type_.storage_bytes, self.values)) for type_ in types])
 
     def _awaited_before(self, number: int, distance: int) -> int:
         """Returns the position after the first wait that belongs to the collective `distance` starts before."""

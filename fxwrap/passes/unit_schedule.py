@@ -63,6 +63,10 @@ class UnitSchedule:
         """Returns the position of the first successor of a unit, the number of units without one."""
         return min([self.at[item] for item in self._after.get(position, ())], default=float(len(self.units)))
 
+    def after(self, position: int) -> Sequence[int]:
+        """Returns the successors of a unit that have a position."""
+        return self._after.get(position, ())
+
     def common_position(self, group: Sequence[SchedulingUnit], late: bool) -> float | None:
         """Returns the position that units can share nearest to the last, or the first, of them; None if there is none.
 

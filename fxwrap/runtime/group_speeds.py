@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ _LARGE_BYTES: Mapping[str, int] = {"cpu": 4 << 20, "cuda": 64 << 20}
 _REPEATS = 4
 _CALLS = 4
 """How many collectives run one after the other. A single one mostly waits for its launch and the end of its kernel."""
+
+_LEAST_LATENCY_S = 1e-6
 
 _DEVICE = "device"
 _STORE = "fxwrap/group_speed"
@@ -134,7 +136,12 @@ def measure(group: ProcessGroup) -> GroupSpeed:
     def gather() -> object:
         return operators.wait_tensor(operators.all_gather_into_tensor(part, size, group.group_name))
 
-    return speed_of(_fastest(reduce, device), _fastest(gather, device), 4 * part.numel() * size)
+    large_s = _fastest(_CALLS * [gather], device) / _CALLS
+    if device.type == "cpu":
+        small_s = _fastest(_CALLS * [reduce], device) / _CALLS
+    else:  # launched while large ones run, since a launch from Python takes longer than the collective
+        small_s = _fastest(_CALLS * [gather] + _CALLS * [reduce], device) / _CALLS - large_s
+    return speed_of(max(small_s, _LEAST_LATENCY_S), large_s, 4 * part.numel() * size)
 
 
 def speed_of(small_s: float, large_s: float, large_bytes: int) -> GroupSpeed:
@@ -146,19 +153,18 @@ def speed_of(small_s: float, large_s: float, large_bytes: int) -> GroupSpeed:
     return GroupSpeed(_rounded(small_s), _rounded(large_bytes / max(large_s - small_s, large_s / 2)))
 
 
-def _fastest(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds of one call in the fastest of several sequences, since other load only adds time."""
+def _fastest(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Returns the seconds of the fastest of several runs of a sequence, since other load only adds time."""
     times = []
-    run()
     for _ in range(_REPEATS):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         start = time.perf_counter()
-        for _ in range(_CALLS):
-            run()
+        for call in calls:
+            call()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        times.append((time.perf_counter() - start) / _CALLS)
+        times.append(time.perf_counter() - start)
     return min(times)
 
 
