@@ -359,13 +359,16 @@ def test_cuda_runtime() -> None:
 
 ABOUT_TORCH = {
     "artifact.cmake_export": "the main function that it writes makes example tensors on the CPU",
-    "comparison.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "compile.backend": "tensors of the host may come with those of any device",
     "converters.fx.kernels": "on the CPU nothing but Triton's interpreter runs Triton's kernels",
+    "debugging.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "fused_communication.support": "torch's fused operators need symmetric memory, which CUDA devices have",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",
     "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
+    "lowering.rules.norms": "eager mode takes parameters in float32 on the CPU only",
+    "lowering.rules.pooling": "eager mode lacks this dtype on the CPU",
+    "lowering.rules.softmax": "eager mode lacks these dtypes on the CPU",
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "runtime.group_speeds": "torch names the models of CUDA devices, and waits for all devices but the CPU",
     "runtime.symmetric_memory": "torch has symmetric memory on CUDA devices",
