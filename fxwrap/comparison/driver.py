@@ -227,9 +227,17 @@ class _Comparison:
         self.objects.restore()
 
     def _run(self, name: str) -> Callable[[Arguments], object]:
-        others = {backend.label: backend.call(self.subject.eager, self.dynamic) for backend in self.backends}
-        call = self.subject.eager if name == "eager" else others.get(name) or self.subject.call(name)
+        call = self._call(name)
         return lambda arguments: self.config.run(call, arguments)
+
+    def _call(self, name: str) -> Function:
+        """Returns the function of a row of the report."""
+        if name == "eager":
+            return self.subject.eager
+        for backend in self.backends:
+            if backend.label == name:
+                return backend.call(self.subject.eager, self.dynamic)
+        return self.subject.call(name)
 
 
 def _judged(name: str, run: Observation, judge: Comparator) -> RunOutcome:

@@ -114,6 +114,11 @@ def test_backends_stand_beside_the_emitters(training: bool) -> None:
     assert page.count("<tr>") == len(names) + 1
 
 
+def test_a_module_is_timed_with_a_backend() -> None:
+    report = compare(torch.nn.Linear(4, 4), torch.randn(2, 4), repeats=1, emitters=(), backends=["aot_eager"])
+    assert report["aot_eager"].run_seconds is not None and report["aot_eager"].agrees_in()
+
+
 @pytest.mark.parametrize("backends", [long_only(["inductor", ("inductor", {"cpp_wrapper": True})])])
 def test_inductor_stands_beside_the_emitters(backends: list[Backend]) -> None:
     report = compare(lambda x: torch.softmax(x @ x, -1), torch.randn(8, 8), repeats=1, backends=backends)
