@@ -84,6 +84,20 @@ def test_a_cache_update_allocates_no_second_cache(fresh_dynamo: None) -> None:
     assert live_bytes(graph.compiled.program, include_inputs=False).peak == 2 * (2 * 64 * 4)
 
 
+def test_attention_reads_a_cache_that_is_written_in_place(fresh_dynamo: None) -> None:
+    """Attention may draw random numbers, which orders it with other such calls, but it writes none of its operands."""
+
+    def decode(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        cache.index_copy_(2, i, v.view(2, 1, 1, 8))
+        keys, values = cache[:, :, :, :4], cache[:, :, :, 4:]
+        return torch.nn.functional.scaled_dot_product_attention(v.view(2, 1, 1, 8)[..., :4], keys, values)
+
+    arguments = (torch.randn(2, 1, 64, 8), torch.tensor([5]), torch.randn(2, 8))
+    assert_emitters_agree(decode, arguments)
+    (graph,) = capture(decode, arguments)
+    assert live_bytes(graph.compiled.program, include_inputs=False).peak < arguments[0].nbytes
+
+
 def _returned(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
     updated = aten.index_put(cache, [i], v)
     aten.copy_(cache, updated)

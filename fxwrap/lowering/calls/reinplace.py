@@ -242,7 +242,7 @@ class _AliasGraph:
     def _is_unobserved(self, result: Collection[Node], own: Collection[Node], following: int | None) -> bool:
         """Whether no call outside the chain writes a result, or reads it after the following call of the chain."""
         for user in _users(result):
-            if user not in own and has_effect(user):
+            if user not in own and not _only_reads(user):
                 return False
             if user not in own and following is not None and self.position[user] > following:
                 return False
@@ -259,12 +259,20 @@ class _AliasGraph:
         """
         first, last = self.position[chain.links[0].call], self.position[chain.end]
         users = [user for user in _users(before) if user not in own]
-        if any(has_effect(user) or first < self.position[user] < last for user in users):
+        if any(not _only_reads(user) or first < self.position[user] < last for user in users):
             return False
         if not any(self.position[user] > last for user in [*users, *chain.end.users]):
             return True
         old, new = self.fakes[chain.target], self.fakes[chain.links[-1].result]
         return expressions_of([old.storage_offset()]) == expressions_of([new.storage_offset()])
+
+
+def _only_reads(node: Node) -> bool:
+    """Whether a call's operands are only read, until it returns. Attention does, which may draw random numbers."""
+    if not isinstance(node.target, OpOverload):
+        return not has_effect(node)
+    schema = operator_schema(node.target)
+    return not schema.mutated_arguments and not schema.fixed_effects
 
 
 def _may_alias_operands(node: Node) -> bool:

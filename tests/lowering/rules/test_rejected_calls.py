@@ -10,7 +10,11 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap import Options
+from tests.conftest import NO_EXPECTTEST
 from tests.lowering.evaluate_definitions import fuses
+
+pytest.importorskip("expecttest", reason=NO_EXPECTTEST)  # before what follows imports it
+
 from tests.lowering.rules.rejected_calls import fused_though_rejected, recorded_calls
 
 aten = torch.ops.aten
