@@ -22,6 +22,7 @@ from fxwrap.runtime.kernels import compile_kernel_library, prepare_kernels
 from fxwrap.runtime.modules import load_module, write_module
 from fxwrap.runtime.native import BRIDGE_LIBRARIES, build_bridge, compile_cpp, compiled_kernels, load_program
 from fxwrap.runtime.native import compiler as driver
+from fxwrap.runtime.native.background import join_background
 from tests.runtime.copying_compiler import write_compiler, write_script
 from tests.runtime.native.test_native_build import DOUBLE
 from tests.support.child_processes import run_python
@@ -29,9 +30,10 @@ from tests.support.child_processes import run_python
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and a compiler that builds the bridge at once."""
+    """A cache folder with the bridge only, and a compiler that builds the bridge at once."""
     monkeypatch.setenv("CXX", str(write_compiler(tmp_path / "c++", build_bridge().folder)))
     monkeypatch.setenv(cache.FOLDER_ENV, str(tmp_path / "cache"))
+    build_bridge()
     return tmp_path / "cache"
 
 
@@ -42,6 +44,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with cache.without_temporary_folder():
         yield tmp_path / "tmp"
+        join_background()  # its folder is that of the process too
 
 
 def replace_with_pipe(path: Path) -> None:
@@ -159,19 +162,17 @@ def test_leftovers_of_a_killed_build_are_removed_by_the_next(folder: Path) -> No
 
 
 def test_a_folder_that_others_can_write_is_refused(folder: Path) -> None:
-    folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(CacheError, match=r"other users can write it \(mode 777\)\. Make it yours alone \(.*chmod go-w"):
         compile_cpp(DOUBLE, name="double")
     folder.chmod(0o755)
-    (folder / "programs").mkdir(mode=0o700)
+    (folder / "programs").mkdir()
     (folder / "programs").chmod(0o775)
     with pytest.raises(CacheError, match="programs: compiled code is loaded from it"):
         compile_cpp(DOUBLE, name="double")
 
 
 def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(mode=0o755)
     if os.geteuid() == 0:
         os.chown(folder, 65534, -1)
     else:
