@@ -228,7 +228,7 @@ def _check_numbers(call: OperatorCall, bound: Mapping[str, object]) -> None:
             for dtype in dtypes:
                 info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
                 if not info.min <= number <= info.max:
-                    raise Declined(f"{number} is out of the range of {dtype}")
+                    raise Declined(f"the number {number} is out of the range of {dtype}")
 
 
 @bounded_cache(4096)
