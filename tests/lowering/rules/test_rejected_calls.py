@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.comparison import COMPARED_EMITTERS
 from tests.conftest import NO_EXPECTTEST
 from tests.lowering.evaluate_definitions import fuses
 
@@ -86,7 +87,7 @@ def test_calls_of_the_operator_database_with_other_dtypes_are_rejected() -> None
     assert not list(fused_though_rejected(calls))
 
 
-@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 def test_emitted_code_raises_the_error_of_eager_mode(emitter: Any) -> None:
     """The fake rule accepts bools, so the graph compiles; the operator raises."""
     graph = Graph()
@@ -95,3 +96,16 @@ def test_emitted_code_raises_the_error_of_eager_mode(emitter: Any) -> None:
     compiled = fxwrap.compile_graph(GraphModule({}, graph), [BOOLS], options=Options(emitter=emitter))
     with pytest.raises(RuntimeError, match=r"argmax.*does not support bool"):
         compiled(BOOLS)
+
+
+@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
+def test_a_write_over_elements_that_it_reads_raises_eagers_error(emitter: str) -> None:
+    """Under torch.compile, AOTAutograd has replaced the write by a sum, whatever the backend is."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(aten.add_.Tensor, (x, graph.call_function(aten.t.default, (x,)))))
+    compiled = fxwrap.compile_graph(GraphModule({}, graph), [torch.ones(3, 3)], options=Options(emitter=emitter))
+    with pytest.raises(
+        RuntimeError, match="some elements of the input tensor and the written-to tensor refer to a single"
+    ):
+        compiled(torch.ones(3, 3))
