@@ -190,6 +190,25 @@ def test_casts_match_torch(source: torch.dtype) -> None:
         torch.testing.assert_close(out[in_range], operand[in_range].to(target), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("source", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_cast_to_an_integer_and_back_is_not_trunc(source: torch.dtype) -> None:
+    """GCC takes it for trunc, which gives -0.0 for -0.5, and NaN for NaN."""
+    integers = (torch.int8, torch.int16, torch.int32, torch.int64)
+    operand = torch.tensor([-0.5, -0.0, 0.7, -1.5, torch.nan, 3.0], dtype=source).repeat(11)
+    body, axis = KernelBuilder(), Axis("i", operand.numel())
+    for index, integer in enumerate(integers):
+        value = body.compute("cast", body.load("x", as_index(axis), source), dtype=integer)
+        body.store(f"out{index}", as_index(axis), body.compute("cast", value, dtype=source))
+    outputs = [Buffer(f"out{index}", source, axis.size) for index in range(len(integers))]
+    printed = print_cpp_kernel(body.finish([axis], [], [Buffer("x", source, axis.size)], outputs))
+    outs = [torch.empty_like(operand) for _ in integers]
+    load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), operand, *outs)
+    for integer, out in zip(integers, outs, strict=True):
+        wanted = operand.to(integer).to(source)
+        assert not out.isnan().any() and not torch.signbit(out[wanted == 0]).any()
+        assert torch.equal(out[~operand.isnan()], wanted[~operand.isnan()])
+
+
 def test_combined_bools_stay_bool_in_nested_operations() -> None:
     """C++ makes an int of `a & b`, which a function of two values of one type does not take beside a bool."""
     body, axis = KernelBuilder(), Axis("i", 8)

@@ -60,10 +60,20 @@ template <> struct Limits<uint8_t> { static constexpr uint8_t lowest = 0, highes
 
 template <class T, class U> INLINE T bitcast(U value) { return __builtin_bit_cast(T, value); }
 
+// Zero, in memory that the compiler may not expect to be so: GCC would take a cast to an integer and back for trunc, which
+// returns -0.0 for -0.5, and NaN for NaN. The type is like no other, so that no store can change it, and loops load it once.
+enum class Unknown : uint16_t {};
+__attribute__((weak, visibility("hidden"))) Unknown unknown_zero{};
+template <class T, class U> INLINE T to_integer(U value) { return static_cast<T>(value) ^ static_cast<T>(unknown_zero); }
+
 template <class T, class U> struct Cast { static INLINE T of(U value) { return static_cast<T>(value); } };
 template <class T> struct Cast<T, T> { static INLINE T of(T value) { return value; } };
 template <class U> struct Cast<bool, U> { static INLINE bool of(U value) { return value != 0; } };
 template <> struct Cast<bool, bool> { static INLINE bool of(bool value) { return value; } };
+template <> struct Cast<int32_t, float> { static INLINE int32_t of(float v) { return to_integer<int32_t>(v); } };
+template <> struct Cast<int32_t, double> { static INLINE int32_t of(double v) { return to_integer<int32_t>(v); } };
+template <> struct Cast<int64_t, float> { static INLINE int64_t of(float v) { return to_integer<int64_t>(v); } };
+template <> struct Cast<int64_t, double> { static INLINE int64_t of(double v) { return to_integer<int64_t>(v); } };
 template <> struct Cast<uint8_t, float> { static INLINE uint8_t of(float v) { return uint8_t(int64_t(v)); } };
 template <> struct Cast<uint8_t, double> { static INLINE uint8_t of(double v) { return uint8_t(int64_t(v)); } };
 template <> struct Cast<int8_t, float> { static INLINE int8_t of(float v) { return int8_t(int32_t(v)); } };
