@@ -32,7 +32,14 @@ from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.profiling import profile
 from fxwrap.report import LineTime, report_page
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.runtime.native import build_bridge, build_planner, install_runtime, package_libraries, package_runtime
+from fxwrap.runtime.native import (
+    build_bridge,
+    build_planner,
+    install_runtime,
+    package_bridge,
+    package_planner,
+    package_runtime,
+)
 from fxwrap.torch_compat import quiet_fake_errors
 from fxwrap.wrapper_ir import symbol_values
 
@@ -390,7 +397,9 @@ def _build(chosen: argparse.Namespace) -> int:
     elif chosen.package is None:
         print(build_bridge().folder, build_planner().parent, sep="\n")
     else:
-        print(*package_libraries(Path(chosen.package)), package_runtime(Path(chosen.package)), sep="\n")
+        print(
+            *[package(Path(chosen.package)) for package in (package_bridge, package_planner, package_runtime)], sep="\n"
+        )
     return 0
 
 

@@ -104,17 +104,23 @@ def compile_graph(
         request = CompileRequest(
             graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
         )
-        try:
-            with show_progress(events):
-                compiled = _load_or_compile(request, find_slot(request), compiled_by_key)
-        except Exception as error:
-            attach_failure(error, compile_failure(graph, example_inputs, options, error))
-            raise
+        compiled = _observed_compile(request, compiled_by_key)
         record_compile(compiled, name, text, events)
         write_compile(compiled, options.dump)
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled
+
+
+def _observed_compile(request: CompileRequest, compiled_by_key: MutableMapping[str, Compiled] | None) -> Compiled:
+    """Returns the result of a request; shows the progress, and attaches the graph to an error."""
+    try:
+        with show_progress(request.events):
+            return _load_or_compile(request, find_slot(request), compiled_by_key)
+    except Exception as error:
+        failure = compile_failure(request.graph, request.example_inputs, request.options, error)
+        attach_failure(error, failure)
+        raise
 
 
 def _load_or_compile(

@@ -62,7 +62,7 @@ class _CallBuilder(KernelNodes):
         return KernelCalls(calls, tuple([self._tensor(source) for source in sources]), types)
 
     def is_computed_here(self, definition: Definition) -> bool:
-        """Whether the kernel computes a definition; a tensor whose elements nobody reads is not computed."""
+        """Whether the kernel computes a definition; a tensor that is used for its metadata alone is not computed."""
         if isinstance(definition, Viewed):
             return True
         is_unread = definition in self.definitions.results and self.context.plan.access_of(definition) == "unused"

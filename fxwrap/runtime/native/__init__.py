@@ -5,5 +5,6 @@ from fxwrap.runtime.native.binding import *
 from fxwrap.runtime.native.build import *
 from fxwrap.runtime.native.compiler import *
 from fxwrap.runtime.native.packaged import *
+from fxwrap.runtime.native.planner_library import *
 from fxwrap.runtime.native.prebuilt import *
 from fxwrap.runtime.native.runtime_library import *

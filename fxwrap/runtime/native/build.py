@@ -15,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,6 @@ BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library and its Python binding."""
 
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
-
-# The search of memory planning, without torch.
-_PLANNER_PARTS = ("placement", "explore", "blocks", "orders", "exchanges", "byte_flow", "sweep")
-_PLANNER_UNITS = (*[f"planning/{part}.cpp" for part in _PLANNER_PARTS], "planning/planner.cpp")
-_PLANNER_HEADERS = (*[f"planning/{part}.h" for part in _PLANNER_PARTS], "planning/values.h")
-_PLANNER = "libfxwrap_planner.so"
-_PLANNER_FLAGS = ("-O2", "-DNDEBUG", "-ffp-contract=off")
 
 _COMMON_FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden")
 _BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
@@ -340,42 +333,16 @@ def _link_bridge(compiler: Compiler, objects: Sequence[Path], folder: Path, find
     run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)
 
 
-def build_planner() -> Path:
-    """Returns the library of memory planning's search: of the wheel, in the cache, or built now.
+def package_bridge(target: Path) -> Path:
+    """Compiles the bridge that a wheel carries for this torch and Python into a folder of `target`, and returns that.
 
-    Raises as `build_bridge`.
-    """
-    packaged = find_packaged_entry(_packaged_planner(), (_PLANNER,))
-    if packaged is not None:
-        return packaged / _PLANNER
-    compiler = find_compiler()
-    name = f"planner-{native_digest(_toolchain_key(compiler), _planner_digest())}"
-    return cache_folder.find_or_build_entry(name, lambda folder: _build_planner(compiler, folder)) / _PLANNER
-
-
-def _build_planner(compiler: Compiler, folder: Path) -> None:
-    unit = folder / "planner.cpp"
-    with report_build("the search of memory planning", 1) as finish_file:
-        unit.write_text("".join([f'#include "{name}"\n' for name in _PLANNER_UNITS]), encoding="utf-8")
-        command = [*compiler.command, *_COMMON_FLAGS, *_PLANNER_FLAGS, "-I", str(_SOURCE_FOLDER), "-shared", unit.name]
-        run_compiler([*command, *compiler.runtime, "-o", _PLANNER], folder)
-        finish_file()
-    unit.unlink()
-
-
-def package_libraries(target: Path) -> list[Path]:
-    """Compiles the libraries that a wheel carries for this torch and Python into folders of `target`; returns those.
-
-    They refer to no path of this machine. Raises NativeBuildError without a compiler, and where it fails; OSError where
+    It refers to no path of this machine. Raises NativeBuildError without a compiler, and where it fails; OSError where
     `target` cannot be written.
     """
     compiler = find_compiler()
-    objects, planner = _compile_bridge_units(compiler), build_planner()
-    entries: dict[str, Callable[[Path], object]] = {
-        _packaged_bridge(): lambda folder: _link_bridge(compiler, objects, folder, finds_torch=False),
-        _packaged_planner(): lambda folder: shutil.copy(planner, folder),
-    }
-    return [package_entry(target, name, build) for name, build in entries.items()]
+    objects = _compile_bridge_units(compiler)
+    build = partial(_link_bridge, compiler, objects, finds_torch=False)
+    return package_entry(target, _packaged_bridge(), build)
 
 
 def package_entry(target: Path, name: str, build: Callable[[Path], object]) -> Path:
@@ -389,16 +356,6 @@ def package_entry(target: Path, name: str, build: Callable[[Path], object]) -> P
 
 def _packaged_bridge() -> str:
     return f"bridge-{native_digest(_bridge_digest(), *_COMMON_FLAGS, *torch_identity(), *PLATFORM)}"
-
-
-def _packaged_planner() -> str:
-    return f"planner-{native_digest(_planner_digest(), *_COMMON_FLAGS, *PLATFORM)}"
-
-
-@cache
-def _planner_digest() -> str:
-    texts = [(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in (*_PLANNER_HEADERS, *_PLANNER_UNITS)]
-    return native_digest(*_PLANNER_FLAGS, *texts)
 
 
 def native_entry_key(compiler: Compiler, *parts: str) -> str:

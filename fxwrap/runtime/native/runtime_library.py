@@ -67,7 +67,7 @@ def build_runtime() -> Path:
 
 
 def package_runtime(target: Path) -> Path:
-    """Compiles the library of a wheel into a folder of `target`, and returns that; see `package_libraries`."""
+    """Compiles the library of a wheel into a folder of `target`, and returns that; see `package_bridge`."""
     compiler = find_compiler()
     return package_entry(target, _packaged_runtime(), lambda folder: _compile(compiler, folder))
 

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from fxwrap.runtime.cache_folder import cache_folder, is_intact, seal_entry
-from fxwrap.runtime.native import BRIDGE_LIBRARIES, build, build_bridge, package_libraries, packaged
+from fxwrap.runtime.native import (
+    BRIDGE_LIBRARIES,
+    build,
+    build_bridge,
+    build_planner,
+    package_bridge,
+    package_planner,
+    packaged,
+)
 
 BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
@@ -19,7 +27,8 @@ BRIDGE, _BINDING = BRIDGE_LIBRARIES
 def wheel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The libraries of a wheel for this torch, in an installation with an empty cache folder beside the common one."""
     folder = tmp_path / "compiled"
-    package_libraries(folder)
+    package_bridge(folder)
+    package_planner(folder)
     compiled = build_bridge().folder
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
@@ -49,7 +58,7 @@ def test_intact_libraries_are_copied_to_the_cache_folder(wheel_folder: Path, cap
 def test_a_compiler_is_not_needed(wheel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build_bridge().folder.name == bridge_entry(wheel_folder).name
-    assert build.build_planner().is_file()
+    assert build_planner().is_file()
 
 
 def test_damaged_libraries_are_reported_once_and_compiled(wheel_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -60,11 +60,18 @@ template <> struct Limits<uint8_t> { static constexpr uint8_t lowest = 0, highes
 
 template <class T, class U> INLINE T bitcast(U value) { return __builtin_bit_cast(T, value); }
 
-// Zero, in memory that the compiler may not expect to be so: GCC would take a cast to an integer and back for trunc, which
-// returns -0.0 for -0.5, and NaN for NaN. The type is like no other, so that no store can change it, and loops load it once.
+// A zero that the compiler cannot know. The type in memory is like no other, so that no store can change it, and loops load
+// it once. Kernels combine it with indirect indices that derive from a bool: GCC 12 and 13 vectorise loads at the index
+// int64_t(condition) and take the lane's mask, -1 where the condition holds, for the index.
 enum class Unknown : uint16_t {};
 __attribute__((weak, visibility("hidden"))) Unknown unknown_zero{};
-template <class T, class U> INLINE T to_integer(U value) { return static_cast<T>(value) ^ static_cast<T>(unknown_zero); }
+INLINE int64_t opaque_zero() { return static_cast<int64_t>(unknown_zero); }
+
+// A float cast to an integer. GCC would take a cast to an integer and back for trunc, which returns -0.0 for -0.5, and NaN
+// for NaN.
+template <class T, class U> INLINE T to_integer(U value) {
+  return static_cast<T>(value) ^ static_cast<T>(opaque_zero());
+}
 
 template <class T, class U> struct Cast { static INLINE T of(U value) { return static_cast<T>(value); } };
 template <class T> struct Cast<T, T> { static INLINE T of(T value) { return value; } };
@@ -410,14 +417,6 @@ template <> struct Arithmetic<float16> { using Type = float; };
 template <class T, class Combine> INLINE void update(T& element, T value, Combine combine) {
   using Type = typename Arithmetic<T>::Type;
   element = to<T>(combine(to<Type>(element), to<Type>(value)));
-}
-
-// A zero that the compiler cannot know. Kernels combine it with indirect indices that derive from a bool: GCC 12 and 13
-// vectorise loads at the index int64_t(condition) and take the lane's mask, -1 where the condition holds, for the index.
-INLINE int64_t opaque_zero() {
-  int64_t zero = 0;
-  asm("" : "+r"(zero));
-  return zero;
 }
 
 // An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is

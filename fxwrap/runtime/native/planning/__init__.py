@@ -7,7 +7,7 @@ import logging
 from functools import cache
 
 from fxwrap.errors import CacheError, NativeBuildError
-from fxwrap.runtime.native.build import build_planner
+from fxwrap.runtime.native.planner_library import build_planner
 
 log = logging.getLogger("fxwrap.native")
 
