@@ -28,6 +28,9 @@ def show_progress(events: EventLog, delay_s: float = _DELAY_S) -> Iterator[None]
     A terminal has one line, by tqdm, if that is installed. Without one, and where the logger shows messages, it gets a
     message after `delay_s` and at each doubling of the time.
     """
+    if not (_log.isEnabledFor(logging.INFO) or _has_terminal()):
+        yield
+        return
     view = _View(events, delay_s)
     thread = threading.Thread(target=view.run, name="fxwrap progress", daemon=True)
     thread.start()
@@ -88,10 +91,14 @@ class _View:
 
 def _terminal_line(text: str) -> Any:
     """Returns a line of tqdm on the terminal, which shows a text; None without a terminal or without tqdm."""
-    if sys.stderr is None or not sys.stderr.isatty():
+    if not _has_terminal():
         return None
     try:
         from tqdm import tqdm
     except ImportError:
         return None
     return tqdm(desc=text, file=sys.stderr, leave=False, bar_format="{desc} [{elapsed}]")
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
