@@ -33,7 +33,7 @@ from tests.support.long_form import LONG
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
-HAS_CUDA = "replaces the CUDA driver, so it needs a machine without CUDA devices"
+HAS_CUDA = "needs a machine without CUDA devices"
 NO_ACCELERATE = "needs the package accelerate, which the Trainer of transformers imports"
 NO_CHROMIUM = "needs the browser Chromium"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"

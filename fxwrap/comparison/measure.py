@@ -51,7 +51,7 @@ def run_times(prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], o
 
 
 def device_activity(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -> tuple[int, float] | None:
-    """Returns how many kernels a run launches on a CUDA device, and their seconds there; None without such a device."""
+    """Returns how many kernels a run launches on a CUDA device, and their seconds there; None if it uses none."""
     if not _uses_cuda():
         return None
     arguments = prepare()
@@ -61,6 +61,8 @@ def device_activity(prepare: Callable[[], Inputs], run: Callable[[Inputs], objec
         run(arguments)
         _synchronise()
     events = [item for item in profile.events() if item.device_type.name == "CUDA"]
+    if not events:
+        return None
     kernels = [item for item in events if not item.name.startswith(("Memcpy", "Memset"))]
     return len(kernels), sum([item.self_device_time_total for item in events]) / 1e6
 

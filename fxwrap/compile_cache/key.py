@@ -123,7 +123,8 @@ def _check_device(device_type: str) -> None:
 def _device_text(device: torch.device, name: str) -> str:
     if device.type != CUDA.device_type or not torch.cuda.is_available():  # torch has no properties of other devices
         return name
-    gpu = torch.cuda.get_device_properties(device)
+    known = device.index < torch.cuda.device_count()
+    gpu = torch.cuda.get_device_properties(device if known else 0)  # a fake tensor may be on a GPU the machine lacks
     return f"{name} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
 
 

@@ -20,6 +20,7 @@ from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_runtime
 from tests.artifact.native_host import described, drive, driver, read_result, tensor_commands
 from tests.artifact.programs import batch, exported
+from tests.conftest import HAS_CUDA
 
 
 class Affine(torch.nn.Module):
@@ -281,7 +282,7 @@ def test_an_operator_that_is_not_registered(affine: Path, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason=HAS_CUDA)
 def test_a_file_for_a_gpu_on_a_machine_without_one(affine: Path, tmp_path: Path) -> None:
     path = rewritten(affine, tmp_path / "gpu.fxw", devices=["cuda:0"])
     assert drive("open", path).lines[0] == (

@@ -459,23 +459,30 @@ def test_a_failing_assertion_fails_the_launch(along: str, bad: int | None) -> No
         launch((1, 1, 1), positions, torch.randn(450), torch.empty(2000))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_an_assertion_in_a_reduction(dim: int) -> None:
+def test_an_assertion_in_a_reduction(dim: int, in_place: bool) -> None:
+    """Also about elements that the kernel overwrites."""
     body, axes = KernelBuilder(), (Axis("row", 40), Axis("column", 50))
-    position = body.load("index", linearize_index(axes, (40, 50)), torch.int64)
+    at = linearize_index(axes, (40, 50))
+    position = body.load("index", at, torch.int64)
     inside = position < 9
     body.device_assert(inside, "out of bounds", "runtime")
     table = body.load("table", body.indirect_index(inside.where(position, 0), 9), F32)
     body.store("out", as_index(axes[1 - dim]), body.reduce("sum", table)[0])
-    inputs = [Buffer("index", torch.int64, 2000), Buffer("table", F32, 9)]
-    kernel = body.finish([axes[1 - dim]], [axes[dim]], inputs, [Buffer("out", F32, (40, 50)[1 - dim])])
+    if in_place:
+        body.store("index", at, position * 2)
+    index, out = Buffer("index", torch.int64, 2000), Buffer("out", F32, (40, 50)[1 - dim])
+    inputs, outputs = ([], [index, out]) if in_place else ([index], [out])
+    kernel = body.finish([axes[1 - dim]], [axes[dim]], [*inputs, Buffer("table", F32, 9)], outputs)
     positions = torch.arange(2000) % 9
     check(kernel, arguments={"index": positions})
     positions[777] = 11
     printed = print_cpp_kernel(kernel)
     launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    arguments = {"index": positions, "table": torch.randn(9), "out": torch.empty(50)}
     with pytest.raises(RuntimeError, match=r"^out of bounds"):
-        launch((1, 1, 1), positions, torch.randn(9), torch.empty(50))
+        launch((1, 1, 1), *[arguments[buffer.name] for buffer in (*kernel.inputs, *kernel.outputs)])
 
 
 @pytest.mark.parametrize("dim", [0, 1])

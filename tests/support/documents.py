@@ -6,8 +6,10 @@ A fenced block after `<!-- printed: NAME -->` shows the text NAME. `pytest --upd
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from tests.support.golden import check_golden
 
@@ -44,7 +46,9 @@ def run_snippets(document: str, **assumed: object) -> dict[str, object]:
 
     The namespace begins with some names, for documents whose snippets leave out the model.
     """
-    names: dict[str, object] = {"__name__": "document", **assumed}
+    module = sys.modules["document"] = ModuleType("document")  # Dynamo may import the module of what it traces
+    names = vars(module)
+    names.update(assumed)
     for match in _SNIPPET.finditer((ROOT / document).read_text()):
         if match[1] is None:
             exec(compile(match[2], f"<{document}>", "exec"), names)

@@ -63,7 +63,7 @@ def assert_same_state(training: Training, eager: Training) -> None:
     assert have.keys() == expected.keys()
     for name, value in expected.items():
         error = (have[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)
-        assert error < 1e-6, (name, error)
+        assert error < 3e-6, (name, error)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

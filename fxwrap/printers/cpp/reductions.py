@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, Reduce, Store
 from fxwrap.printers.cpp.loop_plan import (
@@ -24,10 +25,14 @@ class ReductionPrinter(LoopPrinter):
     """Base of the printers of kernels with reductions: stages, each one pass over the reduced axes."""
 
     def stage_sinks(self) -> list[tuple[list[int], list[Store]]]:
-        """Returns for each stage its reductions and varying stores. All varying stores are in the last stage."""
+        """Returns for each stage its reductions and varying stores.
+
+        All varying stores are in the last stage, before which assertions can be checked: the stores may overwrite what
+        these read.
+        """
         stages, reductions = self.kernel.stages, self.kernel.reductions
         varying = {item: store for item, store in self.positions_of_stores().items() if self.plan.varying[item]}
-        last = max([stages[item] for item in (*varying, *reductions)], default=0)
+        last = max([stages[item] for item in (*varying, *reductions, *self.varying_asserts())], default=0)
         return [
             ([item for item in reductions if stages[item] == stage], list(varying.values()) if stage == last else [])
             for stage in range(last + 1)
@@ -57,13 +62,36 @@ class ReductionPrinter(LoopPrinter):
         positions = sorted(self.invariants(targets, known))
         self.statements.write(positions, known, named=positions)
 
-    def print_device_asserts(self, known: EmittedValues) -> None:
-        """Writes the checks of assertions, in a separate pass if they vary. Adds invariant values to `known`."""
-        varying = [item for item in self.device_asserts if self.plan.varying[item]]
-        if varying:
-            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
-                self.write_device_asserts(varying, dict(known))
-        self.write_device_asserts([item for item in self.device_asserts if item not in varying], known)
+    def varying_asserts(self) -> list[int]:
+        """Returns the positions of assertions about elements of the reduced axes."""
+        return [item for item in self.device_asserts if self.plan.varying[item]]
+
+    def print_stages(self, known: EmittedValues) -> None:
+        """Writes the passes over the reduced axes: of assertions immediately before the last one, which stores."""
+        *earlier, last = self.stage_sinks()
+        for reductions, stores in earlier:
+            self.print_stage(reductions, stores, known)
+        if self.device_asserts:
+            self.print_varying_asserts(known)
+        self.print_stage(*last, known)
+
+    @abstractmethod
+    def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
+        """Writes one pass over the reduced axes, if anything needs it."""
+
+    def print_varying_asserts(self, known: EmittedValues) -> None:
+        """Writes a pass over the reduced axes that checks the assertions about their elements."""
+        if positions := self.varying_asserts():
+            with self.columns(), self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
+                self.write_device_asserts(positions, dict(known))
+
+    def columns(self) -> AbstractContextManager[None]:
+        """Opens the loop over the vectorised axis, if that is parallel."""
+        return nullcontext()
+
+    def print_invariant_asserts(self, known: EmittedValues) -> None:
+        """Writes the checks of the other assertions. Adds their values to `known`."""
+        self.write_device_asserts([item for item in self.device_asserts if not self.plan.varying[item]], known)
 
     def reduction(self, position: int) -> Reduce:
         """Returns the reduction at a position."""
@@ -192,9 +220,8 @@ class RowPrinter(ReductionPrinter):
             for position in sorted(self.row_buffers):
                 kind, name = self.statements.type(position), self.statements.name(position)
                 self.writer.line(f"{kind} {name}_row[{self.kernel.reduced_count}];")
-            for reductions, stores in self.stage_sinks():
-                self.print_stage(reductions, stores, known)
-            self.print_device_asserts(known)
+            self.print_stages(known)
+            self.print_invariant_asserts(known)
             if self.final_stores():
                 self.write_stores(self.final_stores(), known)
 

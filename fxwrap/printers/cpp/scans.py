@@ -89,10 +89,10 @@ class ScanPrinterBase(ReductionPrinter):
             self.initialized.add(position)
         return scans
 
-    def initialize_assert_scans(self, known: EmittedValues) -> None:
-        """Writes the initial values of the scans that assertions need."""
-        positions = [position for position in self.device_asserts if self.plan.varying[position]]
-        self.initialize_scans([used for position in positions for used in self.operands_of(position)], known)
+    def print_varying_asserts(self, known: EmittedValues) -> None:
+        """Also writes the initial values of the scans that the assertions need."""
+        self.initialize_scans([used for item in self.varying_asserts() for used in self.operands_of(item)], known)
+        super().print_varying_asserts(known)
 
     def scan(self, position: int, known: EmittedValues) -> str:
         """Writes the step of a scan at one element; returns the text of its result there."""
@@ -113,11 +113,6 @@ class RowScanPrinter(ScanPrinterBase, RowPrinter):
     def select_row_buffers(self) -> set[int]:
         """Returns no values: later passes scan again."""
         return set()
-
-    def print_device_asserts(self, known: EmittedValues) -> None:
-        """Writes the checks of assertions, which may depend on scans."""
-        self.initialize_assert_scans(known)
-        super().print_device_asserts(known)
 
     def print_stage(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes one pass over the row, in order if it needs a scan."""
@@ -181,12 +176,10 @@ class ColumnPrinter(ScanPrinterBase):
             if self.lane_count == "lanes":
                 self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
             known: EmittedValues = {}
-            for reductions, stores in self.stage_sinks():
-                self.print_stage(reductions, stores, known)
+            self.print_stages(known)
             if self.device_asserts:
-                self.initialize_assert_scans(known)
                 with self.columns():
-                    self.print_device_asserts(dict(known))
+                    self.print_invariant_asserts(dict(known))
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))
