@@ -22,7 +22,7 @@ import torch
 
 import fxwrap
 from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, parallel_map, run_compiler
+from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
 from fxwrap.runtime.native.runtime_library import project_sources, runtime_sources, write_runtime_target
 from tests.artifact.native_host import SOURCE, described, tensor_commands
 from tests.artifact.programs import batch
@@ -60,18 +60,14 @@ def build(sanitizer: str) -> Path:
     """Returns the driver with its runtime, compiled with a sanitizer, from the cache or now."""
     compiler, runtime = find_compiler(), build_runtime()
     headers = [f"-I{runtime / 'include'}", f"-I{runtime_sources()[0].parents[1]}"]
-    flags = ["-std=c++20", "-O1", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *headers]
+    flags = ["-std=c++20", "-O0", "-g1", "-pthread", f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", *headers]
 
     def build_all(folder: Path) -> None:
-        def compiled(source: str) -> str:
-            shared = ["-fPIC", "-fvisibility=hidden"] if source != str(SOURCE) else []
-            run_compiler([*compiler.command, *flags, *shared, "-c", source, "-o", f"{Path(source).stem}.o"], folder)
-            return f"{Path(source).stem}.o"
-
-        *library, driver = parallel_map(compiled, [*map(str, runtime_sources()), str(SOURCE)])
-        linked = [*compiler.command, f"-fsanitize={sanitizer}", "-pthread"]
-        run_compiler([*linked, "-shared", *library, "-ldl", "-o", "libfxwrap_runtime.so"], folder)
-        run_compiler([*linked, driver, "-L.", "-lfxwrap_runtime", "-Wl,-rpath,$ORIGIN", "-o", "driver"], folder)
+        (folder / "runtime.cpp").write_text("".join([f'#include "{source}"\n' for source in runtime_sources()]))
+        shared = ["-fPIC", "-fvisibility=hidden", "-shared", "runtime.cpp", "-ldl", "-o", "libfxwrap_runtime.so"]
+        run_compiler([*compiler.command, *flags, *shared], folder)
+        linked = ["-L.", "-lfxwrap_runtime", "-Wl,-rpath,$ORIGIN", "-o", "driver"]
+        run_compiler([*compiler.command, *flags, str(SOURCE), *linked], folder)
         write_runtime_target(folder)
         (folder / "libfxwrap_bridge.so").write_bytes((runtime / "libfxwrap_bridge.so").read_bytes())
 

@@ -176,7 +176,8 @@ def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
     native = other / "runtime" / "native"
     compiler = find_compiler().command
     flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
-    run_compiler([*compiler, *flags, f"-I{native}", *map(str, sources), "-ldl", "-o", "libfxwrap_runtime.so"], other)
+    (other / "runtime.cpp").write_text("".join([f'#include "{source}"\n' for source in sources]))
+    run_compiler([*compiler, *flags, f"-I{native}", "runtime.cpp", "-ldl", "-o", "libfxwrap_runtime.so"], other)
     lines = (runtime / "libfxwrap_runtime.target").read_text().splitlines()
     (other / "libfxwrap_runtime.target").write_text("\n".join(["other", *lines[1:], ""]))
     emitted = to_cpp(compiled.program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -28,10 +29,13 @@ RUNTIME_TARGET = "libfxwrap_runtime.target"
 
 _SOURCE_FOLDER = Path(__file__).parent
 _INCLUDE_FOLDER = _SOURCE_FOLDER.parents[1] / "include"
+# Of about equal compile times; the source files of a unit share the headers of the standard library.
 _UNITS = (
-    *[f"host/{name}.cpp" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model", "api")],
-    *("cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
+    ("host/sha256.cpp", "host/ed25519.cpp", "host/json.cpp", "host/archive.cpp"),
+    ("host/constants.cpp", "host/code.cpp", "host/model.cpp", "host/api.cpp"),
+    ("cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
 )
+_SOURCES = tuple([name for unit in _UNITS for name in unit])
 _HEADERS = (
     *[f"host/{name}.h" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model")],
     *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
@@ -91,14 +95,14 @@ def install_runtime(prefix: Path) -> list[Path]:
 
 def project_sources() -> dict[str, Path]:
     """Returns the files that a host without fxwrap compiles, by their path in the package, on which includes depend."""
-    names = (*bridge_source_names(), *_UNITS, *_HEADERS)
+    names = (*bridge_source_names(), *_SOURCES, *_HEADERS)
     paths = [*[(_SOURCE_FOLDER / name).resolve() for name in dict.fromkeys(names)], *_INCLUDE_FOLDER.rglob("*.h*")]
     return {path.relative_to(_INCLUDE_FOLDER.parent).as_posix(): path for path in sorted(set(paths))}
 
 
 def runtime_sources() -> list[Path]:
     """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
-    return [(_SOURCE_FOLDER / name).resolve() for name in _UNITS]
+    return [(_SOURCE_FOLDER / name).resolve() for name in _SOURCES]
 
 
 def write_runtime_target(folder: Path) -> None:
@@ -110,13 +114,14 @@ def write_runtime_target(folder: Path) -> None:
 
 
 def _compile(compiler: Compiler, folder: Path) -> None:
-    def compiled(unit: str) -> str:
-        source, result = _SOURCE_FOLDER / unit, f"{unit.replace('/', '_')}.o"
-        names = f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap"
-        run_compiler(
-            [*compiler.command, *_FLAGS, names, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result], folder
-        )
-        return result
+    flags = [*_FLAGS, f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap", "-I", str(_SOURCE_FOLDER)]
+
+    def compiled(unit: Sequence[str]) -> str:
+        source = folder / f"{Path(unit[0]).stem}_unit.cpp"
+        source.write_text("".join([f'#include "{name}"\n' for name in unit]), encoding="utf-8")
+        run_compiler([*compiler.command, *flags, "-c", source.name, "-o", f"{source.name}.o"], folder)
+        source.unlink()
+        return f"{source.name}.o"
 
     objects = parallel_map(compiled, _UNITS)
     libraries = ["-ldl", f"-Wl,-soname,{RUNTIME_LIBRARY}", *compiler.runtime]
@@ -131,7 +136,7 @@ def _packaged_runtime() -> str:
 
 @cache
 def _sources_digest() -> str:
-    names = (*_UNITS, *_HEADERS, *_shipped())
+    names = (*_SOURCES, *_HEADERS, *_shipped())
     return native_digest(*_FLAGS, *[(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in names])
 
 

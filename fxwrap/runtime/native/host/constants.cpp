@@ -11,7 +11,6 @@ namespace fxwrap::host {
 namespace {
 
 constexpr const char* constants_entry = "constants.safetensors";
-constexpr const char* manifest_entry = "manifest.json";
 constexpr int64_t alignment = 64;  // of storages in the file that are not copied
 
 int64_t item_bytes(DType dtype) { return find_dtype(dtype)->bytes; }

@@ -8,8 +8,6 @@
 namespace fxwrap::host {
 namespace {
 
-constexpr const char* manifest_entry = "manifest.json";
-
 std::string text_of(const Json& number) {
   return number.is(Json::Kind::string) ? number.string() : std::to_string(number.integer());
 }
