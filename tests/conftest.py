@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,7 +29,7 @@ import torch._ops
 from torch._dynamo.utils import counters
 
 from tests.support.annotations import without_annotations
-from tests.support.long_form import LONG
+from tests.support.long_form import LONG, covering
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -126,11 +126,33 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not LONG:
+        _mark_combinations_long(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
         elif item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason=NOT_LONG))
+
+
+def _mark_combinations_long(items: list[pytest.Item]) -> None:
+    """Marks combinations of tests marked `covering` as long whose values occur in others, but for those on GPUs."""
+    families: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            if not any(map(item.get_closest_marker, ("gpu", "long"))):
+                families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for family in families.values():
+        chosen = {*covering([_parameters(item) for item in family])}
+        for position, item in enumerate(family):
+            if position not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
+def _parameters(item: pytest.Function) -> dict[str, Hashable]:
+    """Returns the parameters of a test; a value that has no hash is one of its own."""
+    values = item.callspec.params.items()
+    return {name: value if isinstance(value, Hashable) else id(value) for name, value in values}
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:

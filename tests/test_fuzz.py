@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -97,8 +98,8 @@ def test_rejected_graphs_are_counted() -> None:
 
 
 @dataclass(frozen=True)
-class SlowSubject:
-    """A subject whose first seed hangs."""
+class OneCase:
+    """A subject of one case."""
 
     seed: int
 
@@ -107,18 +108,21 @@ class SlowSubject:
         return [Case("static", self.seed, 0, "python", "abacus", {})]
 
 
-def hang_at_first(case: Case, _: SlowSubject) -> CaseResult:
+def hang_or_die(case: Case, _: OneCase) -> CaseResult:
     if case.seed == 1:
         time.sleep(600)
+    if case.seed == 2:
+        os._exit(3)
     return CaseResult(1)
 
 
-def test_a_case_that_hangs_is_reported_with_its_stacks() -> None:
-    outcomes = [result for _, result in run_seeds(Task(SlowSubject, hang_at_first, limit=1), 1, 2, 1, 600)]
-    assert "no result after 1 s" in outcomes[0].text and "in hang_at_first" in outcomes[0].text
-    assert outcomes[1] == CaseResult(1)
+def test_the_run_goes_on_after_a_case_that_hangs_and_one_whose_process_dies() -> None:
+    outcomes = [result for _, result in run_seeds(Task(OneCase, hang_or_die, limit=1), 1, 3, 1, 600)]
+    assert "no result after 1 s" in outcomes[0].text and "in hang_or_die" in outcomes[0].text
+    assert outcomes[1:] == [Failure("the process ended with status 3"), CaseResult(1)]
 
 
+@pytest.mark.long
 def test_the_run_goes_on_after_a_process_that_dies() -> None:
     outcomes = fuzz(first=1, count=2, jobs=1, seconds=600, kinds=["static"])
     first, _ = next(outcomes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxwrap.errors import OptionError
-from fxwrap.runtime.cache_folder import BUILDING, cache_folders, read_cache_file, remove_path
+from fxwrap.runtime.cache_folder import BUILDING, UNFINISHED_ENTRIES, cache_folders, read_cache_file, remove_path
 
 log = logging.getLogger("fxwrap.cache")
 
@@ -112,7 +112,7 @@ def _items(folder: Path) -> Iterator[_CacheItem]:
 
 
 def _stale_paths(folder: Path, now: float) -> Iterator[Path]:
-    for kind in ("", *EVICTABLE_FOLDERS, "kernels", "tuning"):
+    for kind in ("", *EVICTABLE_FOLDERS, "kernels", "tuning", UNFINISHED_ENTRIES):
         for entry in _entries(folder / kind):
             if entry.name.startswith(BUILDING) or entry.name.endswith(".tmp"):
                 with suppress(OSError):

@@ -34,6 +34,9 @@ FOLDER_ENV = "FXWRAP_CACHE_DIR"
 BUILDING = "building-"
 """The prefix of unfinished folders."""
 
+UNFINISHED_ENTRIES = "unfinished"
+"""The folder of unfinished entries: those of one entry are listed before it is built, and other folders are large."""
+
 HASH_TABLE = "files.json"
 """The file with an entry's name, and the sizes and hashes of its compiled code."""
 
@@ -271,9 +274,10 @@ def _build_entry(root: Path, name: str, build: Callable[[Path], None]) -> Path:
     with file_lock(root, folder.name):
         if is_intact(folder):
             return folder
-        for leftover in folder.parent.glob(f"{BUILDING}{folder.name}-*"):  # of a killed process, which had the lock
+        unfinished, prefix = _make_folder(root, UNFINISHED_ENTRIES), f"{BUILDING}{folder.name}-"
+        for leftover in unfinished.glob(f"{prefix}*"):  # of a killed process, which had the lock
             shutil.rmtree(leftover, ignore_errors=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{folder.name}-", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=unfinished))
         try:
             build(temporary)
             seal_entry(temporary, folder.name)

@@ -95,12 +95,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
-def test_help_has_examples() -> None:
-    environment = {**os.environ, "COLUMNS": "100"}
-    command = [sys.executable, "-m", "fxwrap", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    output = capsys.readouterr().out
     for text in ("MODULE:NAME", "FILE.pt2", "examples:", "python -m fxwrap compare", "exit codes:"):
-        assert text in done.stdout
+        assert text in output
 
 
 @pytest.mark.parametrize("command", ["show", "emit", "compare"])
@@ -501,9 +503,6 @@ def test_a_build_writes_one_of_its_forms(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m fxwrap passes | head -n 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 1)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "fxwrap", "passes"], stdout=writer, stderr=subprocess.PIPE, text=True)

@@ -48,6 +48,7 @@ def bisect(emitter: str, *, training: bool = False, dynamic: bool = False, **key
     return fxwrap.bisect(chain, tensors(training), options=options, training=training, dynamic=dynamic, **keywords)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("emitter", "training", "dynamic"), [("cpp", False, False), ("python", True, True)])
 @pytest.mark.parametrize("part", BUGS)
 def test_a_bug_is_found(part: str, emitter: str, training: bool, dynamic: bool, patch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +20,8 @@ from fxwrap.lowering import RULES
 from fxwrap.options import Options
 from tests.debugging.test_bisection import chain, tensors
 from tests.support import seeded_bugs
+from tests.support.child_processes import run_python
 from tests.support.seeded_bugs import BUGS
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -43,8 +40,7 @@ def run_clean(path: Path, bug: str = "") -> subprocess.CompletedProcess[str]:
         f"BUGS.get({bug!r}, lambda patch: None)(pytest.MonkeyPatch())\n"
         f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    return run_python(["-c", code], timeout=300)
 
 
 def fail_to_lower(patch: pytest.MonkeyPatch) -> None:

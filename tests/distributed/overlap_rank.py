@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.compile import emit
 from fxwrap.compile.backend import make_backend
 from fxwrap.errors import RankError
 from fxwrap.fused_communication import CommunicationFusion
@@ -25,7 +26,7 @@ from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 from tests.distributed.processes import run_checks
 from tests.distributed.random_programs import RandomProgram
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
-from tests.support.long_form import sample_size
+from tests.support.long_form import LONG, sample_size
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
 C10D = torch.ops._c10d_functional
@@ -35,23 +36,26 @@ OVERLAPPED = Options(compile_cache=False, fuse=False)
 
 
 class SameBits:
-    """A compiled graph that each call runs with and without buckets and overlap, and compares bit for bit."""
+    """A compiled graph that each call runs without buckets and overlap, with them, and with memory pools, and compares
+    bit for bit."""
 
-    programs: ClassVar[list[tuple[Program, Program]]] = []
-    """The programs without and with them, of all graphs."""
+    programs: ClassVar[list[list[Program]]] = []
+    """The programs of each graph, in this order."""
 
     def __init__(self, graph: Any, inputs: Any, *, options: Options, **arguments: Any) -> None:
-        self.compiled = [fxwrap.compile_graph(graph, inputs, options=item, **arguments) for item in (PLAIN, options)]
+        variants = (PLAIN, options, options.replace(memory_planning="auto"))
+        self.compiled = [fxwrap.compile_graph(graph, inputs, options=item, **arguments) for item in variants]
         self.program = self.compiled[1].program
-        self.programs.append((self.compiled[0].program, self.program))
+        self.programs.append([item.program for item in self.compiled])
 
     def boxed(self, inputs: list[Any]) -> Any:
-        copies = [item.clone() if isinstance(item, Tensor) else item for item in inputs]
-        expected = self.compiled[0].boxed(copies)
-        outputs = self.compiled[1].boxed(inputs)
-        for one, other in zip(outputs, expected, strict=True):
-            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        return outputs
+        copies = [[item.clone() if isinstance(item, Tensor) else item for item in inputs] for _ in self.compiled]
+        expected, *others = [item.boxed(copied) for item, copied in zip(self.compiled, copies, strict=True)]
+        inputs.clear()
+        for outputs in others:
+            for one, other in zip(outputs, expected, strict=True):
+                assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        return expected
 
 
 def starts(program: Program) -> int:
@@ -59,15 +63,16 @@ def starts(program: Program) -> int:
     return sum(isinstance(line, StartCollective) for line in program.lines())
 
 
-def check_fsdp(rank: int, options: Options = OVERLAPPED) -> None:
+def check_fsdp(rank: int) -> None:
     """A model of 12 blocks: at least 5 times fewer collectives, and the same bits."""
-    model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(12)]), init_mesh())
+    blocks = 12 if LONG else 6
+    model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(blocks)]), init_mesh())
     SameBits.programs.clear()
-    compiled = torch.compile(model, backend=make_backend(options, SameBits), fullgraph=True)
+    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBits), fullgraph=True)
     compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
-    assert [starts(before) for before, _ in SameBits.programs] == [72, 72]
-    for _, after in SameBits.programs:
-        assert 1 <= starts(after) <= 72 // 5, starts(after)
+    assert [starts(before) for before, *_ in SameBits.programs] == [6 * blocks, 6 * blocks]
+    for _, *after in SameBits.programs:
+        assert all(1 <= starts(program) <= 6 * blocks // 5 for program in after), [*map(starts, after)]
 
 
 def reduced(reduction: str, *sizes: int) -> GraphModule:
@@ -176,19 +181,16 @@ def check_point_to_point(rank: int) -> None:
     }
     for function, wanted in expected.items():
         graph = make_fx(lambda x: function(rank, x), tracing_mode="fake")(x)  # noqa: B023
-        for emitter in EMITTERS:
-            for fuse, planning in ((False, "auto"), (True, "reuse")):
-                options = Options(emitter=emitter, fuse=fuse, memory_planning=planning, compile_cache=False)
-                compiled = fxwrap.compile_graph(graph, (x,), options=options)
-                assert not any(
-                    isinstance(line, ExternCall) and "_c10d" in line.target for line in compiled.program.lines()
-                )
-                assert fxwrap.parse(str(compiled.program)) == compiled.program
-                outputs = [compiled(x)]
-                if emitter == "fx":
-                    outputs.append(fxwrap.run(fxwrap.verify(fxwrap.from_fx(compiled.graph_module)), [x]))
-                for output in outputs:
-                    torch.testing.assert_close(list(output), list(wanted), msg=lambda text: f"{function}: {text}")  # noqa: B023
+        for fuse, planning in ((False, "auto"), (True, "reuse")):
+            options = Options(emitter="fx", fuse=fuse, memory_planning=planning, compile_cache=False)
+            compiled = fxwrap.compile_graph(graph, (x,), options=options)
+            program, fakes = compiled.program, compiled.fake_inputs
+            assert not any(isinstance(line, ExternCall) and "_c10d" in line.target for line in program.lines())
+            assert fxwrap.parse(str(program)) == program
+            outputs = [compiled(x), fxwrap.run(fxwrap.verify(fxwrap.from_fx(compiled.graph_module)), [x])]
+            outputs += [emit(program, name, fakes).boxed([x]) for name in EMITTERS if name != "fx"]
+            for output in outputs:
+                torch.testing.assert_close(list(output), list(wanted), msg=lambda text: f"{function}: {text}")  # noqa: B023
 
 
 def sequence_parallel(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
@@ -211,11 +213,12 @@ def check_fused_communication(rank: int) -> None:
     fusion = CommunicationFusion(decline=supported)
     assert len(fusion.fuse(graph).fused) == 4
     with operators_on_cpu():
+        options = Options(compile_cache=False, passes=[fusion])
+        compiled = fxwrap.compile_graph(graph, inputs, options=options)
+        assert starts(compiled.program) == 0
         for emitter in EMITTERS:
-            options = Options(emitter=emitter, compile_cache=False, passes=[fusion])
-            compiled = fxwrap.compile_graph(graph, inputs, options=options)
-            assert starts(compiled.program) == 0
-            torch.testing.assert_close(list(compiled(*inputs)), list(expected))
+            outputs = emit(compiled.program, emitter, compiled.fake_inputs).boxed([*inputs])
+            torch.testing.assert_close(list(outputs), list(expected))
 
 
 def sharded(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, ...]:
@@ -238,22 +241,18 @@ def check_pooled_buckets(device: torch.device) -> None:
     x = torch.randn(16, 8, generator=generator, device=device)
     graph = make_fx(lambda *inputs: sharded(inputs[:-1], inputs[-1]), tracing_mode="fake")(*weights, x)
     expected = fxwrap.compile_graph(graph, (*weights, x), options=PLAIN)(*weights, x)
+    compiled = fxwrap.compile_graph(graph, (*weights, x), options=OVERLAPPED.replace(memory_planning="auto"))
+    program = compiled.program
+    slices = {line.result.name for line in program.lines() if isinstance(line, PoolSlice)}
+    collectives = [line for line in program.lines() if isinstance(line, StartCollective)]
+    operators = [line.operator for line in collectives]
+    assert "fxwrap.all_gather_into_tensors.default" in operators, program
+    assert "fxwrap.reduce_scatter_into_tensors.default" in operators, program
+    assert slices.intersection([value.name for line in collectives for value in line.writes]), program
     for emitter in EMITTERS:
-        options = OVERLAPPED.replace(emitter=emitter, memory_planning="auto")
-        compiled = fxwrap.compile_graph(graph, (*weights, x), options=options)
-        slices = {line.result.name for line in compiled.program.lines() if isinstance(line, PoolSlice)}
-        operators = [line.operator for line in compiled.program.lines() if isinstance(line, StartCollective)]
-        written = [
-            value.name
-            for line in compiled.program.lines()
-            if isinstance(line, StartCollective)
-            for value in line.writes
-        ]
-        assert "fxwrap.all_gather_into_tensors.default" in operators, compiled.program
-        assert "fxwrap.reduce_scatter_into_tensors.default" in operators, compiled.program
-        assert slices.intersection(written), compiled.program
+        emitted = emit(program, emitter, compiled.fake_inputs)
         for _ in range(3):
-            for one, other in zip(compiled(*weights, x), expected, strict=True):
+            for one, other in zip(emitted.boxed([*weights, x]), expected, strict=True):
                 assert torch.equal(one, other), emitter
 
 
@@ -315,7 +314,6 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "pooled_buckets": lambda rank: check_pooled_buckets(torch.device("cpu")),
     "waits_in_a_pool": check_waits_in_a_pool,
     "captures": check_captures,
-    "pooled_fsdp": lambda rank: check_fsdp(rank, OVERLAPPED.replace(memory_planning="auto")),
     "random": lambda rank: check_random(rank, sample_size(30)),
 }
 

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxwrap
 from tests.distributed.cases import Mlp, simple_fsdp
+from tests.support.long_form import LONG
 
 Compile = Callable[[Any], Any]
 """Returns a function or module compiled, or as it is."""
@@ -43,12 +44,16 @@ BATCHES = (4, 6, 8)
 """Batch sizes of three steps: the second one makes Dynamo compile for symbolic sizes."""
 
 
+BLOCKS = 4 if LONG else 2
+"""Blocks of each model; with two there are groups, and a next block to prefetch."""
+
+
 class Blocks(nn.Module):
-    """Four blocks in sequence."""
+    """Blocks in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Mlp() for _ in range(4)])
+        self.blocks = nn.ModuleList([Mlp() for _ in range(BLOCKS)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -130,7 +135,7 @@ def fsdp_model(blocks: int, reshard: bool = True, mixed: bool = False) -> nn.Mod
     if policy is not None:
         options["mp_policy"] = policy
     model = Blocks()
-    for first in range(0, 4 if blocks else 0, blocks or 1):
+    for first in range(0, BLOCKS if blocks else 0, blocks or 1):
         group = list(model.blocks[first : first + blocks])
         fully_shard(group if blocks > 1 else group[0], **options)
     fully_shard(model, **options)
@@ -175,7 +180,7 @@ def _parallel_plan(sequence: bool) -> dict[str, Any]:
             "up": ColwiseParallel(input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1)),
         }
-    return {f"blocks.{number}.{name}": style for number in range(4) for name, style in plan.items()}
+    return {f"blocks.{number}.{name}": style for number in range(BLOCKS) for name, style in plan.items()}
 
 
 def tensor_parallel(compile_: Compile, sequence: bool) -> list[Tensor]:

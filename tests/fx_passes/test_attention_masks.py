@@ -173,6 +173,7 @@ def test_mask_rewrites(mask: Mask) -> None:
     assert (call.kwargs["attn_mask"] is None) == (expected in ("causal", "all_true"))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
 def test_results_match_eager(mask: Mask, training: bool, fresh_dynamo: None) -> None:

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("emitter", "form"), FORMS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)

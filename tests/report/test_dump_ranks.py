@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fxwrap
+from tests.support.child_processes import child_environment, run_python
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, fxwrap
@@ -25,10 +24,11 @@ dist.destroy_process_group()
 
 def test_ranks_of_a_job_share_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "dumps"
-    environment = {**os.environ, "FXWRAP_DUMP": str(folder)}
-    command = [sys.executable, "-c", SCRIPT]
-    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment) for rank in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
+    environment = child_environment(FXWRAP_DUMP=str(folder))
+    with ThreadPoolExecutor(2) as pool:
+        commands = [["-c", SCRIPT, rank, tmp_path / "store"] for rank in range(2)]
+        for done in pool.map(lambda command: run_python(command, environment), commands):
+            assert done.returncode == 0, done.stderr
     for path in folder.iterdir():
         program = fxwrap.parse((path / "program.txt").read_text())
         assert fxwrap.verify(program).name == "inference"

@@ -90,7 +90,7 @@ def test_a_damaged_bridge_is_built_again(name: str, damage: Callable[[Path], Non
     built = build_bridge()
     assert built.seconds > 0 and build_bridge().seconds == 0
     assert {path.name: path.read_bytes() for path in built.folder.iterdir()} == whole
-    assert [path for path in folder.iterdir() if path.name.startswith(cache.BUILDING)] == []
+    assert list(folder.rglob(f"{cache.BUILDING}*")) == []
 
 
 def test_a_process_with_a_damaged_bridge_runs(folder: Path) -> None:
@@ -150,12 +150,12 @@ def test_an_index_file_names_nothing_outside_the_cache(folder: Path, tmp_path: P
 
 def test_leftovers_of_a_killed_build_are_removed_by_the_next(folder: Path) -> None:
     library = compile_cpp(DOUBLE, name="double")
-    leftover = folder / "programs" / f"{cache.BUILDING}{library.parent.name}-killed"
+    leftover = folder / cache.UNFINISHED_ENTRIES / f"{cache.BUILDING}{library.parent.name}-killed"
     leftover.mkdir()
     (leftover / "object.o").touch()
     shutil.rmtree(library.parent)
     assert compile_cpp(DOUBLE, name="double") == library
-    assert list((folder / "programs").iterdir()) == [library.parent]
+    assert list((folder / "programs").iterdir()) == [library.parent] and not list(leftover.parent.iterdir())
 
 
 # --- other users ----------------------------------------------------------------------------------------------------

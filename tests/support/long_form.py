@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,6 +20,23 @@ def sample_size(count: int, part: int = 3) -> int:
 def sampled(items: Sequence[T], turn: int, part: int = 3) -> Sequence[T]:
     """Returns all items in the long form, else one in `part`: others for the next turn, so that cases share them."""
     return items if LONG else items[turn % part :: part]
+
+
+def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+    """Returns positions of combinations of parameters in which each value of each parameter occurs, few of them.
+
+    Combinations with the most values that no earlier one has come first: of a product of lists, as many remain as the
+    longest list has values.
+    """
+    values = [frozenset(case.items()) for case in cases]
+    chosen: list[int] = []
+    seen: set[tuple[str, Hashable]] = set()
+    for gain in range(max(map(len, values), default=0), 0, -1):
+        for position, items in enumerate(values):
+            if len(items - seen) >= gain:
+                chosen.append(position)
+                seen |= items
+    return sorted(chosen)
 
 
 def long_only(*values: Any) -> Any:

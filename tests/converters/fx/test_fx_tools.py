@@ -124,6 +124,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "tool"), CASES)
 @torch.no_grad()
 def test_fx_tools_preserve_outputs(name: str, tool: str) -> None:
@@ -164,6 +165,7 @@ def _prepare(captured: CapturedGraph) -> Prepared:
     return Prepared(program, inputs, list(fxwrap.run(program, inputs_after)), inputs_after)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]
 )
@@ -271,6 +273,7 @@ MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("language", LANGUAGES)
 @torch.no_grad()

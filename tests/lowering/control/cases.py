@@ -47,7 +47,8 @@ class Case:
     """A function and the inputs, one tuple a call, that are to reach all of it: both branches, no round at all.
 
     All calls are compiled together. `training` also compares gradients, `dynamic` is as for `torch.compile`. Where
-    torch refuses the function itself, what is checked is that its own error is what the user sees.
+    torch refuses the function itself, what is checked is that its own error is what the user sees. Only the long form
+    runs a case that is `long`: others have all of it.
     """
 
     function: Callable[..., Any]
@@ -55,6 +56,7 @@ class Case:
     training: bool = False
     dynamic: bool = False
     rejection: TorchRejection | None = None
+    long: bool = False
 
     def check(self, device: str) -> None:
         """Compares every emitter with eager, on inputs moved to a device."""
@@ -105,12 +107,13 @@ class Cases(dict[str, Case]):
         training: bool = False,
         dynamic: bool = False,
         rejection: TorchRejection | None = None,
+        long: bool = False,
     ) -> Callable[..., Any]:
         """Returns a decorator that adds a function, or a class of modules, with these inputs."""
 
         def decorate(function: Any) -> Any:
             called = function().eval() if isinstance(function, type) else function
-            self[function.__name__] = Case(called, inputs, training, dynamic, rejection)
+            self[function.__name__] = Case(called, inputs, training, dynamic, rejection, long)
             return function
 
         return decorate
@@ -118,4 +121,5 @@ class Cases(dict[str, Case]):
     @property
     def parameters(self) -> list[Any]:
         """The cases as parameters of a test."""
-        return [pytest.param(case, id=name) for name, case in self.items()]
+        marks = {True: [pytest.mark.long], False: []}
+        return [pytest.param(case, id=name, marks=marks[case.long]) for name, case in self.items()]

@@ -16,12 +16,12 @@ WEIGHTS = random(8, 8, gradient=True)
 BOTH = ((POSITIVE,), (NEGATIVE,))
 
 
-@CASES.add(*BOTH)
+@CASES.add(*BOTH, long=True)
 def pointwise(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda x: x.sin() + 1, lambda x: x.cos() * 2, (x * 2,)) * 3
 
 
-@CASES.add((POSITIVE, WEIGHTS), (NEGATIVE, WEIGHTS), training=True)
+@CASES.add((POSITIVE, WEIGHTS), (NEGATIVE, WEIGHTS), training=True, long=True)
 def closure_over_inputs_and_intermediates(x: Tensor, w: Tensor) -> Tensor:
     y = x + 1
     return torch.cond(x.sum() > 0, lambda a: (a @ w).sin() + y, lambda a: a.cos() * 2, (x,))
@@ -54,7 +54,7 @@ def constants_created_inside(x: Tensor) -> Tensor:
     )
 
 
-@CASES.add(*BOTH, dynamic=True)
+@CASES.add(*BOTH, dynamic=True, long=True)
 def numbers_as_operands(x: Tensor) -> Tensor:
     count = x.shape[0]
     return torch.cond(x.sum() > 0, lambda a: a * count, lambda a: a + count + a.shape[1], (x,))
@@ -82,7 +82,7 @@ def a_predicate_that_is_an_input(x: Tensor, flag: Tensor) -> Tensor:
     return torch.cond(flag, lambda a: a * 2, lambda a: a + 1, (x,))
 
 
-@CASES.add(*BOTH)
+@CASES.add(*BOTH, long=True)
 def branches_with_different_sizes(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, lambda a: a[:2].clone(), lambda a: a * 2, (x,)).sin() * 2
 
@@ -112,7 +112,7 @@ def one_result_twice_and_an_operand(x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, then, lambda a: (a.clone(), a * 2, a * 3), (x,))
 
 
-@CASES.add((POSITIVE,), (NEGATIVE,), (POSITIVE / 1000,))
+@CASES.add((POSITIVE,), (NEGATIVE,), (POSITIVE / 1000,), long=True)
 def nested(x: Tensor) -> Tensor:
     def then(a: Tensor) -> Tensor:
         return torch.cond(a.sum() > 3, lambda b: b + 1, lambda b: b * torch.tensor([2.0], device=b.device), (a,))

@@ -22,7 +22,7 @@ def counter(x: Tensor, start: int = 0) -> Tensor:
     return torch.full((), start, dtype=torch.int64, device=x.device)
 
 
-@CASES.add((START,))
+@CASES.add((START,), long=True)
 def a_tensor_counts(x: Tensor) -> Any:
     return while_loop(lambda i, a: i < 5, lambda i, a: (i + 1, a.sin() * 2), (counter(x), x * 2))
 
@@ -32,7 +32,7 @@ def zero_iterations_for_some_inputs(x: Tensor, end: Tensor) -> Any:
     return while_loop(lambda i, a: i < end, lambda i, a: (i + 1, a.cos()), (counter(x), x))
 
 
-@CASES.add((START,))
+@CASES.add((START,), long=True)
 def a_number_counts(x: Tensor) -> Any:
     return while_loop(lambda i, a: i < 5, lambda i, a: (i + 1, a.sin() * i), (0, x))
 
@@ -101,7 +101,7 @@ def random_numbers_in_each_round(x: Tensor) -> Any:
     return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a + torch.rand_like(a)), (counter(x), x))[1]
 
 
-@CASES.add((random(8, 8, gradient=True),), training=True)
+@CASES.add((random(8, 8, gradient=True),), training=True, long=True)
 def training(w: Tensor) -> Tensor:
     return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a.sin() * 2), (counter(w), w))[1]
 

@@ -28,7 +28,7 @@ def _tanh(carried: Tensor, row: Tensor) -> Any:
     return new, new * 2
 
 
-@CASES.add((ROWS,), (ROWS[:1],))
+@CASES.add((ROWS,), (ROWS[:1],), long=True)
 def over_rows(x: Tensor) -> Any:
     return scan(_tanh, x.new_zeros(8), x)
 
@@ -56,7 +56,7 @@ def with_symbols_and_closures(x: Tensor, w: Tensor) -> Any:
     return scan(combine, x.new_zeros(8), x)
 
 
-@CASES.add((ROWS, WEIGHTS), training=True, rejection=SOME_WITHOUT_GRADIENT)
+@CASES.add((ROWS, WEIGHTS), training=True, rejection=SOME_WITHOUT_GRADIENT, long=True)
 def scan_in_training(x: Tensor, w: Tensor) -> Any:
     def combine(carried: Tensor, row: Tensor) -> Any:
         new = (carried @ w + row).tanh()
@@ -83,7 +83,7 @@ def a_cond_in_a_while_in_a_scan(x: Tensor, end: Tensor) -> Any:
     return scan(combine, x.new_zeros(8), x)
 
 
-@CASES.add((ROWS, WEIGHTS.detach()), (ROWS[:1], WEIGHTS.detach()))
+@CASES.add((ROWS, WEIGHTS.detach()), (ROWS[:1], WEIGHTS.detach()), long=True)
 def map_rows(x: Tensor, w: Tensor) -> Any:
     return map_over(lambda row, w: (row * w[0] + row.shape[0]).sin(), x, w)
 
@@ -99,7 +99,7 @@ def map_trees_with_symbols(x: Tensor) -> Any:
     return map_over(lambda rows: (rows[0] + rows[1].sum(), (rows[0] * rows[1] * count, rows[1].sum())), (x * 2, other))
 
 
-@CASES.add((ROWS,))
+@CASES.add((ROWS,), long=True)
 def generic_associative_scans_of_reversed_trees(x: Tensor) -> Any:
     def combine(a: Any, b: Any) -> Any:
         return a[0] * b[0], a[1] * b[0] + b[1]
@@ -125,7 +125,7 @@ def pointwise_associative_scans_of_any_length(x: Tensor) -> Any:
     return sums, products[1] * 2, _pointwise_scan(lambda a, b: [torch.where(a > b, a, b * 0.5 + 1)], x.t())
 
 
-@CASES.add((ROWS,), dynamic=True)
+@CASES.add((ROWS,), dynamic=True, long=True)
 def pointwise_associative_scans_with_symbols(x: Tensor) -> Any:
     products = _pointwise_scan(lambda a, b, c, d: [a * c, b * c + d], x.sin(), x * 2)
     (largest,) = _pointwise_scan(lambda a, b: [torch.maximum(a, b)], x.t())
