@@ -36,26 +36,33 @@ OVERLAPPED = Options(compile_cache=False, fuse=False)
 
 
 class SameBits:
-    """A compiled graph that each call runs without buckets and overlap, with them, and with memory pools, and compares
-    bit for bit."""
+    """A compiled graph that each call runs with and without buckets and overlap, and compares bit for bit."""
 
     programs: ClassVar[list[list[Program]]] = []
-    """The programs of each graph, in this order."""
+    """The programs of each graph: without them, with them, and of `others`."""
+    others: ClassVar[Mapping[str, Any]] = {}
+    """Other options of one more program of each graph, if any."""
 
     def __init__(self, graph: Any, inputs: Any, *, options: Options, **arguments: Any) -> None:
-        variants = (PLAIN, options, options.replace(memory_planning="auto"))
+        variants = [PLAIN, options, *([options.replace(**self.others)] if self.others else [])]
         self.compiled = [fxwrap.compile_graph(graph, inputs, options=item, **arguments) for item in variants]
         self.program = self.compiled[1].program
         self.programs.append([item.program for item in self.compiled])
 
     def boxed(self, inputs: list[Any]) -> Any:
         copies = [[item.clone() if isinstance(item, Tensor) else item for item in inputs] for _ in self.compiled]
-        expected, *others = [item.boxed(copied) for item, copied in zip(self.compiled, copies, strict=True)]
-        inputs.clear()
-        for outputs in others:
-            for one, other in zip(outputs, expected, strict=True):
+        expected = self.compiled[0].boxed(copies[0])
+        outputs = self.compiled[1].boxed(inputs)
+        for actual in (outputs, *[item.boxed(copied) for item, copied in zip(self.compiled[2:], copies[2:])]):
+            for one, other in zip(actual, expected, strict=True):
                 assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        return expected
+        return outputs
+
+
+class SameBitsInPools(SameBits):
+    """Also with memory pools."""
+
+    others: ClassVar[Mapping[str, Any]] = {"memory_planning": "auto"}
 
 
 def starts(program: Program) -> int:
@@ -68,7 +75,7 @@ def check_fsdp(rank: int) -> None:
     blocks = 12 if LONG else 6
     model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(blocks)]), init_mesh())
     SameBits.programs.clear()
-    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBits), fullgraph=True)
+    compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBitsInPools), fullgraph=True)
     compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
     assert [starts(before) for before, *_ in SameBits.programs] == [6 * blocks, 6 * blocks]
     for _, *after in SameBits.programs:

@@ -11,12 +11,13 @@ from typing import Any
 
 SCRIPT = """
 import torch, fxwrap
-compiled = torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options={"fuse": False})
+options = {"fuse": False, "emitter": "python"}  # nothing is compiled to machine code, the bridge neither
+compiled = torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options=options)
 compiled(torch.randn(2, 4)).sum().backward()
 torch.compiler.reset()
-torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options={"fuse": False})(torch.randn(2, 4))
+torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options=options)(torch.randn(2, 4))
 graph = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
-fxwrap.compile_graph(graph, options=fxwrap.Options(fuse=False), name="two words/caf\\udce9")
+fxwrap.compile_graph(graph, options=fxwrap.Options(**options), name="two words/caf\\udce9")
 """
 
 
