@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -52,16 +52,11 @@ def build_runtime() -> Path:
     as `build_bridge`.
     """
     bridge, packaged = build_bridge().folder, find_packaged_entry(_packaged_runtime(), (RUNTIME_LIBRARY,))
-    compiler = find_compiler() if packaged is None else None
-    origin = str(packaged) if compiler is None else native_entry_key(compiler)
-    key = native_digest(origin, str(bridge), str(binary_target()), _torch_folder(), _sources_digest())
+    library = _build_library() if packaged is None else packaged / RUNTIME_LIBRARY
+    key = native_digest(str(library), str(bridge), str(binary_target()), _torch_folder(), _sources_digest())
 
     def build(folder: Path) -> None:
-        if compiler is None:
-            assert packaged is not None
-            shutil.copyfile(packaged / RUNTIME_LIBRARY, folder / RUNTIME_LIBRARY)
-        else:
-            _compile(compiler, folder)
+        shutil.copyfile(library, folder / RUNTIME_LIBRARY)
         shutil.copyfile(bridge / BRIDGE_LIBRARIES[0], folder / BRIDGE_LIBRARIES[0])
         shutil.copytree(_INCLUDE_FOLDER, folder / "include")
         write_runtime_target(folder)
@@ -72,8 +67,8 @@ def build_runtime() -> Path:
 
 def package_runtime(target: Path) -> Path:
     """Compiles the library of a wheel into a folder of `target`, and returns that; see `package_bridge`."""
-    compiler = find_compiler()
-    return package_entry(target, _packaged_runtime(), lambda folder: _compile(compiler, folder))
+    library = _build_library()
+    return package_entry(target, _packaged_runtime(), lambda folder: shutil.copy(library, folder))
 
 
 def cmake_prefix_path() -> str:
@@ -111,6 +106,13 @@ def write_runtime_target(folder: Path) -> None:
     target = binary_target()
     lines = [*[str(target[name]) for name in ("interface", "machine")], f"{_torch_folder()}/lib"]
     (folder / RUNTIME_TARGET).write_text("".join([f"{line}\n" for line in lines]), encoding="utf-8")
+
+
+def _build_library() -> Path:
+    """Returns the library, which depends on no bridge, from the cache or compiled now."""
+    compiler = find_compiler()
+    name = f"runtime-library-{native_entry_key(compiler, _sources_digest())}"
+    return cache_folder.find_or_build_entry(name, partial(_compile, compiler)) / RUNTIME_LIBRARY
 
 
 def _compile(compiler: Compiler, folder: Path) -> None:

@@ -36,7 +36,7 @@ def a_matmul_and_a_softmax(x: Tensor, w: Tensor) -> Any:
     return (torch.softmax(x @ w, -1) * x.shape[0]).sum(0)
 
 
-@CASES.add((GRADIENT,), training=True, dynamic=True)
+@CASES.add((GRADIENT,), training=True, dynamic=True, long=True)
 def the_backward_receives_half_a_size(x: Tensor) -> Any:
     return torch.cat([x[:, : x.shape[1] // 2], x * 2], 1).relu()
 
@@ -46,12 +46,12 @@ def the_backward_receives_a_product_of_sizes(x: Tensor) -> Any:
     return (x.view(-1, x.shape[2]).t()[1:] * 2).exp()
 
 
-@CASES.add((GRADIENT,), training=True, dynamic=True)
+@CASES.add((GRADIENT,), training=True, dynamic=True, long=True)
 def a_size_and_a_constant(x: Tensor) -> Any:
     return nn.functional.pad(x, (0, 448))[:, 1:].sin()
 
 
-@CASES.add((GRADIENT,), training=True, dynamic=True)
+@CASES.add((GRADIENT,), training=True, dynamic=True, long=True)
 def rows_are_normalised(x: Tensor) -> Any:
     return nn.functional.gelu(nn.functional.layer_norm(x, (x.shape[-1],)))
 

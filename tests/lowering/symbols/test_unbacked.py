@@ -89,7 +89,7 @@ def selected_rows_and_indices(x: Tensor) -> Any:
     return torch.softmax(rows, -1), rows.sum(0), rows.shape[0], torch.nonzero(x > 0) * 2 + 1
 
 
-@CASES.add((X,), dynamic=True)
+@CASES.add((X,), dynamic=True, long=True)
 def selected_elements(x: Tensor) -> Any:
     return torch.masked_select(x, x > 0).exp() + 1, (x[x > 0] * 2).relu().sum() + x.shape[0]
 
@@ -100,7 +100,7 @@ def distinct_numbers(x: Tensor) -> Any:
     return values + 1, positions, counts, torch.unique(x).sum()
 
 
-@CASES.add((torch.randint(0, 2, (10, 2), generator=torch.Generator().manual_seed(0)),))
+@CASES.add((torch.randint(0, 2, (10, 2), generator=torch.Generator().manual_seed(0)),), long=True)
 def distinct_rows(x: Tensor) -> Any:
     return torch.unique(x, dim=0, return_counts=True), torch.unique_consecutive(x[:, 0], return_counts=True)
 
@@ -132,7 +132,7 @@ def gradients_of_selected_elements(x: Tensor) -> Any:
     return torch.masked_select(x, x > 0).sin() * 3, (x[x.sum(1) > 0] * 2).exp()
 
 
-@CASES.add((random(4, 6, gradient=True), NUMBERS), training=True)
+@CASES.add((random(4, 6, gradient=True), NUMBERS), training=True, long=True)
 def gradients_of_repeated_rows(x: Tensor, repeats: Tensor) -> Any:
     return torch.repeat_interleave(x, repeats, 0).sin()
 
@@ -159,7 +159,7 @@ def views_at_numbers_of_any_sign(x: Tensor, n: Tensor) -> Any:
     return x[n.item()], x[n.item()] * 2, x.t().select(1, n.item())[1:] + 1
 
 
-@CASES.add((random(9, 4), THREE, torch.tensor(7)), (random(9, 4), torch.tensor(-20), torch.tensor(20)))
+@CASES.add((random(9, 4), THREE, torch.tensor(7)), (random(9, 4), torch.tensor(-20), torch.tensor(20)), long=True)
 def a_slice_between_numbers_of_any_sign(x: Tensor, a: Tensor, b: Tensor) -> Any:
     return x[a.item() : b.item()] * 2
 
@@ -207,7 +207,7 @@ def numbers_choose(x: Tensor, f: Tensor, g: Tensor) -> Any:
     return torch.where(x > 0, high, x), torch.where(x > low, high, low), x.clamp(low, high)
 
 
-@CASES.add((random(4), TRUE), (random(4), torch.tensor(False)))
+@CASES.add((random(4), TRUE), (random(4), torch.tensor(False)), long=True)
 def one_of_two_numbers(x: Tensor, b: Tensor) -> Any:
     number = torch.sym_ite(b.item(), 2, 3)
     return x * number, number, torch.ones(number) + 1
