@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxwrap.errors import NativeBuildError
-from fxwrap.runtime.cache_folder import cache_folder
+from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
 from fxwrap.runtime.native import NativeSource, build_bridge, compile_cpp, load_program
 from fxwrap.runtime.native import compiler as driver
 from tests.runtime.native.native_programs import names, source
@@ -25,7 +25,7 @@ DOUBLE = source(
 
 
 def program_files() -> set[Path]:
-    return set((cache_folder() / "programs").rglob("*"))
+    return {path for name in ("programs", UNFINISHED_ENTRIES) for path in (cache_folder() / name).rglob("*")}
 
 
 def test_equal_sources_are_compiled_once_and_stay_readable() -> None:
@@ -104,8 +104,10 @@ def test_a_hanging_compiler_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     started = int((tmp_path / "endless.pid").read_text())
     status = Path(f"/proc/{started}/status")
     assert not status.exists() or "zombie" in status.read_text()
-    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {"locks", "units", "endless.pid"}
-    assert list((cache_folder() / "units").iterdir()) == []
+    assert {path.name for path in set(cache_folder().iterdir()) - before} <= {
+        *("locks", "units", UNFINISHED_ENTRIES, "endless.pid")
+    }
+    assert [path for name in ("units", UNFINISHED_ENTRIES) for path in (cache_folder() / name).iterdir()] == []
 
 
 def test_a_non_program_library_is_rejected(tmp_path: Path) -> None:
