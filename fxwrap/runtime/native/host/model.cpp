@@ -27,6 +27,12 @@ std::vector<std::string> texts_of(const Json& entry, const char* name) {
   return texts;
 }
 
+std::vector<int64_t> integers_of(const Json& entry, const char* name) {
+  std::vector<int64_t> integers;
+  for (const Json& item : entry.at(name).items()) integers.push_back(item.integer());
+  return integers;
+}
+
 std::vector<std::string> texts_of(const std::vector<int64_t>& numbers) {
   std::vector<std::string> texts;
   for (int64_t number : numbers) texts.push_back(std::to_string(number));
@@ -94,7 +100,8 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
   std::vector<std::string> devices;
   for (const Json& device : native->at("constant_devices").items()) devices.push_back(device.string());
   layout = read_layout(archive, devices);
-  if (int64_t(layout.size()) != program->constants.size) {
+  functions = load_functions(*native);
+  if (int64_t(layout.size()) + (functions.empty() ? 0 : 1) != program->constants.size) {
     throw archive.error(manifest_entry, "it describes other constants than the program has");
   }
   has_constants = manifest.at("constants").at("inside").boolean();
@@ -122,6 +129,20 @@ const Program& SavedProgram::load(const Json& native, const Program* linked) con
   const std::string reason = incompatibility_reason(archive.manifest().at("binaries").at("target"));
   if (!reason.empty()) throw archive.error("", reason, "Save it again on this kind of machine");
   return load_code(archive, library);
+}
+
+std::vector<ReplayedFunction> SavedProgram::load_functions(const Json& native) const {
+  std::vector<ReplayedFunction> result;
+  for (const Json& entry : native.at("functions").items()) {
+    ReplayedFunction function{entry.at("name").string(), entry.at("device").string(), &load(entry, nullptr),
+                              entry.at("max_captures").integer(), integers_of(entry, "static_operands"),
+                              integers_of(entry, "mutated_operands"), load_functions(entry)};
+    if (function.program->constants.size != (function.functions.empty() ? 0 : 1)) {
+      throw JsonError("it describes other functions than the program has");
+    }
+    result.push_back(std::move(function));
+  }
+  return result;
 }
 
 void SavedProgram::load_libraries(const FxwrapOpenOptions& options) const {
@@ -159,6 +180,12 @@ void SavedProgram::check_operators(const Json& operators) const {
 
 using fxwrap::host::ConstantSet;
 
+FxwrapModel::FxwrapModel(std::shared_ptr<const fxwrap::host::SavedProgram> saved,
+                         std::shared_ptr<const ConstantSet> constants)
+    : saved_(std::move(saved)), constants_(std::move(constants)) {
+  if (!saved_->functions.empty()) functions_ = saved_->engine->make_functions(saved_->functions);
+}
+
 std::shared_ptr<const ConstantSet> FxwrapModel::current_constants() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return constants_;
@@ -167,11 +194,11 @@ std::shared_ptr<const ConstantSet> FxwrapModel::current_constants() const {
 void FxwrapModel::run(const FxwrapRunOptions* options, FxwrapValue* inputs, int64_t input_count, FxwrapValue* outputs,
                       int64_t output_count) const {
   const std::shared_ptr<const ConstantSet> constants = current_constants();
-  if (int64_t(constants->pointers.size()) != saved_->program->constants.size) {
+  if (constants->pointers.size() != saved_->layout.size()) {
     throw fxwrap::host::missing_constants(saved_->archive.path(), saved_->layout);
   }
   saved_->engine->run(*saved_->program,
-                     {options, inputs, input_count, constants->pointers.data(), outputs, output_count});
+                     {options, inputs, input_count, constants->pointers.data(), functions_.get(), outputs, output_count});
 }
 
 void FxwrapModel::load_constants(const std::vector<fxwrap::host::NamedTensor>& tensors) {
