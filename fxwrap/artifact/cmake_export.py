@@ -42,7 +42,9 @@ def export_cmake(loaded: LoadedProgram, folder: Path) -> list[Path]:
     try:
         files = [_write(folder / name, content) for name, content in _sources(program, emitted, units).items()]
         files += [_write(folder / name, path.read_bytes()) for name, path in _runtime_files().items()]
-        save_for_linked_code(loaded.program, folder / WEIGHTS, native_entry(program, emitted, lambda _unit: ""), loaded.convention)
+        save_for_linked_code(
+            loaded.program, folder / WEIGHTS, native_entry(program, emitted, lambda _unit: ""), loaded.convention
+        )
     except OSError as error:
         remedy = "Free disk space, or choose a folder that can be written"
         reason = f"it cannot be written: {error.strerror or error}"

@@ -40,8 +40,8 @@ def host() -> Path:
 def run_host(
     path: Path, folder: Path, inputs: list[torch.Tensor], calls: int, own_stream: bool
 ) -> tuple[list[str], int]:
-    """Runs the host; returns the calls whose results differ from the first ones, and the number of operators that the last
-    call called. Results are in `folder / "out.0"` and so on."""
+    """Runs the host; returns the calls whose results differ from the first ones, and the number of operators that the
+    last call called. Results are in `folder / "out.0"` and so on."""
     words = [word for tensor in inputs for word in described(folder, tensor.cpu())]
     libraries = f"{TORCH / 'lib'}:{TORCH.parent / 'nvidia' / 'cu13' / 'lib'}"
     done = subprocess.run(

@@ -25,11 +25,13 @@ SOURCE = Path(__file__).with_name("graph_host.cpp")
 TORCH = Path(torch.__path__[0])
 NATIVE = Path(fxwrap.__path__[0]) / "runtime" / "native"
 
+
 @cache
 def host() -> Path:
     """Returns the compiled host, which is linked with the runtime, the bridge and libtorch."""
     runtime, compiler = build_runtime(), find_compiler()
-    flags = ["-std=c++20", "-O0", "-DAT_PER_OPERATOR_HEADERS", f"-I{runtime / 'include'}", f"-I{NATIVE}", "-isystem", str(TORCH / "include")]
+    includes = [f"-I{runtime / 'include'}", f"-I{NATIVE}", "-isystem", str(TORCH / "include")]
+    flags = ["-std=c++20", "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes]
     folders = [f"-L{runtime}", f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{runtime}:{TORCH / 'lib'}"]
     links = [*folders, "-lfxwrap_runtime", "-lfxwrap_bridge", "-ltorch_cpu", "-lc10", *compiler.runtime]
 
