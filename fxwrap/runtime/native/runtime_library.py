@@ -28,10 +28,12 @@ RUNTIME_TARGET = "libfxwrap_runtime.target"
 
 _SOURCE_FOLDER = Path(__file__).parent
 _INCLUDE_FOLDER = _SOURCE_FOLDER.parents[1] / "include"
+# Files that are compiled together: the standard library's headers dominate the time of most of them.
 _UNITS = (
-    *[f"host/{name}.cpp" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model", "api")],
-    *("cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
+    ("host/sha256.cpp", "host/ed25519.cpp", "host/json.cpp", "host/archive.cpp", "host/constants.cpp"),
+    ("host/code.cpp", "host/model.cpp", "host/api.cpp", "cpu/functions.cpp", "cpu/engine.cpp", "engine/checks.cpp"),
 )
+_SOURCES = tuple([name for unit in _UNITS for name in unit])
 _HEADERS = (
     *[f"host/{name}.h" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model")],
     *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
@@ -91,14 +93,14 @@ def install_runtime(prefix: Path) -> list[Path]:
 
 def project_sources() -> dict[str, Path]:
     """Returns the files that a host without fxwrap compiles, by their path in the package, on which includes depend."""
-    names = (*bridge_source_names(), *_UNITS, *_HEADERS)
+    names = (*bridge_source_names(), *_SOURCES, *_HEADERS)
     paths = [*[(_SOURCE_FOLDER / name).resolve() for name in dict.fromkeys(names)], *_INCLUDE_FOLDER.rglob("*.h*")]
     return {path.relative_to(_INCLUDE_FOLDER.parent).as_posix(): path for path in sorted(set(paths))}
 
 
 def runtime_sources() -> list[Path]:
     """Returns the source files of the runtime; their includes are relative to the folder of the native sources."""
-    return [(_SOURCE_FOLDER / name).resolve() for name in _UNITS]
+    return [(_SOURCE_FOLDER / name).resolve() for name in _SOURCES]
 
 
 def write_runtime_target(folder: Path) -> None:
@@ -110,15 +112,16 @@ def write_runtime_target(folder: Path) -> None:
 
 
 def _compile(compiler: Compiler, folder: Path) -> None:
-    def compiled(unit: str) -> str:
-        source, result = _SOURCE_FOLDER / unit, f"{unit.replace('/', '_')}.o"
+    def compiled(index: int) -> str:
+        source, result = folder / f"unit_{index}.cpp", f"unit_{index}.o"
+        source.write_text("".join([f'#include "{name}"\n' for name in _UNITS[index]]), encoding="utf-8")
         names = f"-ffile-prefix-map={_SOURCE_FOLDER}=fxwrap"
-        run_compiler(
-            [*compiler.command, *_FLAGS, names, "-I", str(_SOURCE_FOLDER), "-c", str(source), "-o", result], folder
-        )
+        command = [*compiler.command, *_FLAGS, names, "-I", str(_SOURCE_FOLDER), "-c", source.name, "-o", result]
+        run_compiler(command, folder)
+        source.unlink()
         return result
 
-    objects = parallel_map(compiled, _UNITS)
+    objects = parallel_map(compiled, range(len(_UNITS)))
     libraries = ["-ldl", f"-Wl,-soname,{RUNTIME_LIBRARY}", *compiler.runtime]
     run_compiler([*compiler.command, "-shared", "-pthread", *objects, *libraries, "-o", RUNTIME_LIBRARY], folder)
     for item in objects:
@@ -131,7 +134,7 @@ def _packaged_runtime() -> str:
 
 @cache
 def _sources_digest() -> str:
-    names = (*_UNITS, *_HEADERS, *_shipped())
+    names = (*_SOURCES, *_HEADERS, *_shipped())
     return native_digest(*_FLAGS, *[(_SOURCE_FOLDER / name).read_text(encoding="utf-8") for name in names])
 
 

@@ -8,7 +8,6 @@
 namespace fxwrap::host {
 namespace {
 
-constexpr const char* manifest_entry = "manifest.json";
 
 std::string text_of(const Json& number) {
   return number.is(Json::Kind::string) ? number.string() : std::to_string(number.integer());
@@ -75,7 +74,7 @@ SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& opt
   try {
     read(options, linked);
   } catch (const JsonError& failure) {
-    throw archive.error(manifest_entry, std::string("it does not describe the program: ") + failure.what());
+    throw archive.error(manifest_name, std::string("it does not describe the program: ") + failure.what());
   }
   archive.check_unread_entries();
 }
@@ -102,14 +101,14 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
   layout = read_layout(archive, devices);
   functions = load_functions(*native);
   if (int64_t(layout.size()) + (functions.empty() ? 0 : 1) != program->constants.size) {
-    throw archive.error(manifest_entry, "it describes other constants than the program has");
+    throw archive.error(manifest_name, "it describes other constants than the program has");
   }
   has_constants = manifest.at("constants").at("inside").boolean();
   const Json& signature = manifest.at("signature");
   for (const Json& entry : signature.at("inputs").items()) inputs.add(entry);
   for (const Json& entry : signature.at("outputs").items()) outputs.add(entry);
   if (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size) {
-    throw archive.error(manifest_entry, "it describes other inputs and outputs than the program has");
+    throw archive.error(manifest_name, "it describes other inputs and outputs than the program has");
   }
   for (const SavedConstant& constant : layout) constants.add(constant);
   name = manifest.at("name").string();
