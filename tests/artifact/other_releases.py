@@ -47,14 +47,16 @@ class Operators(nn.Module):
         y = self.conv(self.norm(self.linear(x))[None])[0]
         y = nn.functional.scaled_dot_product_attention(y[None], x[None], x[None])[0]
         values, indices = torch.sort(y, -1)
-        return torch.cat([values.cumsum(-1), y.gather(-1, indices)]).index_select(0, torch.arange(4)) + y.var(-1, True)
+        return torch.cat([values.cumsum(-1), y.gather(-1, indices)]).index_select(0, torch.arange(4)) + y.var(
+            -1, keepdim=True
+        )
 
 
 class Loop(nn.Module):
     """Control flow and a size that changes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: (x @ x.T).sin(), lambda x: (x @ x.T) - 1, (x,))
+        return torch.cond(x.sum() > 0, lambda y: y.sin() @ y.T, lambda y: (y - 1) @ y.T, (x,))
 
 
 class Removed(nn.Module):

@@ -16,7 +16,7 @@ from fxwrap.runtime.graph_capture.operator import GraphedFunctions
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager, bind_graph_lifetime
 from fxwrap.runtime.native import NativeProgram
 from fxwrap.symbolic import Number, SymbolInfo, make_symbol, symbol_kind
-from fxwrap.wrapper_ir import Block, Input, Ownership, Program, TensorType, Value, captured_symbols
+from fxwrap.wrapper_ir import Block, Input, Ownership, Program, TensorType, Value, captured_symbols, values_in
 
 
 def is_replayed(line: CallFunction) -> bool:
@@ -32,7 +32,7 @@ def write_replay(writer: CppWriter, program: Program, line: CallFunction, handle
     numbers = ", ".join([_number_text(writer, symbol) for symbol in symbols])
     tensors = ", ".join([writer.name_of(item) for item in line.operands if isinstance(item, Value)])
     writer.track_results(line.results)
-    outs = ", ".join([writer.name_of(item) for item in line.results])
+    outs = ", ".join([writer.name_of(item) for item in values_in(line.results)])
     writer.unit.needs_torch = True
     writer.emit(f"replay(f, {handle}, {index}, {{{tensors}}}, {{{numbers}}}, {{{outs}}});")
 
