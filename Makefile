@@ -30,7 +30,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize wheels clean
+.PHONY: demo test docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize other-releases wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -66,6 +66,12 @@ form-round-trips: $(VENV)/.installed-test
 
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m tests.artifact.sanitize $(SANITIZE_ARGS)
+
+# PYTHONS are the interpreters of environments with other releases of torch.
+other-releases: $(VENV)/.installed-test
+	rm -rf build/other-releases && mkdir -p build/other-releases
+	$(BIN)/python -m tests.artifact.other_releases save build/other-releases
+	for python in $(PYTHONS); do $$python -m tests.artifact.other_releases check build/other-releases || exit 1; done
 
 shared-folder: $(VENV)/.installed-test
 	$(BIN)/python -m tests.compile_cache.shared_folder $(SHARED_FOLDER_ARGS)

@@ -56,7 +56,7 @@ def write_binaries(
         emitted = to_cpp(program)
         entries = {key: _add(writer, path) for key, path in emitted.libraries().items()}
         manifest["programs"] = [{"source": key, "entry": entry} for key, entry in entries.items()]
-        manifest["native"] = native_entry(program, emitted, entries[native.source_key(emitted.source)])
+        manifest["native"] = native_entry(program, emitted, lambda unit: entries[native.source_key(unit.source)])
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
         known = set(native.compiled_kernels(tuple(symbols)).values()) if reuse else set()
@@ -136,7 +136,7 @@ def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
             return reason
         if emitter == "cpp":
             emitted = to_cpp(program)
-            sources = {native.source_key(unit.source) for unit in (emitted, *emitted.functions)}
+            sources = {native.source_key(unit.source) for unit in emitted.units()}
             same = sources <= {item["source"] for item in described["programs"]}
         else:
             same = symbols <= set(described["kernels"]["symbols"])

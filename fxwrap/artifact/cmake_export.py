@@ -42,7 +42,9 @@ def export_cmake(loaded: LoadedProgram, folder: Path) -> list[Path]:
     try:
         files = [_write(folder / name, content) for name, content in _sources(program, emitted, units).items()]
         files += [_write(folder / name, path.read_bytes()) for name, path in _runtime_files().items()]
-        save_for_linked_code(loaded.program, folder / WEIGHTS, native_entry(program, emitted, ""), loaded.convention)
+        save_for_linked_code(
+            loaded.program, folder / WEIGHTS, native_entry(program, emitted, lambda _unit: ""), loaded.convention
+        )
     except OSError as error:
         remedy = "Free disk space, or choose a folder that can be written"
         reason = f"it cannot be written: {error.strerror or error}"
@@ -51,9 +53,13 @@ def export_cmake(loaded: LoadedProgram, folder: Path) -> list[Path]:
 
 
 def _check(loaded: LoadedProgram, emitted: EmittedCpp, folder: Path) -> None:
-    obstacles = list(native_obstacles(loaded.program, emitted))
+    obstacles = [
+        *native_obstacles(loaded.program, emitted),
+        *[f"@{item.line.function} is captured and replayed, which a linked program cannot: compile with "
+          "cuda_graphs=False" for item in emitted.functions],
+    ]  # fmt: skip
     if obstacles:
-        reason = f"the program does not run without Python: {'; '.join(obstacles)}"
+        reason = f"the program cannot be exported: {'; '.join(obstacles)}"
         raise ArtifactError(loaded.path, "", reason, "Change the model")
     if loaded.missing_constants:
         reason = f"it was saved without its {len(loaded.missing_constants)} constants"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from fxwrap.converters.cpp.library import EmittedCpp
+from fxwrap.converters.cpp.library import EmittedCpp, ReplayedFunction
+from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.triton.binaries import compiled_variants
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import is_python_operator, operator_overload, torch_schema
@@ -17,24 +18,40 @@ TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""
 
 
-def native_entry(program: Program, emitted: EmittedCpp, library: str) -> dict[str, object]:
-    """Returns the manifest's description of a program for the C runtime; `library` is the entry of its library."""
+def native_entry(program: Program, emitted: EmittedCpp, library: Callable[[EmittedCpp], str]) -> dict[str, object]:
+    """Returns the manifest's description of a program for the C runtime; `library` returns the entry of a library."""
+    operators = dict.fromkeys([target for unit in emitted.units() for target in unit.operators])
     return {
         "engine": emitted.engine,
-        "library": library,
-        "operators": [_operator_entry(target) for target in emitted.operators],
+        "library": library(emitted),
+        "operators": [_operator_entry(target) for target in operators],
         "constant_devices": [
             str(item.value.tensor_type.device)
             for item in program.constants
             if not isinstance(item.value.type, OpaqueType)
         ],
+        "functions": [_function_entry(function, library) for function in emitted.functions],
         "obstacles": list(native_obstacles(program, emitted)),
+    }
+
+
+def _function_entry(function: ReplayedFunction, library: Callable[[EmittedCpp], str]) -> dict[str, object]:
+    """Returns the description of a captured function, whose compiled code is a program of its own."""
+    return {
+        "name": function.line.function,
+        "device": str(block_device(function.block)),
+        "library": library(function.emitted),
+        "max_captures": function.line.max_captures,
+        "static_operands": function.line.operand_positions(function.line.static_operands),
+        "mutated_operands": function.line.operand_positions(function.line.writes),
+        "functions": [_function_entry(nested, library) for nested in function.emitted.functions],
     }
 
 
 def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     """Yields the reasons why a program needs Python, each with the name of the item."""
-    for name, overload in map(_qualified, emitted.operators):
+    units = emitted.units()
+    for name, overload in map(_qualified, dict.fromkeys([target for unit in units for target in unit.operators])):
         full = f"{name}.{overload}" if overload else name
         if is_python_operator(full) and full not in _ALSO_NATIVE:
             yield f"the operator '{full}' is implemented in Python"
@@ -44,9 +61,10 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     for value in reads(program.body.lines[-1]):
         if isinstance(value.type, OpaqueType):
             yield f"the output '{value.name}' is an object of {value.type.name}"
-    for function in emitted.replayed_functions:
-        yield f"the CUDA graph of @{function} is captured and replayed by Python: compile with cuda_graphs=False"
-    for kernel in emitted.triton_kernels:
+    for function in [function for unit in units for function in unit.functions]:
+        if communicating_groups(function.block, dict(program.functions)):
+            yield f"the CUDA graph of @{function.line.function} contains collectives: compile with cuda_graphs=False"
+    for kernel in dict.fromkeys([kernel for unit in units for kernel in unit.triton_kernels]):
         if not compiled_variants(kernel):
             yield f"the kernel {kernel.symbol} has no compiled code: call the program once before it is saved"
 

@@ -1,7 +1,8 @@
 // A host with libtorch that runs a saved program on a GPU: gpu_host MODEL.fxw CALLS STREAM OUT [DTYPE SIZES FILE]...
 //
 // Inputs are raw files, copied to the GPU for each call; STREAM is 0 for the current stream, else a new one. Results of the last
-// call are written to OUT.0, OUT.1... Prints the calls whose first result differs from that of the first call.
+// call are written to OUT.0, OUT.1... Prints the calls whose first result differs from that of the first call, and the number
+// of operators that the last call called.
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
@@ -49,18 +50,27 @@ int main(int count, char** words) {
     const c10::Stream own = guard.getStreamFromGlobalPool(device);
     const fxwrap::Stream stream{"cuda:0", guard.getStreamNativeHandle(own)};
     const bool on_own = std::atoi(words[3]) != 0;
+    int operators = 0;
+    FxwrapRunOptions options{};
+    options.size = sizeof options;
+    options.outputs_as_tensors = 1;
+    options.on_operator = [](void* context, const char*, int32_t begins) { *static_cast<int*>(context) += begins; };
+    options.context = &operators;
+    if (on_own) options.has_stream = 1, options.device = stream.device, options.stream = stream.handle;
     at::Tensor first;
     std::vector<fxwrap::Value> results;
     for (int call = 0; call < std::atoi(words[2]); ++call) {
       std::vector<fxwrap::Value> values;
       for (const at::Tensor& input : inputs) values.emplace_back(input.to(device));
       guard.synchronizeStream(guard.getStream(device));
-      results = model.run(std::move(values), on_own ? &stream : nullptr);
+      operators = 0;
+      results = model.run(std::move(values), options);
       guard.synchronizeStream(on_own ? own : guard.getStream(device));
       const at::Tensor result = results[0].tensor().cpu();
       if (!first.defined()) first = result;
       if (!at::equal(first, result)) std::printf("call %d differs\n", call);
     }
+    std::printf("%d operators\n", operators);
     for (size_t i = 0; i < results.size(); ++i) write_result(results[i].tensor(), std::string(words[4]) + "." + std::to_string(i));
   } catch (const std::exception& error) {
     std::printf("%s\n", error.what());

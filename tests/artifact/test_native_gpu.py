@@ -37,16 +37,20 @@ def host() -> Path:
     return cache_folder.find_or_build_entry(f"test-gpu-host-{key}", build) / "host.so"
 
 
-def run_host(path: Path, folder: Path, inputs: list[torch.Tensor], calls: int, own_stream: bool) -> list[str]:
-    """Runs the host; returns the lines that it prints. Results are in `folder / "out.0"` and so on."""
+def run_host(
+    path: Path, folder: Path, inputs: list[torch.Tensor], calls: int, own_stream: bool
+) -> tuple[list[str], int]:
+    """Runs the host; returns the calls whose results differ from the first ones, and the number of operators that the
+    last call called. Results are in `folder / "out.0"` and so on."""
     words = [word for tensor in inputs for word in described(folder, tensor.cpu())]
     libraries = f"{TORCH / 'lib'}:{TORCH.parent / 'nvidia' / 'cu13' / 'lib'}"
     done = subprocess.run(
         [host(), path, str(calls), str(int(own_stream)), folder / "out", *words],
         capture_output=True, text=True, check=False, env={"LD_LIBRARY_PATH": libraries},
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    *differing, last = done.stdout.splitlines()
+    return differing, int(last.removesuffix(" operators"))
 
 
 class Block(nn.Module):
@@ -78,7 +82,7 @@ def test_a_host_runs_triton_kernels_of_the_file(tmp_path: Path, dtype: torch.dty
     x = torch.randn(32, 64, device="cuda", dtype=dtype)
     compiled = save(tmp_path / "block.fxw", (x,), Block().to(dtype))
     (tmp_path / "data").mkdir()
-    assert run_host(tmp_path / "block.fxw", tmp_path / "data", [x], 5, own_stream) == []
+    assert run_host(tmp_path / "block.fxw", tmp_path / "data", [x], 5, own_stream)[0] == []
     with torch.no_grad():
         wanted = compiled.flat(x)
     for index, tensor in enumerate(wanted):
@@ -95,6 +99,38 @@ def test_a_host_runs_streams_and_events_of_a_program(tmp_path: Path, own_stream:
     save_program(program, tmp_path / "streams.fxw", emitter="cpp", target="native")
     x = torch.randn(100000, device="cuda")
     (tmp_path / "data").mkdir()
-    assert run_host(tmp_path / "streams.fxw", tmp_path / "data", [x], 20, own_stream) == []
+    assert run_host(tmp_path / "streams.fxw", tmp_path / "data", [x], 20, own_stream)[0] == []
     wanted = (x + -x.sin().exp()).cpu()
     torch.testing.assert_close(read_result(tmp_path / "data" / "out.0", wanted), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))
+def test_a_host_captures_and_replays_cuda_graphs(tmp_path: Path, own_stream: bool) -> None:
+    """Later calls replay: they call no operator, and their results are those of Python."""
+    x = torch.randn(32, 64, device="cuda")
+    compiled = save(tmp_path / "graphs.fxw", (x,), Block(), cuda_graphs=True)
+    (tmp_path / "data").mkdir()
+    for calls, replays in ((1, False), (6, True)):
+        differing, operators = run_host(tmp_path / "graphs.fxw", tmp_path / "data", [x], calls, own_stream)
+        assert differing == [] and (operators == 0) == replays, (calls, operators)
+        with torch.no_grad():
+            wanted = compiled.flat(x)
+        for index, tensor in enumerate(wanted):
+            torch.testing.assert_close(
+                read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0
+            )
+
+
+def test_replays_continue_the_random_sequence(tmp_path: Path) -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.rand(x.shape, device=x.device).mm(x).sin() + x
+
+    x = torch.eye(64, device="cuda")
+    options = {"cuda_graphs": True, "fuse": False}
+    exported = torch.export.export(Noise(), (x,))
+    compiled = fxwrap.compile_graph(exported, name="noise", options=fxwrap.Options(emitter="cpp", **options))
+    compiled.save(tmp_path / "noise.fxw", target="native")
+    (tmp_path / "data").mkdir()
+    differing, operators = run_host(tmp_path / "noise.fxw", tmp_path / "data", [x], 6, False)
+    assert differing == [f"call {index} differs" for index in range(1, 6)] and operators == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -13,13 +14,22 @@ from fxwrap.lines import CallFunction
 from fxwrap.runtime import native
 from fxwrap.runtime.cpp_kernels import KernelText, make_translation_units
 from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
-from fxwrap.wrapper_ir import KernelDefinition, Program
+from fxwrap.wrapper_ir import Block, KernelDefinition, Program
+
+
+@dataclass(frozen=True)
+class ReplayedFunction:
+    """A function that the runtime captures and replays: its call, its block, and its own emitted program."""
+
+    line: CallFunction
+    block: Block
+    emitted: EmittedCpp
 
 
 class EmittedCpp(EmittedProgram):
     """A program as a C++ translation unit, which is compiled at the first call.
 
-    Each call of a captured function has its own program in `functions`.
+    Each call of a captured function has its own program in `functions`, in the order of the calls.
     """
 
     def __init__(
@@ -45,28 +55,30 @@ class EmittedCpp(EmittedProgram):
         self._emit = emit
 
     @property
-    def replayed_functions(self) -> tuple[str, ...]:
-        """The names of the captured functions, in the order of their calls."""
-        return tuple([line.function for line in self._replayed_calls])
-
-    @property
     def triton_kernels(self) -> tuple[KernelText, ...]:
         """The launched kernels whose compiled Triton code is linked in, if there is any."""
         texts = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
         return tuple([text for text in texts if is_compiled_by_triton(language_traits(text.language))])
 
     @cached_property
-    def functions(self) -> tuple[EmittedCpp, ...]:
-        """The programs of the captured functions, in the order of their calls."""
-        return tuple([self._emit(function_as_program(self._program, line)) for line in self._replayed_calls])
+    def functions(self) -> tuple[ReplayedFunction, ...]:
+        """The captured functions, in the order of their calls."""
+        blocks = dict(self._program.functions)
+        return tuple([
+            ReplayedFunction(line, blocks[line.function], self._emit(function_as_program(self._program, line)))
+            for line in self._replayed_calls
+        ])  # fmt: skip
+
+    def units(self) -> tuple[EmittedCpp, ...]:
+        """Returns the program and those of its captured functions, which have a library each."""
+        return (self, *[unit for function in self.functions for unit in function.emitted.units()])
 
     def libraries(self) -> Mapping[str, Path]:
         """Compiles and returns the libraries of the program and its functions, by the key of the source.
 
         Raises NativeBuildError for a compilation error.
         """
-        own = {native.source_key(self.source): self.library()}
-        return own | {key: path for function in self.functions for key, path in function.libraries().items()}
+        return {native.source_key(unit.source): unit.library() for unit in self.units()}
 
     def library(self) -> Path:
         """Compiles and returns the library of the program. Raises NativeBuildError for a compilation error."""
@@ -85,7 +97,7 @@ class EmittedCpp(EmittedProgram):
         constants = [program.store.tensors[constant.value.name] for constant in program.constants]
         if not self._replayed_calls:
             return native.load_program(library, constants)
-        functions = graphed_functions(program, self._replayed_calls, self.functions)
+        functions = graphed_functions(program, self._replayed_calls, [item.emitted for item in self.functions])
         return ReplayingProgram(native.load_program(library, [*constants, functions.handle]), functions)
 
 

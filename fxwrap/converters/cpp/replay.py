@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fxwrap.converters.cpp.text import int_text
+import sympy
+
 from fxwrap.converters.cpp.writer import CppWriter
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.lines import CallFunction, Return, Yield
@@ -14,8 +15,8 @@ from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.graph_capture.operator import GraphedFunctions
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager, bind_graph_lifetime
 from fxwrap.runtime.native import NativeProgram
-from fxwrap.symbolic import Number, SymbolInfo, make_symbol
-from fxwrap.wrapper_ir import Block, Input, Ownership, Program, TensorType, Value, captured_symbols
+from fxwrap.symbolic import Number, SymbolInfo, make_symbol, symbol_kind
+from fxwrap.wrapper_ir import Block, Input, Ownership, Program, TensorType, Value, captured_symbols, values_in
 
 
 def is_replayed(line: CallFunction) -> bool:
@@ -27,11 +28,18 @@ def is_replayed(line: CallFunction) -> bool:
 
 def write_replay(writer: CppWriter, program: Program, line: CallFunction, handle: str, index: int) -> None:
     """Emits a call of a captured function through the runtime; `handle` is the slot of the functions' handle."""
-    symbols = tuple([make_symbol(name) for name in _captured_symbols(program, line.function)])
-    arguments = [handle, int_text(index), *writer.arguments(line, (line.operands, symbols))]
-    results = writer.results((line.results,)) if line.results else ()
+    symbols = [make_symbol(name) for name in _captured_symbols(program, line.function)]
+    numbers = ", ".join([_number_text(writer, symbol) for symbol in symbols])
+    tensors = ", ".join([writer.name_of(item) for item in line.operands if isinstance(item, Value)])
     writer.track_results(line.results)
-    writer.call("fxwrap_runtime.replay.default", arguments, results)
+    outs = ", ".join([writer.name_of(item) for item in values_in(line.results)])
+    writer.unit.needs_torch = True
+    writer.emit(f"replay(f, {handle}, {index}, {{{tensors}}}, {{{numbers}}}, {{{outs}}});")
+
+
+def _number_text(writer: CppWriter, symbol: sympy.Symbol) -> str:
+    text = writer.number(symbol)
+    return f"{text} != 0" if symbol_kind(symbol.name) == "bool" else text
 
 
 def _captured_symbols(program: Program, function: str) -> tuple[str, ...]:

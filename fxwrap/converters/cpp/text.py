@@ -34,8 +34,8 @@ ListSlot MemoryFormat Number Numbers Observer Operator Program CallSite Slot Slo
 call check_alignment check_layout check_rank complex copy count data_ptr defined drop element element_bool element_float
 element_int empty_strided enter_device enter_range enter_stream exchange_random_state exit_device exit_range
 fail_assert fxwrap fxwrap_program item_bool item_float item_int launch list bump_version move named
-none opaque owned pool_slice restore_random_state reuse same_input save_random_state size size_t std storage_offset
-stride view
+none opaque owned pool_slice replay restore_random_state reuse same_input save_random_state size size_t std
+storage_offset stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin

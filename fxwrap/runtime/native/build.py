@@ -38,6 +38,8 @@ _BRIDGE_UNITS = (
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
         *("bridge/ranges.cpp", "bridge/engine.cpp", "engine/checks.cpp"),
+        *("graph_capture/capturer.cpp", "graph_capture/cuda_graphs.cpp"),
+        *("graph_capture/functions.cpp", "graph_capture/replay.cpp"),
         *("cuda/streams.cpp", "cuda/stream_operators.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
@@ -54,6 +56,7 @@ _HEADERS = (
         "bridge/checks.h",
     ),
     "bridge/kernel_failure.h",
+    *("graph_capture/capturer.h", "graph_capture/copies.h", "graph_capture/replay.h"),
     *("cuda/driver.h", "cuda/launch.h", "cuda/stream_operators.h", "binding/binding.h"),
     *("engine/engine.h", "engine/call.h", "engine/checks.h", "engine/dtypes.h", "engine/failure.h"),
     "../../include/fxwrap/runtime.h",

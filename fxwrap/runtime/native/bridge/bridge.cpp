@@ -316,6 +316,7 @@ const Functions functions = {
     .data_ptr = data_ptr,
     .bump_version = bump_version,
     .launch = launch,
+    .replay = replay,
     .save_random_state = save_random_state,
     .restore_random_state = restore_random_state,
     .exchange_random_state = exchange_random_state,

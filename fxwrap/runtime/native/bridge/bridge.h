@@ -48,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 5;
+constexpr int64_t abi_version = 6;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -186,11 +186,12 @@ struct Grid {
 // A scalar argument of a launch.
 struct Number {
   bool is_real = false;
+  bool is_bool = false;
   union {
     int64_t integer;
     double real;
   };
-  constexpr Number(bool value) : integer(value) {}
+  constexpr Number(bool value) : is_bool(true), integer(value) {}
   constexpr Number(int value) : integer(value) {}
   constexpr Number(long value) : integer(value) {}
   constexpr Number(long long value) : integer(value) {}
@@ -269,6 +270,10 @@ struct Functions {
   // `numbers`, in the order of its signature. Without a matching variant, Python compiles one.
   void (*launch)(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
 
+  // Runs a function of the program whose work is captured and replayed as a device graph, by its position among those of
+  // `functions`, a constant that the program's loader passes. `numbers` are the values of its symbols.
+  void (*replay)(Frame& f, Slot functions, int64_t index, Slots tensors, Numbers numbers, Slots outs);
+
   // The state of a device's default generator, as a new uint8 tensor on the CPU, and back.
   void (*save_random_state)(Frame& f, Slot out, Device& device);
   void (*restore_random_state)(Frame& f, Slot state, Device& device);
@@ -333,6 +338,10 @@ inline void bump_version(Frame& f, Slot slot) { f.functions->bump_version(f, slo
 
 inline void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers) {
   f.functions->launch(f, kernel, grid, tensors, outs, numbers);
+}
+
+inline void replay(Frame& f, Slot functions, int64_t index, Slots tensors, Numbers numbers, Slots outs) {
+  f.functions->replay(f, functions, index, tensors, numbers, outs);
 }
 
 inline void save_random_state(Frame& f, Slot out, Device& device) { f.functions->save_random_state(f, out, device); }

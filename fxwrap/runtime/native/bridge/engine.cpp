@@ -22,6 +22,7 @@
 #include "bridge/frame.h"
 #include "cuda/stream_operators.h"
 #include "engine/call.h"
+#include "graph_capture/replay.h"
 
 namespace at {
 // Of ATen/DLConvertor.h, which includes every operator.
@@ -262,6 +263,10 @@ class TorchEngine final : public Engine {
             "Save the program with this version of torch"};
   }
 
+  TensorHandle make_functions(const std::vector<ReplayedFunction>& functions) override {
+    return translated([&] { return handle_of(GraphedFunctions::handle(functions)); });
+  }
+
   std::string missing_device(const std::string& device) override {
     const c10::Device target{device};
     if (target.is_cpu()) return "";
@@ -283,8 +288,10 @@ class TorchEngine final : public Engine {
       CallInputs inputs(program, call);
       Execution execution(program);
       inputs.set(execution);
+      const int64_t saved = program.constants.size - (call.functions == nullptr ? 0 : 1);
       for (int64_t i = 0; i < program.constants.size; ++i) {
-        execution.borrow(program.constants.data[i].integer, *static_cast<at::Tensor*>(call.constants[i]));
+        void* constant = i < saved ? call.constants[i] : call.functions;
+        execution.borrow(program.constants.data[i].integer, *static_cast<at::Tensor*>(constant));
       }
       {
         const StreamGuard stream(call.options);

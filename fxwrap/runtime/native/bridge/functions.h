@@ -10,6 +10,9 @@ extern const Functions functions;
 // Of cuda/launch.cpp.
 void launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots outs, Numbers numbers);
 
+// Of graph_capture/functions.cpp.
+void replay(Frame& f, Slot functions, int64_t index, Slots tensors, Numbers numbers, Slots outs);
+
 // Of cuda/streams.cpp.
 void enter_device(Frame& f, Device& device);
 void enter_stream(Frame& f, Device& device, int64_t stream);

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <tuple>
 #include <unordered_map>
 
@@ -269,7 +270,7 @@ struct ResultWriter;
 
 template <>
 struct ResultWriter<Tensor> {
-  static std::string code() { return "T"; }
+  static constexpr std::array<const char*, 1> codes = {"T"};
   static void store(Frame& f, const std::vector<Result>& results, Tensor&& value) {
     if (results[0].kind == Arg::Tensor) tensor_at(f, results[0].index) = std::move(value);
   }
@@ -277,7 +278,7 @@ struct ResultWriter<Tensor> {
 
 template <>
 struct ResultWriter<Tensor&> {
-  static std::string code() { return "M"; }
+  static constexpr std::array<const char*, 1> codes = {"M"};
   static void store(Frame& f, const std::vector<Result>& results, Tensor& value) {
     if (results[0].kind == Arg::Tensor) tensor_at(f, results[0].index) = value;
   }
@@ -285,7 +286,7 @@ struct ResultWriter<Tensor&> {
 
 template <class... T>
 struct ResultWriter<std::tuple<T...>> {
-  static std::string code() { return (ResultWriter<T>::code() + ...); }
+  static constexpr std::array<const char*, sizeof...(T)> codes = {ResultWriter<T>::codes[0]...};
   static void store(Frame& f, const std::vector<Result>& results, std::tuple<T...>&& value) {
     size_t index = 0;
     std::apply(
@@ -301,26 +302,38 @@ struct ResultWriter<std::tuple<T...>> {
 
 template <>
 struct ResultWriter<std::vector<Tensor>> {
-  static std::string code() { return "T[]"; }
+  static constexpr std::array<const char*, 1> codes = {"T[]"};
   static void store(Frame& f, const std::vector<Result>& results, std::vector<Tensor>&& value) {
     if (results[0].kind == Arg::None) return;
     store_result(f, results[0], c10::IValue(std::move(value)));
   }
 };
 
+// The codes of a signature's results and parameters.
+struct Spelling {
+  c10::ArrayRef<const char*> results, parameters;
+};
+
+// Copies the arguments outside of the constructors of each signature.
+class OwnedCall : public PreparedCall {
+ public:
+  [[gnu::noinline]] OwnedCall(const std::vector<Value>& arguments, const std::vector<Result>& results)
+      : PreparedCall(arguments, results) {}
+  [[gnu::noinline]] ~OwnedCall() override {}
+};
+
 template <class Signature>
 class TypedCall;
 
 template <class Return, class... Parameters>
-class TypedCall<Return(Parameters...)> final : public PreparedCall {
+class TypedCall<Return(Parameters...)> final : public OwnedCall {
  public:
   using Handle = c10::TypedOperatorHandle<Return(Parameters...)>;
-  TypedCall(const Handle& handle, std::vector<Value> arguments, std::vector<Result> results)
-      : PreparedCall(std::move(arguments), std::move(results)), handle_(handle) {}
+  TypedCall(const Handle& handle, const std::vector<Value>& arguments, const std::vector<Result>& results)
+      : OwnedCall(arguments, results), handle_(handle) {}
   void run(Frame& f) const override { run(f, std::index_sequence_for<Parameters...>()); }
-  static std::string code() {
-    return ResultWriter<Return>::code() + "(" + ((std::string(ArgumentHolder<Parameters>::code) + " ") + ...);
-  }
+  static constexpr std::array<const char*, sizeof...(Parameters)> codes = {ArgumentHolder<Parameters>::code...};
+  static constexpr Spelling spelling() { return {ResultWriter<Return>::codes, codes}; }
 
  private:
   template <size_t... index>
@@ -414,9 +427,27 @@ std::unique_ptr<PreparedCall> make(const c10::OperatorHandle& handle, const std:
   return std::make_unique<TypedCall<Signature>>(typed, arguments, results);
 }
 
+struct Factory {
+  Spelling spelling;
+  CallFactory make;
+};
+
+std::unordered_multimap<std::string, CallFactory> by_spelling(c10::ArrayRef<Factory> factories) {
+  std::unordered_multimap<std::string, CallFactory> result;
+  for (const Factory& factory : factories) {
+    std::string text;
+    for (const char* code : factory.spelling.results) text += code;
+    text += "(";
+    for (const char* code : factory.spelling.parameters) text.append(code).append(" ");
+    result.emplace(std::move(text), factory.make);
+  }
+  return result;
+}
+
 template <class... S>
 std::unordered_multimap<std::string, CallFactory> spell(SignatureList<S...>) {
-  return {{TypedCall<S>::code(), &make<S>}...};
+  static constexpr Factory factories[] = {{TypedCall<S>::spelling(), &make<S>}...};
+  return by_spelling(factories);
 }
 
 std::string spell_type(const c10::TypePtr& type) {

@@ -210,6 +210,10 @@ class CpuEngine final : public Engine {
     return {"needs libtorch, which the description of the program excludes", "Save it again"};
   }
 
+  TensorHandle make_functions(const std::vector<ReplayedFunction>&) override {
+    throw Failure("RuntimeError", "graph capture needs libtorch, which the description of the program excludes. Save it again");
+  }
+
   std::string missing_device(const std::string& device) override {
     return device == "cpu" ? "" : "programs without libtorch run on the CPU alone";
   }

@@ -232,6 +232,7 @@ const Functions functions = {
     .data_ptr = data_ptr,
     .bump_version = bump_version,
     .launch = unavailable,
+    .replay = unavailable,
     .save_random_state = unavailable,
     .restore_random_state = unavailable,
     .exchange_random_state = unavailable,

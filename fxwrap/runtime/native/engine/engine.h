@@ -25,12 +25,22 @@ struct Problem {
   std::string reason, remedy;
 };
 
+// A function of a program whose work is captured and replayed as a device graph.
+struct ReplayedFunction {
+  std::string name, device;
+  const Program* program;
+  int64_t max_captures;
+  std::vector<int64_t> static_operands, mutated_operands;  // positions of tensors
+  std::vector<ReplayedFunction> functions;                 // those that it replays itself
+};
+
 // One call of a program.
 struct EngineCall {
   const FxwrapRunOptions* options;
   FxwrapValue* inputs;  // those that the call consumes are replaced by FXWRAP_NONE
   int64_t input_count;
   void* const* constants;  // the tensors of the handles
+  void* functions;         // of `make_functions`, the constant after these; null for none
   FxwrapValue* outputs;
   int64_t output_count;
 };
@@ -56,6 +66,8 @@ class Engine {
 
   // Why an operator cannot be called by a program that was compiled with this schema of it.
   virtual Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) = 0;
+  // The constant by which a program reaches its replayed functions.
+  virtual TensorHandle make_functions(const std::vector<ReplayedFunction>& functions) = 0;
   virtual std::string missing_device(const std::string& device) = 0;  // why a device cannot be used, or ""
   virtual void set_threads(int32_t count) = 0;
   virtual void run(const Program& program, const EngineCall& call) = 0;

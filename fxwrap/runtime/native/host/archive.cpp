@@ -18,7 +18,6 @@ namespace {
 
 constexpr const char* format = "fxwrap program";
 constexpr int64_t format_version = 1;
-constexpr const char* manifest_name = "manifest.json";
 constexpr const char* manifest_hash_name = "manifest.sha256";
 constexpr const char* signature_name = "manifest.signature";
 constexpr size_t signature_bytes = 32 + 64;  // the public key and the signature of the manifest

@@ -17,6 +17,7 @@ namespace fxwrap::host {
 
 inline constexpr const char* manifest_entry = "manifest.json";
 inline constexpr const char* save_again = "Save the program again";
+inline constexpr const char* manifest_name = "manifest.json";
 
 // A file in memory: a private mapping, whose pages are read when they are used; writes stay in this process.
 class MappedFile {

@@ -263,7 +263,7 @@ std::vector<SavedConstant> read_layout(const Archive& archive, const std::vector
     const bool is_inside = constant.start >= 0 && size != sizes.end() && end_of(constant) <= size->second &&
                            constant.layout.sizes.size() == constant.layout.strides.size();
     if (!is_inside || constant.start % dtype->bytes != 0) {
-      throw archive.error(manifest_entry, "constant '" + constant.name + "' is not inside its storage");
+      throw archive.error(manifest_name, "constant '" + constant.name + "' is not inside its storage");
     }
     constants.push_back(std::move(constant));
   }

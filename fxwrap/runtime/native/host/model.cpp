@@ -25,6 +25,12 @@ std::vector<std::string> texts_of(const Json& entry, const char* name) {
   return texts;
 }
 
+std::vector<int64_t> integers_of(const Json& entry, const char* name) {
+  std::vector<int64_t> integers;
+  for (const Json& item : entry.at(name).items()) integers.push_back(item.integer());
+  return integers;
+}
+
 std::vector<std::string> texts_of(const std::vector<int64_t>& numbers) {
   std::vector<std::string> texts;
   for (int64_t number : numbers) texts.push_back(std::to_string(number));
@@ -67,7 +73,7 @@ SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& opt
   try {
     read(options, linked);
   } catch (const JsonError& failure) {
-    throw archive.error(manifest_entry, std::string("it does not describe the program: ") + failure.what());
+    throw archive.error(manifest_name, std::string("it does not describe the program: ") + failure.what());
   }
   archive.check_unread_entries();
 }
@@ -92,15 +98,16 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
   std::vector<std::string> devices;
   for (const Json& device : native->at("constant_devices").items()) devices.push_back(device.string());
   layout = read_layout(archive, devices);
-  if (int64_t(layout.size()) != program->constants.size) {
-    throw archive.error(manifest_entry, "it describes other constants than the program has");
+  functions = load_functions(*native);
+  if (int64_t(layout.size()) + (functions.empty() ? 0 : 1) != program->constants.size) {
+    throw archive.error(manifest_name, "it describes other constants than the program has");
   }
   has_constants = manifest.at("constants").at("inside").boolean();
   const Json& signature = manifest.at("signature");
   for (const Json& entry : signature.at("inputs").items()) inputs.add(entry);
   for (const Json& entry : signature.at("outputs").items()) outputs.add(entry);
   if (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size) {
-    throw archive.error(manifest_entry, "it describes other inputs and outputs than the program has");
+    throw archive.error(manifest_name, "it describes other inputs and outputs than the program has");
   }
   for (const SavedConstant& constant : layout) constants.add(constant);
   name = manifest.at("name").string();
@@ -120,6 +127,20 @@ const Program& SavedProgram::load(const Json& native, const Program* linked) con
   const std::string reason = incompatibility_reason(archive.manifest().at("binaries").at("target"));
   if (!reason.empty()) throw archive.error("", reason, "Save it again on this kind of machine");
   return load_code(archive, library);
+}
+
+std::vector<ReplayedFunction> SavedProgram::load_functions(const Json& native) const {
+  std::vector<ReplayedFunction> result;
+  for (const Json& entry : native.at("functions").items()) {
+    ReplayedFunction function{entry.at("name").string(), entry.at("device").string(), &load(entry, nullptr),
+                              entry.at("max_captures").integer(), integers_of(entry, "static_operands"),
+                              integers_of(entry, "mutated_operands"), load_functions(entry)};
+    if (function.program->constants.size != (function.functions.empty() ? 0 : 1)) {
+      throw JsonError("it describes other functions than the program has");
+    }
+    result.push_back(std::move(function));
+  }
+  return result;
 }
 
 void SavedProgram::load_libraries(const FxwrapOpenOptions& options) const {
@@ -157,6 +178,12 @@ void SavedProgram::check_operators(const Json& operators) const {
 
 using fxwrap::host::ConstantSet;
 
+FxwrapModel::FxwrapModel(std::shared_ptr<const fxwrap::host::SavedProgram> saved,
+                         std::shared_ptr<const ConstantSet> constants)
+    : saved_(std::move(saved)), constants_(std::move(constants)) {
+  if (!saved_->functions.empty()) functions_ = saved_->engine->make_functions(saved_->functions);
+}
+
 std::shared_ptr<const ConstantSet> FxwrapModel::current_constants() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return constants_;
@@ -165,11 +192,11 @@ std::shared_ptr<const ConstantSet> FxwrapModel::current_constants() const {
 void FxwrapModel::run(const FxwrapRunOptions* options, FxwrapValue* inputs, int64_t input_count, FxwrapValue* outputs,
                       int64_t output_count) const {
   const std::shared_ptr<const ConstantSet> constants = current_constants();
-  if (int64_t(constants->pointers.size()) != saved_->program->constants.size) {
+  if (constants->pointers.size() != saved_->layout.size()) {
     throw fxwrap::host::missing_constants(saved_->archive.path(), saved_->layout);
   }
   saved_->engine->run(*saved_->program,
-                     {options, inputs, input_count, constants->pointers.data(), outputs, output_count});
+                     {options, inputs, input_count, constants->pointers.data(), functions_.get(), outputs, output_count});
 }
 
 void FxwrapModel::load_constants(const std::vector<fxwrap::host::NamedTensor>& tensors) {

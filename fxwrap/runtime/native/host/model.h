@@ -42,12 +42,14 @@ struct SavedProgram {
   const Program* program = nullptr;
   std::vector<SavedConstant> layout;
   bool has_constants = false;  // in the file
+  std::vector<ReplayedFunction> functions;
   Leaves inputs, outputs, constants;
   std::string name, metadata;
 
  private:
   void read(const FxwrapOpenOptions& options, const Program* linked);
   const Program& load(const Json& native, const Program* linked) const;
+  std::vector<ReplayedFunction> load_functions(const Json& native) const;
   void load_libraries(const FxwrapOpenOptions& options) const;
   void check_operators(const Json& operators) const;
   void check_devices(const char* only) const;
@@ -57,9 +59,9 @@ struct SavedProgram {
 
 // An instance: a program with its own choice of constants.
 struct FxwrapModel {
+  // Throws Failure.
   explicit FxwrapModel(std::shared_ptr<const fxwrap::host::SavedProgram> saved,
-                       std::shared_ptr<const fxwrap::host::ConstantSet> constants)
-      : saved_(std::move(saved)), constants_(std::move(constants)) {}
+                       std::shared_ptr<const fxwrap::host::ConstantSet> constants);
 
   const fxwrap::host::SavedProgram& saved() const { return *saved_; }
   std::unique_ptr<FxwrapModel> share() const { return std::make_unique<FxwrapModel>(saved_, current_constants()); }
@@ -76,4 +78,5 @@ struct FxwrapModel {
   mutable std::mutex mutex_;  // of `constants_`
   std::mutex loading_;        // one replacement at a time
   std::shared_ptr<const fxwrap::host::ConstantSet> constants_;
+  fxwrap::TensorHandle functions_;  // captured graphs read the constants of one instance
 };
