@@ -26,8 +26,10 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError
@@ -37,14 +39,14 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound
 import fxwrap
 from benchmarks.results import add_record_option, environment, result_path, write_result
 from fxwrap.comparison import COMPARED_EMITTERS
-from fxwrap.errors import GraphError
+from fxwrap.errors import GraphError, InputError
 from fxwrap.options import PLANNERS, Options
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
 from tests.support.agreement import Agreement, in_float64, promote
 from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
-from tests.support.strategies.dynamic_graphs import DynamicGraph, dynamic_graphs
+from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
 
 FRESH_RUNS, SPECIAL_RUNS = 12, 8
@@ -58,6 +60,9 @@ SPECIAL_SHARE = 1 / 6
 """How many elements of such inputs are special."""
 
 LEDGER_SECONDS, SHOWN_SEEDS = 60, 20
+
+HINTS = (1, 2, 64, 4096)
+"""Hints of sizes, other than the traced ones."""
 
 INFINITIES = (math.inf, -math.inf)
 SPECIAL_NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, 2.0**-126, 1 - 2.0**-24)
@@ -84,7 +89,11 @@ STRATEGIES = {"static": graphs(), "dynamic": dynamic_graphs(), "control": contro
 
 @dataclass(frozen=True)
 class Case:
-    """A variant of a seed: its kind of graph, and how that is compiled."""
+    """A variant of a seed: its kind of graph, and how that is compiled.
+
+    Fields:
+        ranges, hints: of a dynamic graph's sizes, by letter.
+    """
 
     kind: str
     seed: int
@@ -92,6 +101,8 @@ class Case:
     emitter: str
     kernels: str
     options: dict[str, Any]
+    ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    hints: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def draw(cls, kind: str, seed: int, variant: int) -> Case:
@@ -113,11 +124,21 @@ class Case:
             "check_memory": emitter == "interpreter" and choose.random() < 0.5,
         }
         compiled = choose.random() < COMPILED_SHARE or emitter == "cpp"
-        return cls(kind, seed, variant, emitter, "cpp" if compiled else "abacus", options)
+        drawn = [(letter, _draw_range(choose, size)) for letter, size in LETTERS.items() if choose.random() < 0.2]
+        hints = {letter: choose.choice(HINTS) for letter in LETTERS if choose.random() < 0.2}
+        return cls(kind, seed, variant, emitter, "cpp" if compiled else "abacus", options, dict(drawn), hints)
 
-    def make_options(self) -> Options:
-        """Returns the options of the compile."""
-        return Options(emitter=self.emitter, compile_cache=False, fallback="error", **self.options)
+    def make_options(self, symbols: Mapping[str, sympy.Symbol] = MappingProxyType({})) -> Options:
+        """Returns the options of the compile; `symbols` are those of a dynamic graph's letters."""
+        ranges = {symbols[letter].name: bounds for letter, bounds in self.ranges.items() if letter in symbols}
+        hints = {symbols[letter].name: size for letter, size in self.hints.items() if letter in symbols}
+        options = {**self.options, "symbol_ranges": ranges, "symbol_hints": hints}
+        return Options(emitter=self.emitter, compile_cache=False, fallback="error", **options)
+
+
+def _draw_range(choose: random.Random, size: int) -> tuple[int, int]:
+    """Returns a range with a size that tracing has seen, often at an edge, or a range beyond it."""
+    return choose.choice([(2, size), (size, size + 4), (size, size), (2, 1 << 40), (size + 1, 64), (2, 16), (3, 64)])
 
 
 @dataclass(frozen=True)
@@ -127,11 +148,13 @@ class CaseResult:
     Fields:
         runs: runs that agree with eager; none if the case was discarded.
         errors: those of them in which both raise.
+        refused: more runs, of sizes out of range, which raise InputError.
         discarded: why a compile was discarded, or graphs that were drawn before this one: reasons with counts.
     """
 
     runs: int = 0
     errors: int = 0
+    refused: int = 0
     discarded: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -157,7 +180,7 @@ class Subject:
     def inputs(self) -> list[Sequence[Tensor]]:
         """The inputs that the graph was drawn with, and fresh ones."""
         if isinstance(self.graph, DynamicGraph):
-            return list(self.graph.inputs())
+            return [run.inputs for run in self.sizes_that_hold]
         torch.manual_seed(self.seed)
         inputs, is_training = self.graph.inputs, self.kind == "training"
         fresh = TRAINING_RUNS if is_training else FRESH_RUNS
@@ -168,6 +191,16 @@ class Subject:
             *[[_fresh(item) for item in inputs] for _ in range(fresh - 1)],
             *[[_with_special_values(_fresh(item), numbers) for item in inputs] for _ in range(special)],
         ]
+
+    @cached_property
+    def runs_of_sizes(self) -> list[Run]:
+        """The runs of a dynamic graph, also of sizes that it does not allow."""
+        return self.graph.runs()
+
+    @cached_property
+    def sizes_that_hold(self) -> list[Run]:
+        """Those of sizes that are in range and that fulfil the guards."""
+        return [run for run in self.runs_of_sizes if self.graph.holds(run.sizes)]
 
     @cached_property
     def wanted(self) -> list[Agreement | RuntimeError | IndexError]:
@@ -222,16 +255,22 @@ def _discarded(reason: str) -> CaseResult:
 
 def _infer(case: Case, subject: Subject) -> CaseResult:
     graph = subject.graph
-    sample = None if isinstance(graph, DynamicGraph) else tuple([item.clone() for item in graph.inputs])
+    dynamic = isinstance(graph, DynamicGraph)
+    sample = None if dynamic else tuple([item.clone() for item in graph.inputs])
+    options = case.make_options(graph.symbols()) if dynamic else case.make_options()
     expected = subject.wanted
     try:
-        compiled = fxwrap.compile_graph(graph.module, sample, options=case.make_options())
+        compiled = fxwrap.compile_graph(graph.module, sample, options=options)
     except GraphError as error:
         reason = next((reason for text, reason in FAILURES_OF_TORCH.items() if text in str(error)), None)
         if reason is None:
             raise
         return _discarded(reason)
-    for inputs, wanted in zip(subject.inputs, expected, strict=True):
+    pairs = list(zip(subject.inputs, expected, strict=True))
+    if dynamic:
+        known = zip(subject.sizes_that_hold, pairs, strict=True)
+        pairs = [pair for run, pair in known if graph.in_range(run.sizes, case.ranges)]
+    for inputs, wanted in pairs:
         actual = [_same_layout(item) for item in inputs]
         if isinstance(wanted, Exception):
             _check_raises(compiled, actual, wanted)
@@ -239,7 +278,20 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
         with torch.no_grad():
             results = compiled(*actual)
         _check(wanted, (*results, *actual), strides=case.options["output_strides"] == "eager")
-    return CaseResult(len(subject.inputs), sum(isinstance(wanted, Exception) for wanted in expected))
+    refused = _check_refused(case, subject, compiled) if dynamic else 0
+    return CaseResult(len(pairs), sum(isinstance(wanted, Exception) for _, wanted in pairs), refused)
+
+
+def _check_refused(case: Case, subject: Subject, compiled: Callable[..., Any]) -> int:
+    """Checks that sizes out of range raise InputError, and returns how many."""
+    refused = [run for run in subject.runs_of_sizes if not subject.graph.in_range(run.sizes, case.ranges)]
+    for run in refused:
+        try:
+            compiled(*[_same_layout(item) for item in run.inputs])
+        except InputError:
+            continue
+        raise AssertionError(f"no InputError for sizes {dict(run.sizes)}, which are out of range")
+    return len(refused)
 
 
 def _check_raises(compiled: Callable[..., Any], inputs: Sequence[Tensor], wanted: Exception) -> None:
@@ -358,7 +410,8 @@ class Counts:
 
     def __init__(self) -> None:
         self.seeds = set[int]()
-        self.compiles, self.runs, self.errors, self.failed = [Counter[tuple[str, str]]() for _ in range(4)]
+        counters = [Counter[tuple[str, str]]() for _ in range(5)]
+        self.compiles, self.runs, self.errors, self.refused, self.failed = counters
         self.discarded = Counter[tuple[str, str]]()
         self.discarded_seeds: dict[tuple[str, str], list[int]] = {}
         self.failed_seeds: dict[tuple[str, str], list[int]] = {}
@@ -374,6 +427,7 @@ class Counts:
             return
         self.runs[key] += result.runs
         self.errors[key] += result.errors
+        self.refused[key] += result.refused
         for reason, count in result.discarded.items():
             self.discarded[case.kind, reason] += count
             self.discarded_seeds.setdefault((case.kind, reason), []).append(case.seed)
@@ -383,6 +437,7 @@ class Counts:
         for key in sorted(self.compiles):
             row: dict[str, Any] = dict(zip(("kind", "emitter"), key))
             row |= {"compiles": self.compiles[key], "runs": self.runs[key], "both raise": self.errors[key]}
+            row["refused"] = self.refused[key]
             yield {**row, "failures": self.failed[key], "seeds of failures": self.failed_seeds.get(key, [])}
 
     def by_reason(self) -> Iterator[dict[str, Any]]:
@@ -393,6 +448,7 @@ class Counts:
 
     def __str__(self) -> str:
         done = f"{len(self.seeds)} graphs, {self.compiles.total()} compiles, {self.runs.total()} runs"
+        done += f", {self.refused.total()} refused"
         return f"{done}, {self.failed.total()} failures, {self.discarded.total()} discarded"
 
 
@@ -433,7 +489,7 @@ class Ledger:
             "date": self._facts["date"], "commit": self._facts["commit"], "torch": versions["torch"],
             "first seed": self._chosen.seed, "last seed": max(counts.seeds, default=self._chosen.seed),
             "graphs": len(counts.seeds), "compiles": counts.compiles.total(), "runs": counts.runs.total(),
-            "both raise": counts.errors.total(), "failures": counts.failed.total(),
+            "both raise": counts.errors.total(), "refused": counts.refused.total(), "failures": counts.failed.total(),
             "discarded": counts.discarded.total(), "seconds": round(seconds), "processes": self._chosen.jobs,
         }  # fmt: skip
         self._own = [row]

@@ -44,7 +44,7 @@ def test_discarded_cases_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) 
     counts.add(subject.cases[0], run_case(subject.cases[0], subject))
     assert counts.discarded == {("training", "aot_eager has the same results, which are not eager's"): 1}
     assert counts.discarded_seeds == {key: [7] for key in counts.discarded}
-    assert str(counts) == "1 graphs, 1 compiles, 0 runs, 0 failures, 1 discarded"
+    assert str(counts) == "1 graphs, 1 compiles, 0 runs, 0 refused, 0 failures, 1 discarded"
 
 
 def test_the_ledger_adds_runs_up_and_refuses_seeds_that_it_has(

@@ -15,6 +15,7 @@ from fxwrap.inference.fake_values import FakeCallError, FakeNumber, FakeValues, 
 from fxwrap.symbolic import (
     SymbolInfo,
     canonicalize,
+    depends_on_data,
     floor_divide,
     make_symbol,
     product,
@@ -264,7 +265,7 @@ def _is_unbacked(item: object) -> bool:
     """Whether a number, or the type of a value, has an unbacked symbol."""
     if isinstance(item, ir.Value):
         return any(symbol.name.startswith("u") for symbol in ir.type_symbols(item.type))
-    return isinstance(item, sympy.Basic) and any(symbol.name.startswith("u") for symbol in item.free_symbols)
+    return depends_on_data(item)
 
 
 def _unbacked_slice(operator: OpOverload, arguments: tuple[object, ...], keywords: Keywords) -> InferredResult | None:

@@ -8,7 +8,7 @@ from fxwrap.symbolic.canonicalize import canonicalize, ceiling_divide, maximum, 
 from fxwrap.symbolic.symbols import Expression, Size
 from fxwrap.torch_compat import sympy_functions
 
-__all__ = ["is_in_bounds", "normalize_index", "slice_length", "slice_start"]
+__all__ = ["diagonal_length", "is_in_bounds", "normalize_index", "slice_length", "slice_start"]
 
 _END = 2**62
 """Slices to an end this large have none."""
@@ -33,6 +33,11 @@ def slice_length(start: Size, end: Size | None, step: int, size: Size) -> Size:
     """Returns the number of elements of a slice from `start`, a result of `slice_start`."""
     last = size if end is None or (isinstance(end, int) and end >= _END) else normalize_index(end, size)
     return ceiling_divide(maximum(total((minimum(last, size), product((start, -1)))), 0), step)
+
+
+def diagonal_length(rows: Size, columns: Size, diagonal: int) -> Size:
+    """Returns the number of elements of a diagonal of a matrix."""
+    return maximum(minimum(total((rows, min(diagonal, 0))), total((columns, -max(diagonal, 0)))), 0)
 
 
 def is_in_bounds(position: Size, size: Size) -> Expression:

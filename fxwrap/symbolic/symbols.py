@@ -49,6 +49,11 @@ def is_symbol_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def depends_on_data(number: object) -> bool:
+    """Whether an expression has an unbacked symbol: a number that only a run brings."""
+    return isinstance(number, sympy.Basic) and any(symbol.name.startswith("u") for symbol in number.free_symbols)
+
+
 @bounded_cache(65536)
 def make_symbol(name: str) -> sympy.Symbol:
     """Returns the symbol of a name. Integers are assumed integer (of any sign), floats real, booleans nothing.

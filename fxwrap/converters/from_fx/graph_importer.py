@@ -15,8 +15,16 @@ from torch.fx import GraphModule, Node
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import META_KEY, AccessChecker
 from fxwrap.converters.from_fx.kernel_table import KernelTable
-from fxwrap.converters.from_fx.nodes import failure, metadata_of_tools, order_failure, origin_of, target_text
+from fxwrap.converters.from_fx.nodes import (
+    failure,
+    late_read_failure,
+    metadata_of_tools,
+    order_failure,
+    origin_of,
+    target_text,
+)
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
+from fxwrap.converters.fx.metadata import FINAL_WRITE
 from fxwrap.converters.fx.regions import called_region
 from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.inference import CallInference, with_declared_layout
@@ -109,6 +117,7 @@ class GraphImporter:
         self.updates: dict[str, ir.Value] = {}  # the first operands of calls that may have been in-place, by the result
         self.functional_results: set[str] = set()  # other results of functional launches
         self._access_checker = AccessChecker(state.symbols.infos)
+        self._final_writes: dict[str, Node] = {}  # of inputs and constants in the functional form, by root
         self.absorbed: set[Node] = set()  # nodes that are part of another node's line
         self.guard_stack: list[tuple[str, int]] = []  # the open guards: device and stream
         self.groups: dict[str, str] = {}  # the process groups of collectives, by the roots of their results
@@ -303,10 +312,22 @@ class GraphImporter:
         conflict = self._access_checker.conflict(node, line, self.root_of) if META_KEY in node.meta else None
         if conflict is not None:
             raise order_failure(node, conflict)
+        self._check_final_writes(line, node)
         self.lines.append(line)
         self.state.node_of[id(line)] = node
         if isinstance(line, Alloc) or (isinstance(line, Workspace) and not line.zeroed):
             self.uninitialized[line.result.name] = len(self.lines) - 1
+
+    def _check_final_writes(self, line: ir.LineBase, node: Node) -> None:
+        """Raises FxImportError if a line reads memory after its final write; views and results may follow it."""
+        if self._final_writes and not line.alias_fields and not line.terminator:
+            for value in ir.reads(line):
+                write = self._final_writes.get(self.root_of.get(value.name, ""))
+                if write is not None:
+                    raise late_read_failure(node, self.root_of[value.name], write)
+        if FINAL_WRITE in node.meta:
+            roots = [self.root_of[value.name] for value in ir.writes(line)]
+            self._final_writes.update([(root, node) for root in roots if root in self.external_values])
 
     def _with_stream(self, line: ir.LineBase) -> ir.LineBase:
         """Returns a line on the stream that the open guards make current for its device."""

@@ -54,6 +54,14 @@ def order_failure(node: Node, conflict: Conflict) -> FxImportError:
     return failure(node, reason, f"Move it before '{other}', or use the functional form, in which operands order nodes")
 
 
+def late_read_failure(node: Node, memory: str, write: Node) -> FxImportError:
+    """Returns the error for a node of the functional form that reads an input or a buffer after its final write."""
+    reason = f"it reads '{memory}' after '{write.name}', the final write of it, and so its new content"
+    source = write.args[1] if len(write.args) > 1 else None
+    other = f"read '{source}', which is the new content" if isinstance(source, Node) else "read the new content itself"
+    return failure(node, reason, f"Move it before '{write.name}' for the old content, or {other}")
+
+
 def result_name(node: Node, path: Sequence[int]) -> str:
     """Returns the name for an item of a node's result: that of its `getitem` node, if there is one."""
     current = node

@@ -22,6 +22,7 @@ from fxwrap.converters.access_order import Accesses
 from fxwrap.converters.fx import control, kernels
 from fxwrap.converters.fx.converter import FxConverter
 from fxwrap.converters.fx.copied_operands import WrittenMemory, call_on_copies
+from fxwrap.converters.fx.metadata import FINAL_WRITE
 from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.view_scatters import scatter_into
 from fxwrap.devices import FX, language_traits
@@ -402,7 +403,8 @@ class FunctionalConverter(FxConverter):
             self.refresh(root)
             target = self._external[root.name]
             node = self.writer.nodes[root.name]
-            self.writer.call(_ATEN.copy_.default, [target, node], val=target.meta["val"])
+            write = self.writer.call(_ATEN.copy_.default, [target, node], val=target.meta["val"])
+            write.meta[FINAL_WRITE] = True
             self.writer.nodes[root.name] = target
             memory.holder = root
             memory.version += 1

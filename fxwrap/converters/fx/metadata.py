@@ -14,6 +14,9 @@ from fxwrap.lines import Launch
 from fxwrap.torch_compat import OpOverload, node_source, operator_overload
 from fxwrap.wrapper_ir import DTYPE_NAMES, Origin, Source, Value
 
+FINAL_WRITE = "fxwrap_final_write"
+"""Marks a node of the functional form that writes an input or a buffer at the end."""
+
 PASS_NAME = "fxwrap"
 """The name of the pass in `meta["from_node"]`."""
 

@@ -17,9 +17,12 @@ from torch.fx import Node
 from fxwrap.lines import Assert, View
 from fxwrap.lowering.builder import Builder, Fakes, FakeValue
 from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
+from fxwrap.lowering.symbols.unbacked import may_lack
 from fxwrap.symbolic import (
     Size,
     canonicalize,
+    depends_on_data,
+    diagonal_length,
     is_in_bounds,
     normalize_index,
     product,
@@ -207,15 +210,18 @@ def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> Res
             sizes, strides, offset = [*step.position[0]], [*step.position[1]], total((offset, step.position[2]))
         elif step.operator is _DIAGONAL:
             diagonal, one, other = step.position
+            length, count = diagonal_length(sizes[one], sizes[other], diagonal), symbols.size(shape[-1])
+            if depends_on_data(total((length, product((count, -1))))):
+                checks.append(_check_length(length, count, "the diagonal", None))
             offset = total((offset, product((abs(diagonal), strides[other if diagonal > 0 else one]))))
             stride = total((strides[one], strides[other]))
             dims = [dim for dim in range(len(sizes)) if dim not in (one, other)]
-            sizes = [*[sizes[dim] for dim in dims], symbols.size(shape[-1])]
+            sizes = [*[sizes[dim] for dim in dims], count]
             strides = [*[strides[dim] for dim in dims], stride]
         elif step.operator is _SELECT:
             dim, index = step.position
             position = _size(builder, index)
-            if not _is_guarded(builder, index):
+            if not _is_guarded(builder, index) or (isinstance(index, int) and may_lack(builder, sizes[dim], index)):
                 message = f"select(): index out of range for dimension {dim}"
                 checks.append(Assert(is_in_bounds(position, sizes[dim]), message, "IndexError", position))
             offset = total((offset, product((normalize_index(position, sizes[dim]), strides[dim]))))
@@ -224,15 +230,18 @@ def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> Res
             dim, index, stride = step.position
             position, count = _size(builder, index), symbols.size(shape[dim])
             start = simplify_by_ranges(slice_start(position, sizes[dim]), symbols.program.infos)
-            if not _is_guarded(builder, index):
-                end = None if step.end is None else _size(builder, step.end)
-                length = slice_length(start, end, stride, sizes[dim])
-                message = f"the source does not fit into dimension {dim} at that position"
-                condition = canonicalize(sympy.Eq(length, count, evaluate=False))
-                checks.append(Assert(condition, message, "RuntimeError", position))
+            end = None if step.end is None else _size(builder, step.end)
+            length = slice_length(start, end, stride, sizes[dim])
+            if not _is_guarded(builder, index) or depends_on_data(total((length, product((count, -1))))):
+                checks.append(_check_length(length, count, f"dimension {dim} at that position", position))
             offset = total((offset, product((start, strides[dim]))))
             sizes[dim], strides[dim] = count, product((strides[dim], stride))
     return ResolvedSlice(TensorType(type_.dtype, tuple(sizes), tuple(strides), type_.device, offset), tuple(checks))
+
+
+def _check_length(length: Size, count: Size, where: str, position: Size | None) -> Assert:
+    condition = canonicalize(sympy.Eq(length, count, evaluate=False))
+    return Assert(condition, f"the source does not fit into {where}", "RuntimeError", position)
 
 
 def _size(builder: Builder, index: object) -> Size:

@@ -12,8 +12,8 @@ import torch
 
 from fxwrap.loop_ir import Atom, Compute, Constant, Index, IndexLike, IndexValue, Scalar, SizeAtom, as_index
 from fxwrap.lowering.fusion.definitions import ElementReader, Indices
-from fxwrap.lowering.rules.registry import Declined
-from fxwrap.symbolic import Size, maximum, total
+from fxwrap.lowering.rules.registry import Declined, OperatorCall
+from fxwrap.symbolic import Size, depends_on_data, maximum, product, total
 
 Condition: TypeAlias = "bool | Scalar"
 """A condition that is known when the kernel is built, or a bool scalar of the kernel."""
@@ -46,6 +46,23 @@ def resolve_index(index: Size, size: Size) -> Size:
     if not isinstance(index, int):
         raise Declined("the sign of a symbolic index is not known")
     return index if index >= 0 else total((size, index))
+
+
+def resolve_checked_index(call: OperatorCall, index: Size, size: Size) -> Size:
+    """Returns an index counted from the front. Declines one that may be out of bounds, for which eager raises."""
+    position = resolve_index(index, size)
+    if isinstance(index, int) and call.may_be_zero(total((size, -(index if index >= 0 else -index - 1)))):
+        raise Declined("the dimension may have no such element, for which eager raises")
+    return position
+
+
+def check_region(call: OperatorCall, length: Size, source: Size) -> None:
+    """Declines a source whose size may differ from the region's, for which eager raises.
+
+    Guards of tracing compare the sizes of inputs, but not those that a run brings.
+    """
+    if depends_on_data(total((length, product((source, -1))))):
+        raise Declined(f"the source may not fit into a dimension of size {call.sizes}, for which eager raises")
 
 
 def resolve_slice_start(start: Size | None, end: Size | None, step: Size, size: Size, length: Size) -> Size:

@@ -18,6 +18,7 @@ from fxwrap.lowering.rules.indexing_common import (
     Condition,
     all_of,
     canonicalize_dim,
+    check_region,
     index_equal,
     index_greater_equal,
     index_in_range,
@@ -25,7 +26,7 @@ from fxwrap.lowering.rules.indexing_common import (
     masked_sum,
     masked_where,
     replace_index,
-    resolve_index,
+    resolve_checked_index,
     resolve_slice_start,
     unchecked_indirect_index,
 )
@@ -37,7 +38,7 @@ from fxwrap.lowering.rules.registry import (
     OperatorCall,
     lowering_rule,
 )
-from fxwrap.symbolic import Size, ceiling_divide, total
+from fxwrap.symbolic import Size, ceiling_divide, diagonal_length, slice_length, slice_start, total
 
 MAX_CAT_INPUTS = 16
 """The most tensors that a kernel concatenates; copying more of them one by one is faster."""
@@ -235,6 +236,10 @@ def _insert_slice(
 ) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
     first = resolve_slice_start(start, end, step, call.sizes[dim], source.sizes[dim])
+    if background is not None and isinstance(step, int):
+        check_region(
+            call, slice_length(slice_start(start, call.sizes[dim]), end, step, call.sizes[dim]), source.sizes[dim]
+        )
     limit = as_index(first) + as_index(source.sizes[dim]) * step
 
     def region(reader: ElementReader, indices: Indices) -> tuple[Condition, Sequence[IndexLike]]:
@@ -254,7 +259,7 @@ def _insert_selected(
     call: OperatorCall, source: Definition, background: Definition | None, dim: int, index: Size
 ) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
-    position = resolve_index(index, call.sizes[dim])
+    position = resolve_checked_index(call, index, call.sizes[dim])
 
     def region(reader: ElementReader, indices: Indices) -> tuple[Condition, Sequence[IndexLike]]:
         return index_equal(reader, indices[dim], position), [*indices[:dim], *indices[dim + 1 :]]
@@ -267,6 +272,8 @@ def _insert_diagonal(
 ) -> Pointwise:
     rank = len(call.sizes)
     dim1, dim2 = canonicalize_dim(dim1, rank), canonicalize_dim(dim2, rank)
+    if background is not None:
+        check_region(call, diagonal_length(call.sizes[dim1], call.sizes[dim2], offset), source.sizes[-1])
 
     def region(reader: ElementReader, indices: Indices) -> tuple[Condition, Sequence[IndexLike]]:
         row, column = as_index(indices[dim1]), as_index(indices[dim2])

@@ -7,7 +7,13 @@ from typing import NoReturn, TypeAlias
 
 from fxwrap.loop_ir import IndexLike, as_index, delinearize_index, linearize_index
 from fxwrap.lowering.fusion.definitions import Definition, Indices, Viewed, broadcast_indices, view
-from fxwrap.lowering.rules.indexing_common import canonicalize_dim, replace_index, resolve_index, resolve_slice_start
+from fxwrap.lowering.rules.indexing_common import (
+    canonicalize_dim,
+    replace_index,
+    resolve_checked_index,
+    resolve_index,
+    resolve_slice_start,
+)
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size, product, total
 
@@ -167,7 +173,7 @@ def _narrow(call: OperatorCall, base: Definition, dim: int, start: Size) -> Lowe
 @lowering_rule("aten.select.int", "aten.select_copy.int")
 def _select(call: OperatorCall, base: Definition, dim: int, index: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
-    position = resolve_index(index, base.sizes[dim])
+    position = resolve_checked_index(call, index, base.sizes[dim])
     return _select_view(base, dim, position)
 
 

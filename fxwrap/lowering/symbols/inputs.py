@@ -47,12 +47,10 @@ def replace_unsolvable(builder: Builder, fakes: Iterable[FakeValue]) -> None:
     `fakes` are the fake values of the inputs. Must run before the builder translates any of their sizes.
     """
     symbols = builder.symbols
-    expressions = {
-        symbol_expression(number): None
-        for fake in fakes
-        for number in _numbers(fake)
-        if isinstance(number, SymbolicNumber)
-    }
+    numbers = [number for fake in fakes for number in _numbers(fake) if isinstance(number, SymbolicNumber)]
+    if numbers:
+        symbols.replace_guarded(numbers[0])
+    expressions = dict.fromkeys([symbol_expression(number) for number in numbers])
     symbols.preserve(expressions)
     known = {expression for expression in expressions if isinstance(expression, sympy.Symbol)}
     pending = [expression for expression in expressions if expression not in known and expression.free_symbols]
@@ -246,7 +244,7 @@ class InputBinder:
         for info in self._scalars:
             self._check_range(info, f"input '{info.name}'")
         for equation in self._equations:
-            if isinstance(equation.expression, sympy.Basic) and boolean_symbol(equation.expression) is None:
+            if boolean_symbol(equation.expression) is None:
                 condition = sympy.Eq(equation.symbol, equation.expression, evaluate=False)
                 message = f"input '{equation.symbol}' must be {print_expr(equation.expression)}"
                 self.lines.append(Assert(canonicalize(condition), message, "InputError", equation.symbol))

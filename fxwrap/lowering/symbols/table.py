@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -35,6 +36,8 @@ from fxwrap.torch_compat import (
 from fxwrap.wrapper_ir import OpaqueType, ScalarType, Size, TensorType, Type
 
 SymbolicNumber = torch.SymInt | torch.SymFloat | torch.SymBool
+
+_Bounds: TypeAlias = "Mapping[sympy.Basic, tuple[int | None, int | None]]"
 
 
 class ProgramSymbols:
@@ -94,7 +97,7 @@ class GraphSymbols:
         self._replacements: dict[sympy.Basic, sympy.Symbol] = {} if outer is None else outer._replacements
         self._inputs: frozenset[sympy.Basic] = frozenset()
         self._simplified: dict[sympy.Basic, sympy.Basic | int] = {}
-        self._guarded_bounds: dict[sympy.Basic, tuple[int | None, int | None]] | None = None
+        self._guarded_bounds: _Bounds | None = None
         self._equalities: Replacements = {}
         self._used: dict[sympy.Basic, sympy.Basic] = {}
 
@@ -161,18 +164,20 @@ class GraphSymbols:
         translated = self.translate(simplified)
         return translated if expression in self._inputs else simplify_by_ranges(translated, self.program.infos)
 
+    def replace_guarded(self, number: SymbolicNumber) -> None:
+        """Translates each symbol for which the guards of the ShapeEnv of a number state a value to that value."""
+        self._solve_guards(number)
+        for symbol, value in self._equalities.items():
+            if isinstance(symbol, sympy.Symbol) and value.is_Integer:
+                self._expressions[symbol] = value
+
     def preserve(self, expressions: Iterable[sympy.Basic]) -> None:
         """Records expressions of the inputs, which determine symbols and are simplified to integers only."""
         self._inputs = frozenset(expressions)
 
     def _simplify(self, number: torch.SymInt, expression: sympy.Expr) -> sympy.Basic | int:
         """Returns a symbolic size as the graph's guards simplify it."""
-        if self._guarded_bounds is None:
-            shape_env = find_shape_env(number)
-            self._guarded_bounds = guarded_bounds(shape_env)
-            if shape_env is not None:
-                equalities = guarded_equalities(shape_env)
-                self._equalities = solve_equalities(equalities, functools.partial(is_positive, shape_env))
+        bounds = self._solve_guards(number)
         simplified = apply_replacements(expression, self._equalities)
         if simplified != expression and (
             simplified.is_Integer or not (expression in self._inputs or self._replacements)
@@ -180,16 +185,24 @@ class GraphSymbols:
             used = {old: new for old, new in self._equalities.items() if expression.has(old)}
             self._used.update(used)
             return int(simplified) if simplified.is_Integer else simplified
-        value = self._only_value(number, self._guarded_bounds)
+        value = self._only_value(number, bounds)
         return expression if value is None else value
+
+    def _solve_guards(self, number: SymbolicNumber) -> _Bounds:
+        """Solves the equalities of the guards of a number's ShapeEnv, once; returns the bounds that its guards set."""
+        if self._guarded_bounds is None:
+            shape_env = find_shape_env(number)
+            self._guarded_bounds = guarded_bounds(shape_env)
+            if shape_env is not None:
+                equalities = guarded_equalities(shape_env)
+                self._equalities = solve_equalities(equalities, functools.partial(is_positive, shape_env))
+        return self._guarded_bounds
 
     def used_equalities(self) -> list[tuple[Expression, Expression]]:
         """Returns both sides of the equalities of the graph's guards by which sizes were simplified so far."""
         return [(self.translate(old), self.translate(new)) for old, new in self._used.items()]
 
-    def _only_value(
-        self, number: torch.SymInt, guarded: Mapping[sympy.Basic, tuple[int | None, int | None]]
-    ) -> int | None:
+    def _only_value(self, number: torch.SymInt, guarded: _Bounds) -> int | None:
         """Returns the only possible value of a symbolic size, or None."""
         low, high = symbol_bounds(number)
         guarded_low, guarded_high = guarded.get(symbol_expression(number), (None, None))

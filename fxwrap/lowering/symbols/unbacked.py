@@ -18,8 +18,11 @@ from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.symbols.inputs import boolean_symbol, linear_parts, solve_linear
 from fxwrap.symbolic import (
     Expression,
+    Size,
     SymbolInfo,
+    bounds,
     canonicalize,
+    depends_on_data,
     make_symbol,
     normalize_index,
     product,
@@ -252,11 +255,23 @@ def _new_symbol(builder: Builder, number: object) -> sympy.Symbol | None:
 
 
 def is_bounds_checked_at_run_time(builder: Builder, node: Node) -> bool:
-    """Whether a node selects an element at an unbacked position: the operator itself checks it, as in eager mode."""
+    """Whether a node selects an element at an unbacked position, or one that a dimension may not have.
+
+    The operator itself checks the position, as in eager mode.
+    """
     if node.target is not _SELECT:
         return False
     position = _argument(builder, node, 2, 0)
-    return isinstance(position, sympy.Basic) and any(symbol.name.startswith("u") for symbol in position.free_symbols)
+    if isinstance(position, int):
+        base: torch.Tensor = builder.fakes[node.args[0]]  # type: ignore[index]
+        return may_lack(builder, builder.symbols.size(base.shape[_argument(builder, node, 1, 0)]), position)
+    return depends_on_data(position)
+
+
+def may_lack(builder: Builder, size: Size, index: int) -> bool:
+    """Whether the ranges of symbols allow that a dimension of this size has no element at an index."""
+    lower, _ = bounds(size, builder.symbols.program.infos)
+    return lower is None or lower < (index + 1 if index >= 0 else -index)
 
 
 def _argument(builder: Builder, node: Node, position: int, default: object) -> Any:

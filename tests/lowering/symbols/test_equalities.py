@@ -67,3 +67,22 @@ def test_a_graph_for_one_chunk(emitter: Any) -> None:
     again = fxwrap.from_fx(module)
     torch.testing.assert_close(fxwrap.run(again, [x])[0], chunk(x))
     assert fxwrap.run(fxwrap.parse(str(compiled.program)), [x])[0].equal(fxwrap.run(again, [x])[0])
+
+
+def one_row(chosen: Tensor, x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    return torch.where(chosen, x, x[rows % x.shape[0]]), x.sum(1) * rows.shape[0]
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_size_that_a_guard_determines(emitter: Any) -> None:
+    """A guard states that a size is 1, since it was broadcast; the ShapeEnv has a symbol for it all the same."""
+    inputs = torch.tensor([True]), torch.randn(7, 1), torch.tensor([3])
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        graph = make_fx(one_row, tracing_mode="symbolic")(*inputs)
+    compiled = fxwrap.compile_graph(graph, None, options=Options(emitter=emitter))
+    for rows in (7, 2, 30):
+        for chosen in (True, False):
+            others = torch.tensor([chosen]), torch.randn(rows, 1), torch.tensor([1])
+            torch.testing.assert_close(compiled(*others), one_row(*others))
+    with pytest.raises(InputError, match=r"expected f32\[\d+, 1\]|expected i64\[1\]|expected bool\[1\]"):
+        compiled(torch.ones(2, dtype=torch.bool), torch.randn(7, 2), torch.tensor([1, 2]))

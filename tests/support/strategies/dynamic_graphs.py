@@ -6,9 +6,11 @@ since it would have to know a size that only a run brings, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -24,10 +26,17 @@ from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 from tests.support.strategies import graphs
 from tests.support.strategies.graphs import Entry, GraphDraw, NoCandidate, Step, aten
 
-LETTERS = {"a": 5, "b": 7}
+LETTERS = {"a": 5, "b": 7, "c": 4, "d": 3}
 """The symbolic sizes of inputs, and their values while a graph is traced."""
-OTHER_SIZES: tuple[dict[str, int], ...] = ({"a": 6, "b": 9}, {"a": 12, "b": 3}, {"a": 3, "b": 2}, {"a": 9, "b": 64})
-CONSTANTS = (4, 3, 1)
+FEW_SIZES = ((6, 9, 4, 3), (12, 3, 4, 3), (3, 2, 4, 3), (9, 64, 4, 3))
+OTHER_SIZES = (
+    *FEW_SIZES, (6, 9, 5, 2), (12, 3, 3, 12), (2, 2, 2, 2), (16, 16, 16, 16), (17, 15, 2, 33), (33, 5, 64, 2),
+    (1, 7, 4, 3), (5, 1, 4, 3), (5, 7, 1, 1), (1, 1, 1, 1), (0, 7, 4, 3), (5, 0, 4, 3), (5, 7, 0, 0), (0, 0, 0, 0),
+    (513, 2, 2, 3), (2, 1025, 3, 2), (3, 2, 514, 1), (1, 3, 2, 511), (0, 1, 65, 2),
+)  # fmt: skip
+"""Sizes of "a" to "d": beyond those that are traced, none, one, and one more or less than kernels have in a block."""
+MOST_ELEMENTS = 5000
+"""Inputs with more elements are left out: an outer product of them would take long."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,11 @@ class InputSpec:
     dtypes: tuple[torch.dtype, ...]
     transposed: tuple[bool, ...]
 
-    def inputs(self, sizes: dict[str, int], seed: int, nothing: bool = False) -> tuple[Tensor, ...]:
+    def elements(self, sizes: Mapping[str, int]) -> int:
+        """Returns how many elements the largest input has."""
+        return max([math.prod([sizes.get(size, size) for size in shape]) for shape in self.shapes])
+
+    def inputs(self, sizes: Mapping[str, int], seed: int, nothing: bool = False) -> tuple[Tensor, ...]:
         """Returns inputs of these sizes; with `nothing` no number in them is positive and no truth value is true."""
         generator = torch.Generator().manual_seed(seed)
         values = []
@@ -50,6 +63,14 @@ class InputSpec:
         return tuple(values)
 
 
+@dataclass(frozen=True)
+class Run:
+    """The sizes of the letters, and inputs of these sizes."""
+
+    sizes: Mapping[str, int]
+    inputs: tuple[Tensor, ...]
+
+
 class DynamicGraph:
     """A graph, and how inputs for it are made; `guards` are what torch relied on while it traced it."""
 
@@ -58,24 +79,56 @@ class DynamicGraph:
         self.spec = spec
         self.shape_env = shape_env
 
-    def inputs(self) -> list[tuple[Tensor, ...]]:
-        """Returns inputs of the traced sizes, twice, and of those other sizes that the guards allow."""
-        others = [sizes for sizes in OTHER_SIZES if self.allows(sizes)]
+    def runs(self, others: Sequence[tuple[int, ...]] = OTHER_SIZES) -> list[Run]:
+        """Returns runs of the traced sizes, two, and of those others for which the inputs are small."""
+        named = [dict(zip(LETTERS, sizes, strict=True)) for sizes in others]
+        small = [sizes for sizes in named if self.spec.elements(sizes) <= MOST_ELEMENTS]
         return [
-            self.spec.inputs(LETTERS, 1), self.spec.inputs(LETTERS, 2, nothing=True),
-            *[self.spec.inputs(sizes, 3 + number) for number, sizes in enumerate(others)],
+            Run(LETTERS, self.spec.inputs(LETTERS, 1)), Run(LETTERS, self.spec.inputs(LETTERS, 2, nothing=True)),
+            *[Run(sizes, self.spec.inputs(sizes, 3 + number)) for number, sizes in enumerate(small)],
         ]  # fmt: skip
 
-    def allows(self, sizes: dict[str, int]) -> bool:
-        """Whether the guards hold for these sizes."""
+    def inputs(self) -> list[tuple[Tensor, ...]]:
+        """Returns inputs of the traced sizes, twice, and of a few other sizes, if they hold."""
+        return [run.inputs for run in self.runs(FEW_SIZES) if self.holds(run.sizes)]
+
+    def symbols(self) -> Mapping[Any, sympy.Symbol]:
+        """Returns the symbol of each letter, or number, among the inputs' sizes."""
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        pairs = [
+            (letter, number.node.expr)
+            for node, shape in zip(nodes, self.spec.shapes, strict=True)
+            for letter, number in zip(shape, node.meta["val"].shape, strict=True)
+            if isinstance(number, torch.SymInt)
+        ]
+        return {letter: symbol for letter, symbol in pairs if isinstance(symbol, sympy.Symbol)}
+
+    def in_range(self, sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether sizes are in the ranges of their symbols, and in these by letter, which replace those."""
         if self.shape_env is None:
             return True
-        numbers: dict[Any, int] = {}
-        for node, shape in zip(self.module.graph.find_nodes(op="placeholder"), self.spec.shapes, strict=True):
-            for number, size in zip(node.meta["val"].shape, shape, strict=True):
-                if isinstance(number, torch.SymInt) and isinstance(number.node.expr, sympy.Symbol):
-                    numbers[number.node.expr] = sizes.get(size, size)
-        return all(guard.expr.xreplace(numbers) == sympy.true for guard in self.shape_env.guards)
+        known = {name: self.shape_env.var_to_range[symbol] for name, symbol in self.symbols().items()}
+        bounds = {name: ranges.get(name, (known.lower, known.upper)) for name, known in known.items()}
+        return all(lower <= sizes.get(name, name) <= upper for name, (lower, upper) in bounds.items())
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Whether sizes are in the ranges of their symbols, and the guards and sizes of tracing hold for them.
+
+        torch infers a size of -1 for a diagonal below that of an empty matrix where it assumes nothing of sizes.
+        """
+        if self.shape_env is None:
+            return True
+        numbers = {symbol: sympy.Integer(sizes.get(name, name)) for name, symbol in self.symbols().items()}
+        guarded = all(guard.expr.xreplace(numbers) == sympy.true for guard in self.shape_env.guards)
+        traced = [size.xreplace(numbers) for size in self._traced_sizes]
+        return guarded and self.in_range(sizes, {}) and not any(size.is_negative for size in traced)
+
+    @cached_property
+    def _traced_sizes(self) -> set[sympy.Basic]:
+        """The symbolic sizes of all nodes."""
+        fakes = [node.meta.get("val") for node in self.module.graph.nodes]
+        sizes = [size for fake in fakes if isinstance(fake, Tensor) for size in fake.shape]
+        return {size.node.expr for size in sizes if isinstance(size, torch.SymInt)}
 
     def __repr__(self) -> str:
         return f"inputs {self.spec}\n{self.module.graph}"
@@ -231,7 +284,7 @@ FAMILIES: tuple[tuple[Step, ...], ...] = (
 def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
     """Draws a graph of at most so many steps."""
     count = draw(st.integers(2, 4))
-    letters = draw(st.lists(st.sampled_from([*LETTERS, *LETTERS, *CONSTANTS]), min_size=1, max_size=3))
+    letters = draw(st.lists(st.sampled_from([*"aabbcd", 1]), min_size=1, max_size=3))
     shapes = [tuple(letters[draw(st.integers(0, len(letters) - 1)) :]) for _ in range(count)]
     dtypes = [draw(st.sampled_from([torch.float32, torch.float32, torch.int64, torch.bool])) for _ in range(count)]
     transposed = [len(shape) == 2 and draw(st.booleans()) for shape in shapes]
@@ -248,7 +301,9 @@ def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
         outputs = [b.choice(computed).value for _ in range(b.integer(1, 4))]
         return (*outputs, computed[-1].value)
 
-    module = make_fx(traced, tracing_mode="symbolic")(*spec.inputs(LETTERS, 0))
+    from_zero = draw(st.booleans())  # as with `torch.export`; Dynamo traces for sizes from 2 on
+    with torch.fx.experimental._config.patch(backed_size_oblivious=from_zero):
+        module = make_fx(traced, tracing_mode="symbolic")(*spec.inputs(LETTERS, 0))
     module.graph.eliminate_dead_code()
     module.recompile()
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
