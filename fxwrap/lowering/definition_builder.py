@@ -30,7 +30,9 @@ from fxwrap.lowering.fusion.definitions import (
     DefinitionLabel,
     ElementReader,
     Indices,
+    InPlaceScatter,
     InPlaceStore,
+    Scattered,
     Stored,
     Viewed,
     broadcast_indices,
@@ -47,13 +49,13 @@ from fxwrap.lowering.graph_definitions import (
     as_definition,
     library_call_reason,
 )
-from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.lowering.rules import RULES, Declined, LoweringResult, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
-from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
+from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_name, operator_schema
 
 Arguments: TypeAlias = tuple[tuple[DefinitionOperand, ...], tuple[tuple[str, DefinitionOperand], ...]]
 """The arguments and the keyword arguments of a call, with definitions for tensors."""
@@ -127,7 +129,7 @@ class DefinitionBuilder:
         elif node in self.reinplacing.slice_writes:
             self._define_slice_write(node, self.reinplacing.slice_writes[node], position)
         elif node in self.reinplacing.written:
-            self._define_extern_call(node, position, fake, "it writes its operand in place")
+            self._define_reinplaced(node, position, fake)
         elif not self._define_copy(node, position):
             self._define_operator(node, position, fake)
 
@@ -154,6 +156,26 @@ class DefinitionBuilder:
 
     def _define(self, node: Node, target: OpOverload, fake: FakeValue, position: int) -> str | None:
         """Defines a node by its rule; returns the decline reason if it stays an extern call."""
+        applied = self._apply_rule(node, target, fake)
+        if isinstance(applied, str):
+            return applied
+        schema, result, reads = applied
+        self._add_scalar_reads(reads, position)
+        if isinstance(result, Definition):
+            self.operands[node] = self._register(node, schema, result, fake, position, node.name)
+        else:
+            self.operands[node] = tuple([
+                None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}")
+                for i, item in enumerate(result)
+            ])  # fmt: skip
+        definitions = definitions_in(self.operands[node])
+        self._record_coverage(node, "view" if all(isinstance(item, Viewed) for item in definitions) else "fused")
+        return None
+
+    def _apply_rule(
+        self, node: Node, target: OpOverload, fake: FakeValue
+    ) -> tuple[OperatorSchema, LoweringResult, list[ScalarRead]] | str:
+        """Returns the operator, what its rule returns, and the reads that this depends on; or the decline reason."""
         schema, arguments = self._arguments(node, target)
         arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
         reason = self._decline_reason(node, schema, fake, arguments)
@@ -166,20 +188,9 @@ class DefinitionBuilder:
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
         )
         try:
-            result = RULES[schema.name](call)
+            return schema, RULES[schema.name](call), reads
         except Declined as declined:
             return str(declined)
-        self._add_scalar_reads(reads, position)
-        if isinstance(result, Definition):
-            self.operands[node] = self._register(node, schema, result, fake, position, node.name)
-        else:
-            self.operands[node] = tuple([
-                None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}")
-                for i, item in enumerate(result)
-            ])  # fmt: skip
-        definitions = definitions_in(self.operands[node])
-        self._record_coverage(node, "view" if all(isinstance(item, Viewed) for item in definitions) else "fused")
-        return None
 
     def _register(
         self, node: Node, schema: OperatorSchema, definition: Definition, fake: torch.Tensor, position: int, name: str
@@ -346,6 +357,37 @@ class DefinitionBuilder:
         step = CallStep(node, position, [value, whole], writes=aliases, symbols=frozenset(_symbols(value) | symbols))
         self.steps.append(step)
         self._record_coverage(node, "call", "it overwrites a slice of its operand")
+
+    def _define_reinplaced(self, node: Node, position: int, fake: FakeValue) -> None:
+        """Defines a call that writes its operand in place: a kernel scatters into the operand if it can."""
+        reason = "it writes its operand in place"
+        operand = self.reinplacing.written[node].get(None)
+        target = None if operand is None else self.operands[operand]
+        if isinstance(node.target, OpOverload) and isinstance(target, Stored):
+            applied = self._apply_rule(node, node.target, fake)
+            if not isinstance(applied, str) and self._scatter_in_place(target, applied[1], node, position):
+                self._add_scalar_reads(applied[2], position)
+                self.operands[node] = target
+                self._record_coverage(node, "fused")
+                return
+            reason = applied if isinstance(applied, str) else reason
+        self._define_extern_call(node, position, fake, reason)
+
+    def _scatter_in_place(self, target: Stored, result: LoweringResult, node: Node, position: int) -> bool:
+        """Defines a scatter into a stored tensor if that is what a rule returned for it; returns whether it did.
+
+        Readers of the tensor's old content are materialised before: the scatter writes in any order.
+        """
+        if not isinstance(result, Scattered) or result.initial is not target:
+            return False
+        scatter = InPlaceScatter(
+            result.sizes, result.dtype, result.device, target, result.space, result.mode, result.body, target,
+            frozenset(_symbols(target)),
+        )  # fmt: skip
+        self.labels[scatter] = DefinitionLabel(node.name, operator_name(node.target))  # type: ignore[arg-type]
+        self.results[scatter] = RuleResult(node, position)
+        self._overwrite(self.storages.aliases_of(target), position - 1)
+        return True
 
     def _store_in_place(
         self,

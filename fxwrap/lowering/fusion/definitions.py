@@ -152,6 +152,21 @@ class Scattered(Definition):
     body: Callable[[ElementReader, Indices], tuple[Sequence[Index], Scalar]]
 
 
+@dataclass(frozen=True, eq=False)
+class InPlaceScatter(Scattered):
+    """A scatter into the existing tensor `target`, which is its initial tensor, and not into a copy.
+
+    `symbols` are the symbols in the sizes and the offset of the target.
+    """
+
+    target: Stored
+    symbols: frozenset[sympy.Symbol] = frozenset()
+
+
+InPlaceWrite: TypeAlias = InPlaceStore | InPlaceScatter
+"""A definition that overwrites its `target`. Only the memory has the new content: readers read the target."""
+
+
 def pointwise(
     sizes: Sequence[Size], dtype: torch.dtype, device: torch.device, body: Callable[[ElementReader, Indices], Scalar]
 ) -> Pointwise:
