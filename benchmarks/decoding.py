@@ -1,16 +1,16 @@
 """Decoding of one token by Llama with static caches, beside the bandwidth of a copy, TorchInductor and eager.
 
-    python benchmarks/decoding.py --device cuda --record                    # 8 layers of the 8B shape, bf16, batch 1 and 8
+    python benchmarks/decoding.py --device cuda --record              # 8 layers of the 8B shape, bf16, batch 1 and 8
     python benchmarks/decoding.py --device cuda --layers 32 --record deep
-    python benchmarks/decoding.py --record                                  # CPU: 2 layers of the 1B shape, float32
+    python benchmarks/decoding.py --record                            # CPU: 2 layers of the 1B shape, float32
     python benchmarks/decoding.py --dtype bfloat16 --record bfloat16
 
-All sides decode with the same weights and caches, in interleaved rounds in rotating order, among which a large tensor is
-copied. Columns:
+All sides decode with the same weights and caches, in interleaved rounds in rotating order, among which a large tensor
+is copied. Columns:
 
 - us: the median of a round's mean time of a token. A round is several tokens in sequence, without waits in between.
-- bandwidth: bytes of the weights that a token reads, over its time, as a part of the bytes that the copy reads and writes
-  in a second. The embedding does not count. 1.0 is the speed of the copy.
+- bandwidth: bytes of the weights that a token reads, over its time, as a part of the bytes that the copy reads and
+  writes in a second. The embedding does not count. 1.0 is the speed of the copy.
 - matmuls: the same over the time of the matmul kernels alone, in a profile (GPUs).
 - kernels: kernels of a token, in a profile (GPUs).
 - error: norm(difference) / norm of the logits, against the same weights and caches in float64.
@@ -35,13 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.distributed_models import DecodingLlama
-from benchmarks.measure_kernels import (
-    Contender,
-    fresh_function,
-    interleaved_host_times,
-    relative_error,
-    synchronize,
-)
+from benchmarks.measure_kernels import Contender, fresh_function, interleaved_host_times, relative_error, synchronize
 from benchmarks.results import Report, Row, add_record_option
 
 SIDES: Mapping[str, tuple[str, str | None]] = {
@@ -225,7 +219,9 @@ def main() -> None:
     note = f"medians of {chosen.rounds} rounds of {chosen.calls} tokens, {chosen.layers} layers of width {chosen.width}"
     report = Report(f"decoding-{chosen.device.type}", chosen, chosen.device, note)
     has_kernels = is_gpu and not chosen.no_profile
-    kernel_report = Report(f"decoding-kernels-{chosen.device.type}", chosen, chosen.device, note) if has_kernels else None
+    kernel_report = (
+        Report(f"decoding-kernels-{chosen.device.type}", chosen, chosen.device, note) if has_kernels else None
+    )
     for batch in chosen.batch:
         measure(chosen, batch, report, kernel_report)
 

@@ -162,9 +162,7 @@ class AdvancedIndexing:
                 result.append(next(others))
             else:
                 position = broadcast_indices(tensor.sizes, indices[start:end])
-                result.append(
-                    load_indirect_index(reader, tensor, position, size, wrap_negative=True, writes=writes)
-                )
+                result.append(load_indirect_index(reader, tensor, position, size, wrap_negative=True, writes=writes))
         return result
 
 

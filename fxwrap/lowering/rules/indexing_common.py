@@ -167,8 +167,8 @@ def checked_indirect_index(
     With `wrap_negative`, -1 is the last element. An index out of bounds makes the launch fail as eager does, with the
     class of error that `error` names ("index" or "runtime"). The kernel continues with element 0, or without a load
     where the tensor may be empty, so that it never accesses memory outside the tensor. If the kernel `writes` the
-    element, it continues without a store: the tensor may be an input, which keeps its content. A position that is known to be
-    in bounds (an `arange`) stays an affine index and is not checked.
+    element, it continues without a store: the tensor may be an input, which keeps its content. A position that is known
+    to be in bounds (an `arange`) stays an affine index and is not checked.
     """
     known = affine_index(position)
     if known is not None:
