@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,7 +157,7 @@ def measure(chosen: argparse.Namespace, batch: int, report: Report, kernel_repor
         decode = sides[name] = compile_side(name, model)
         run_tokens(decode, tokens, 4)  # the first compiles, later ones capture graphs
         errors[name] = relative_error(decode(tokens)[1], expected)
-        contenders[name] = Contender(lambda decode=decode: run_tokens(decode, tokens, chosen.calls), chosen.calls)
+        contenders[name] = Contender(partial(run_tokens, decode, tokens, chosen.calls), chosen.calls)
         print(f"    batch {batch}, {name}: error {errors[name]:.2e}", flush=True)
     source = torch.ones(min(bytes_read, _MAX_COPIED_BYTES), dtype=torch.uint8, device=chosen.device)
     target = torch.empty_like(source)
