@@ -55,7 +55,7 @@ from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
-from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_name, operator_schema
+from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
 
 Arguments: TypeAlias = tuple[tuple[DefinitionOperand, ...], tuple[tuple[str, DefinitionOperand], ...]]
 """The arguments and the keyword arguments of a call, with definitions for tensors."""
@@ -173,10 +173,15 @@ class DefinitionBuilder:
         return None
 
     def _apply_rule(
-        self, node: Node, target: OpOverload, fake: FakeValue
+        self, node: Node, target: OpOverload, fake: FakeValue, base: Definition | None = None
     ) -> tuple[OperatorSchema, LoweringResult, list[ScalarRead]] | str:
-        """Returns the operator, what its rule returns, and the reads that this depends on; or the decline reason."""
+        """Returns the operator, its rule's result, and the reads that this depends on; or the decline reason.
+
+        With `base`, that is the first argument.
+        """
         schema, arguments = self._arguments(node, target)
+        if base is not None:
+            arguments = ((base, *arguments[0][1:]), arguments[1])
         arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
         reason = self._decline_reason(node, schema, fake, arguments)
         if reason is not None:
@@ -340,7 +345,6 @@ class DefinitionBuilder:
         if write.source is None:
             self._record_coverage(node, "view")
             return
-        value = as_definition(self.operands[write.source])
         fake = self.builder.fakes[write.base]
         resolved = resolve_slice(self.builder, self.builder.symbols.tensor_type(fake), write)
         type_ = resolved.type
@@ -348,6 +352,12 @@ class DefinitionBuilder:
         target = self._new_stored(type_, f"{node.name}_window")
         self.storages.add_alias(target, whole)
         self.slice_writes[target] = node
+        if write.scatters:
+            if self._can_fuse(node) and self._scatter_in_place(target, write.source, node, position, symbols):
+                self._record_coverage(node, "fused")
+                return
+            self._define_operator(write.source, position, self.builder.fakes[write.source])
+        value = as_definition(self.operands[write.source])
         aliases = self.storages.aliases_of(whole)
         fuses = self._can_fuse(node) and unwrap_views(value) not in aliases
         if fuses and self._store_in_place(target, value, node, position, position - 1, symbols):
@@ -360,31 +370,36 @@ class DefinitionBuilder:
 
     def _define_reinplaced(self, node: Node, position: int, fake: FakeValue) -> None:
         """Defines a call that writes its operand in place: a kernel scatters into the operand if it can."""
-        reason = "it writes its operand in place"
         operand = self.reinplacing.written[node].get(None)
         target = None if operand is None else self.operands[operand]
-        if isinstance(node.target, OpOverload) and isinstance(target, Stored):
-            applied = self._apply_rule(node, node.target, fake)
-            if not isinstance(applied, str) and self._scatter_in_place(target, applied[1], node, position):
-                self._add_scalar_reads(applied[2], position)
-                self.operands[node] = target
-                self._record_coverage(node, "fused")
-                return
-            reason = applied if isinstance(applied, str) else reason
-        self._define_extern_call(node, position, fake, reason)
+        if isinstance(target, Stored) and self._scatter_in_place(target, node, node, position, _symbols(target)):
+            self.operands[node] = target
+            self._record_coverage(node, "fused")
+        else:
+            self._define_extern_call(node, position, fake, "it writes its operand in place")
 
-    def _scatter_in_place(self, target: Stored, result: LoweringResult, node: Node, position: int) -> bool:
-        """Defines a scatter into a stored tensor if that is what a rule returned for it; returns whether it did.
+    def _scatter_in_place(
+        self, target: Stored, call: Node, node: Node, position: int, symbols: Collection[sympy.Symbol]
+    ) -> bool:
+        """Defines a call at indirect indices as a scatter into a stored tensor if it has such a rule.
 
-        Readers of the tensor's old content are materialised before: the scatter writes in any order.
+        Returns whether it has. `node` is the result in the graph. Readers of the tensor's old content are materialised
+        before: the scatter writes in any order.
         """
+        if not isinstance(call.target, OpOverload):
+            return False
+        applied = self._apply_rule(call, call.target, self.builder.fakes[call], target)
+        if isinstance(applied, str):
+            return False
+        schema, result, reads = applied
         if not isinstance(result, Scattered) or result.initial is not target:
             return False
+        self._add_scalar_reads(reads, position)
         scatter = InPlaceScatter(
             result.sizes, result.dtype, result.device, target, result.space, result.mode, result.body, target,
-            frozenset(_symbols(target)),
+            frozenset(symbols),
         )  # fmt: skip
-        self.labels[scatter] = DefinitionLabel(node.name, operator_name(node.target))  # type: ignore[arg-type]
+        self.labels[scatter] = DefinitionLabel(node.name, schema.name)
         self.results[scatter] = RuleResult(node, position)
         self._overwrite(self.storages.aliases_of(target), position - 1)
         return True

@@ -22,6 +22,7 @@ from fxwrap.lowering.fusion.definitions import (
     InPlaceWrite,
     Scattered,
     copy_definition,
+    fills_a_copy,
     unwrap_views,
 )
 from fxwrap.lowering.fusion.fusion import ScheduledItem
@@ -351,7 +352,7 @@ class LineEmitter:
     def _launch_text(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel; on a massively parallel device, a long reduction is split into two launches."""
         for item in stored:
-            if isinstance(item, Scattered) and self.values[item] != self.values.get(item.initial):
+            if fills_a_copy(item) and self.values[item] != self.values.get(item.initial):
                 self._emit_scatter_base_copy(item)
         language = self._options.text_language(plan.device_type)
         values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)

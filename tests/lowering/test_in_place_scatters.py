@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.comparison import COMPARED_EMITTERS, capture
-from fxwrap.lines import IndexPut, Launch, Mutate, Scatter
+from fxwrap.lines import Alloc, IndexPut, Launch, Mutate, Scatter
 from fxwrap.testing import assert_emitters_agree
 from tests.lowering.planned_programs import Planned, check_graph, close, printed_launch
 
@@ -24,7 +24,7 @@ LENGTH = 16
 
 def planned(function: Callable[..., Any], *inputs: Tensor, options: Options | None = None) -> Planned:
     """Plans a function that writes its inputs, and compares results and inputs with eager's."""
-    graph = make_fx(functionalize(function, remove="mutations_and_views"))(*[item.clone() for item in inputs])
+    graph = make_fx(functionalize(function, remove="mutations"))(*[item.clone() for item in inputs])
     graph.graph.eliminate_dead_code()
     return check_graph(graph, inputs, *([] if options is None else [options]))
 
@@ -139,6 +139,22 @@ def _after_a_scan(x: Tensor, i: Tensor, v: Tensor) -> Any:
     x[i] = v.cumsum(1)
 
 
+def _into_a_row(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    x[1].index_copy_(0, i, v[0, :2] * 2)
+    x[2, 1:7][i] = v[1, 2:4].cos()
+    return x * 2
+
+
+def _into_a_strided_slice(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    x.t()[1::2, i] = v.t()[:4].sin()
+    x[:, ::3].index_fill_(0, i, 7.0)
+    return x.sum(0)
+
+
+def _a_slice_that_reads_another(x: Tensor, i: Tensor, v: Tensor) -> Any:
+    x[:, 4:][i] = x[:2, :4] * v[:, :4]
+
+
 def _nothing(x: Tensor, i: Tensor, v: Tensor) -> Any:
     x[i[:0]] = v[:0] * 2
     return x + 1
@@ -153,9 +169,14 @@ WRITES: dict[str, Callable[..., Any]] = {
     for function in (
         _negative, _in_the_middle, _in_two_dimensions, _a_number, _filled, _scattered, _put, _twice,
         _read_before_and_after, _the_source_reads_the_target, _the_index_reads_the_target, _read_in_the_same_space,
-        _values_are_returned, _after_a_normalisation, _after_a_scan, _nothing, _equal_indices,
+        _values_are_returned, _after_a_normalisation, _after_a_scan, _into_a_row, _into_a_strided_slice,
+        _a_slice_that_reads_another, _nothing, _equal_indices,
     )
 }  # fmt: skip
+
+
+RESULTS = {"read_before_and_after": 1, "read_in_the_same_space": 2, "into_a_row": 1, "nothing": 1}
+"""The number of tensors of the input's sizes that a function computes."""
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -164,10 +185,29 @@ def test_a_kernel_writes_an_input_at_indices(name: str) -> None:
     function = WRITES[name]
     plan = planned(lambda x, i, v: (function(x, i, v), v + 1), x, i, v)
     assert not [line for line in plan.program.lines() if isinstance(line, IndexPut | Mutate | Scatter)]
+    sizes = [line.result.tensor_type.sizes for line in plan.program.lines() if isinstance(line, Alloc)]
+    assert sizes.count((4, 8)) == RESULTS.get(name, 0)
     got, expected = [x.clone(), i, v], x.clone()
     plan.run(got, printed_launch([plan], "triton"))
     function(expected, i, v)
     assert close(got[0], expected)
+
+
+def test_a_source_in_the_same_memory_is_copied_by_a_call() -> None:
+    def function(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        x[3].index_copy_(0, i, x[2, :2])
+        return v + 1
+
+    x, i, v = torch.randn(4, 8), torch.tensor([2, 0]), torch.randn(2, 8)
+    planned(function, x, i, v)
+    planned(_into_a_row, x, i, v, options=Options(fuse=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_caches_on_a_gpu(graphs: bool, fresh_dynamo: None) -> None:
+    inputs = [item.cuda() for item in cache_inputs()]
+    assert_emitters_agree(update, inputs, options={"cuda_graphs": graphs}, emitters=["python", "cpp"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.float16, torch.float64])
@@ -209,7 +249,7 @@ def test_an_index_out_of_bounds_raises_and_writes_nothing_there(name: str) -> No
     x, v = torch.zeros(4, 8), torch.rand(2, 8) + 1
     if name == "the only row":
         x = x[:1]
-    graph = make_fx(functionalize(lambda x, i, v: (function(x, i, v * 2), v + 1)[1], remove="mutations_and_views"))(
+    graph = make_fx(functionalize(lambda x, i, v: (function(x, i, v * 2), v + 1)[1], remove="mutations"))(
         x, torch.tensor([0, 0]), v
     )
     with pytest.raises(error):

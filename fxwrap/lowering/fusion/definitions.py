@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeGuard
 
 import sympy
 import torch
@@ -165,6 +165,11 @@ class InPlaceScatter(Scattered):
 
 InPlaceWrite: TypeAlias = InPlaceStore | InPlaceScatter
 """A definition that overwrites its `target`. Only the memory has the new content: readers read the target."""
+
+
+def fills_a_copy(definition: Definition) -> TypeGuard[Scattered]:
+    """Whether a definition is a scatter into a copy of its initial tensor, which another kernel makes before."""
+    return isinstance(definition, Scattered) and not isinstance(definition, InPlaceScatter)
 
 
 def pointwise(

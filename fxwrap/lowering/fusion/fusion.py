@@ -19,7 +19,14 @@ from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceScatter, InPlaceWrite, Pointwise, Scattered
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    InPlaceScatter,
+    InPlaceWrite,
+    Pointwise,
+    Scattered,
+    fills_a_copy,
+)
 from fxwrap.lowering.fusion.iteration_mappings import (
     IterationMapping,
     KernelPlan,
@@ -194,7 +201,7 @@ class Fusion:
 
     def _fits_limits(self, kernel: KernelPlan, plan: DefinitionPlan, trace: Trace) -> bool:
         definition, first = plan.definition, kernel.members[0]
-        if _fills_a_copy(definition) or _fills_a_copy(first.definition):
+        if fills_a_copy(definition) or fills_a_copy(first.definition):
             return False
         if definition.device != first.definition.device:
             return False
@@ -309,8 +316,3 @@ class Fusion:
         readers = self._readers.setdefault(definition, [])
         if item not in readers[-_MAX_CANDIDATES:]:
             readers.append(item)
-
-
-def _fills_a_copy(definition: Definition) -> bool:
-    """Whether a definition is a scatter into a copy, which another kernel makes before."""
-    return isinstance(definition, Scattered) and not isinstance(definition, InPlaceScatter)

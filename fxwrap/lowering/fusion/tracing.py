@@ -25,7 +25,6 @@ from fxwrap.loop_ir import (
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     Indices,
-    InPlaceScatter,
     Pointwise,
     Reduced,
     ReductionSource,
@@ -34,6 +33,7 @@ from fxwrap.lowering.fusion.definitions import (
     Scattered,
     Stored,
     Viewed,
+    fills_a_copy,
 )
 from fxwrap.symbolic import Number, Size
 
@@ -228,7 +228,7 @@ def trace_with(definition: Definition, access_of: Callable[[Definition], Access]
 
     reader = BodyBuilder(access_of, fetch)
     reader.run(definition, axes, parallel_rank)
-    if isinstance(definition, Scattered) and not isinstance(definition, InPlaceScatter):
+    if fills_a_copy(definition):
         # a separate kernel fills its memory from the initial elements
         reader.load(definition.initial, [Axis(f"i{number}", size) for number, size in enumerate(definition.sizes)])
     operations = reader.body.operations
