@@ -145,12 +145,17 @@ class DecodingLlama(Llama):
         self.register_buffer("position", torch.full((1,), chosen.length // 2))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens).argmax(-1)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Returns the logits of the next tokens; the caches hold the keys and values of these."""
         position = self.get_buffer("position")
         x = self.tokens(tokens)
         cosine, sine = _angles(position, self.head_width, x.dtype)
         for number, block in enumerate(self.blocks):
             x = self._block(block, x, cosine, sine, self.get_buffer(f"cache_{number}"))
-        return self.head(self.norm(x)).argmax(-1)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def _block(self, block: Any, x: Tensor, cosine: Tensor, sine: Tensor, cache: Tensor) -> Tensor:
         y, width, position = block.norm_1(x), self.head_width, self.get_buffer("position")

@@ -16,7 +16,13 @@ from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savab
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.debugging import with_repro_environment
 from fxwrap.errors import OptionError
-from fxwrap.fx_passes import decomposition_table, partitioner, replace_stream_methods, simplify_attention_masks
+from fxwrap.fx_passes import (
+    decomposition_table,
+    pack_query_groups,
+    partitioner,
+    replace_stream_methods,
+    simplify_attention_masks,
+)
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
 from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class, plain_tensor, with_plain_inputs
@@ -48,6 +54,10 @@ DYNAMO_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
         simplify_attention_masks, "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
+        pack_query_groups, "fuse", lambda options: options.fuse,
     ),
 )  # fmt: skip
 """The passes over Dynamo's graph, before AOTAutograd."""

@@ -53,7 +53,7 @@ _IN_PLACE_FUNCTIONS = frozenset({
 })  # fmt: skip
 _IN_PLACE_METHODS = frozenset([f"__{function.__name__}__" for function in _IN_PLACE_FUNCTIONS])
 
-_LAYOUT_PROPAGATING = frozenset({
+LAYOUT_PROPAGATING = frozenset({
     "getitem", "transpose", "permute", "swapaxes", "movedim", "squeeze", "unsqueeze", "select", "slice", "reshape",
     "flatten", "clone",
 })  # fmt: skip
@@ -93,7 +93,7 @@ def simplify_attention_masks(graph_module: GraphModule, options: Options) -> Gra
 def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite]:
     """Returns the attention calls whose masks are rewritten."""
     mask_of = {
-        node: mask for node in graph.nodes if (mask := _mask_of(node)) is not None and _is_layout_unobservable(node)
+        node: mask for node in graph.nodes if (mask := _mask_of(node)) is not None and has_unobservable_layout(node)
     }
     if not mask_of or not options.fuse or "aten.scaled_dot_product_attention.default" in options.preserve_ops:
         return {}
@@ -108,7 +108,7 @@ def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite
 
 def _has_supported_dtype(mask: Node, node: Node) -> bool:
     """Whether kernels read the mask's dtype: float32 masks with half-precision operands gave wrong results on H200."""
-    return _fake(mask).dtype in (torch.bool, _fake(_arguments(node)["query"]).dtype)
+    return fake_of(mask).dtype in (torch.bool, fake_of(attention_arguments(node)["query"]).dtype)
 
 
 def rewrite_masks(rewrites: Mapping[Node, MaskRewrite], options: Options) -> None:
@@ -116,43 +116,56 @@ def rewrite_masks(rewrites: Mapping[Node, MaskRewrite], options: Options) -> Non
     specs = options.device_specs()
     contiguous_masks: dict[Hashable, _ContiguousMask] = {}
     for node, rewrite in rewrites.items():
-        arguments = _arguments(node)
+        arguments = attention_arguments(node)
         mask = arguments["attn_mask"]
         log.debug("%s: the mask %s %s", node.name, mask.name, _LOG_MESSAGES[rewrite])
         if rewrite == "contiguous":
-            key = mask, _fake(node).dtype, _fake(arguments["query"]).dtype
+            key = mask, fake_of(node).dtype, fake_of(arguments["query"]).dtype
             if key not in contiguous_masks:
-                spec = specs.get(_fake(node).device.type)
+                spec = specs.get(fake_of(node).device.type)
                 is_exact = spec is not None and spec.zeroes_fully_masked_rows
                 contiguous_masks[key] = _ContiguousMask(mask, node, arguments["query"], is_exact)
             arguments["attn_mask"] = contiguous_masks[key].mask
             contiguous_masks[key].zero_fully_masked_rows(node)
         else:
             arguments |= {"attn_mask": None, "is_causal": rewrite == "causal"}
-        node.args = tuple([arguments.pop(name) for name in _PARAMETERS[:3]])
-        node.kwargs = arguments
+        set_attention_arguments(node, arguments)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
+def attention_arguments(node: Node) -> dict[str, Any]:
     """Returns the arguments of an attention call by parameter name."""
     return dict(zip(_PARAMETERS, node.args)) | node.kwargs
 
 
+def set_attention_arguments(node: Node, arguments: Mapping[str, Any]) -> None:
+    """Replaces the arguments of an attention call, by parameter name."""
+    node.args = tuple([arguments[name] for name in _PARAMETERS[:3]])
+    node.kwargs = {name: item for name, item in arguments.items() if name not in _PARAMETERS[:3]}
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node calls `scaled_dot_product_attention`."""
+    return node.target in _ATTENTION
+
+
 def _mask_of(node: Node) -> Node | None:
-    if node.target not in _ATTENTION:
+    if not is_attention(node):
         return None
-    arguments = _arguments(node)
+    arguments = attention_arguments(node)
     mask = arguments.get("attn_mask")
     # Kernels draw other random numbers than the formula does.
     is_supported = arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
     return mask if isinstance(mask, Node) and is_supported else None
 
 
-def _is_layout_unobservable(node: Node) -> bool:
-    """Whether no result depends on the layout of a tensor."""
+def has_unobservable_layout(node: Node, propagating: frozenset[str] = LAYOUT_PROPAGATING) -> bool:
+    """Whether no result depends on the layout of a tensor; `propagating` are names of operators that accept any."""
     return all(
         user.op != "output"
-        and (_name(user) in _LAYOUT_HIDING or (_name(user) in _LAYOUT_PROPAGATING and _is_layout_unobservable(user)))
+        and (
+            (name := name_of(user)) in _LAYOUT_HIDING
+            or (name in propagating and has_unobservable_layout(user, propagating))
+        )
         for user in node.users
     )
 
@@ -162,11 +175,12 @@ def _broadcast_dims(mask: torch.Tensor) -> list[int]:
     return [dimension for dimension, stride in enumerate(mask.stride()[:-2]) if type(stride) is int and stride == 0]
 
 
-def _fake(node: Node) -> Any:
+def fake_of(node: Node) -> Any:
+    """Returns the fake value of a node of Dynamo's graph or of a graph of operators."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
     """Returns the name of a call's target: one name for the function, the method and the operator."""
     target = node.target
     if isinstance(target, OpOverload):
@@ -178,7 +192,7 @@ def _name(node: Node) -> str:
 
 
 def _classify_mask(mask: Node, constants: frozenset[Node]) -> MaskRewrite | None:
-    fake = _fake(mask)
+    fake = fake_of(mask)
     if not isinstance(fake, torch.Tensor) or fake.ndim < 2:
         return None
     if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
@@ -206,17 +220,18 @@ def _constant_nodes(graph: Graph) -> frozenset[Node]:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         operands = node.all_input_nodes
-        if _may_mutate(node):
-            if any(_storage(operand) in storages for operand in operands):
+        if may_mutate(node):
+            if any(storage_of(operand) in storages for operand in operands):
                 return frozenset()
-        elif constants.issuperset(operands) and _name(node) in _MASK_OPERATORS and _is_foldable(_fake(node)):
+        elif constants.issuperset(operands) and name_of(node) in _MASK_OPERATORS and _is_foldable(fake_of(node)):
             constants.add(node)
-            storages.add(_storage(node))
+            storages.add(storage_of(node))
     return frozenset(constants)
 
 
-def _storage(node: Node) -> int | None:
-    fake = _fake(node)
+def storage_of(node: Node) -> int | None:
+    """Returns the storage of a node's tensor; None for other nodes."""
+    fake = fake_of(node)
     return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
 
 
@@ -227,7 +242,7 @@ def _is_foldable(fake: object) -> bool:
     return all(type(size) is int for size in fake.shape) and fake.untyped_storage().nbytes() <= _MAX_FOLDED_BYTES
 
 
-def _may_mutate(node: Node) -> bool:
+def may_mutate(node: Node) -> bool:
     """Whether a call may mutate its operands, by its name, schema or parameters."""
     target = node.target
     if isinstance(target, OpOverload):
@@ -287,7 +302,7 @@ class _ContiguousMask:
     """
 
     def __init__(self, mask: Node, node: Node, query: Node, is_exact: bool) -> None:
-        graph, fake = mask.graph, _fake(mask)
+        graph, fake = mask.graph, fake_of(mask)
         broadcast_dims = _broadcast_dims(fake)
         self._row_is_unmasked: Node | None = None  # for each row, whether any column is unmasked
         with graph.inserting_before(node):
@@ -297,11 +312,11 @@ class _ContiguousMask:
             contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
             copy = graph.call_function(_aten.clone.default, (copy,), contiguous)
             if not is_exact:
-                lowest = torch.finfo(_fake(node).dtype).min
+                lowest = torch.finfo(fake_of(node).dtype).min
                 if fake.dtype is torch.bool:
                     self._row_is_unmasked = graph.call_function(_aten.any.dim, (copy, -1, True))
                     copy = graph.call_function(_aten.where.Scalar, (copy, 0.0, lowest))
-                    copy = graph.call_function(_aten._to_copy.default, (copy,), {"dtype": _fake(query).dtype})
+                    copy = graph.call_function(_aten._to_copy.default, (copy,), {"dtype": fake_of(query).dtype})
                 else:
                     is_unmasked = graph.call_function(_aten.ne.Scalar, (copy, -torch.inf))
                     self._row_is_unmasked = graph.call_function(_aten.any.dim, (is_unmasked, -1, True))

@@ -20,6 +20,7 @@ from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
 from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
+from fxwrap.fx_passes.grouped_queries import find_query_groups, rewrite_query_groups
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
 from fxwrap.fx_passes.small_sizes import least_sizes
 from fxwrap.options import Options, Step, enabled_steps
@@ -66,6 +67,10 @@ EXPORTED_PROGRAM_PASSES: tuple[Step[ExportedProgram, Options], ...] = (
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
         lambda exported, options: _simplify_exported_masks(exported, options), "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
+        lambda exported, options: _pack_exported_query_groups(exported, options), "fuse", lambda options: options.fuse,
     ),
     Step(
         "decompose", "decompose operators, those on lists of tensors included",
@@ -118,6 +123,14 @@ def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> Exp
         return exported
     copy: ExportedProgram = exported.run_decompositions({})
     rewrite_masks(find_mask_rewrites(copy.graph, options), options)
+    return copy
+
+
+def _pack_exported_query_groups(exported: ExportedProgram, options: Options) -> ExportedProgram:
+    if not find_query_groups(exported.graph, options):
+        return exported
+    copy: ExportedProgram = exported.run_decompositions({})
+    rewrite_query_groups(find_query_groups(copy.graph, options))
     return copy
 
 

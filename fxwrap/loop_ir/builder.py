@@ -114,13 +114,15 @@ class KernelBuilder:
         return self._add_combine(Scan(kind, (value.position,), value.dtype, self.origin), SCANS[kind])
 
     def indirect_index(self, position: Scalar, size: Size, guard: Scalar | None = None) -> Index:
-        """Returns a computed int64 position from 0 to `size` - 1 as an index; it is the constant 0 for size 1.
+        """Returns a computed int64 position from 0 to `size` - 1 as an index.
 
         With `guard`, the position is in bounds only where the guard holds; loads and stores elsewhere are masked.
+        Without, it is the constant 0 for size 1.
         """
-        if guard is not None:
-            self.guards[position.position] = guard
-        return as_index(0 if size == 1 else IndirectIndex(position.position, size))
+        if guard is None:
+            return as_index(0 if size == 1 else IndirectIndex(position.position, size))
+        self.guards[position.position] = guard
+        return as_index(IndirectIndex(position.position, size))
 
     def store(
         self, buffer: str, index: IndexLike, value: Scalar, mask: Scalar | None = None, mode: str = "set"

@@ -30,7 +30,9 @@ from fxwrap.lowering.fusion.definitions import (
     DefinitionLabel,
     ElementReader,
     Indices,
+    InPlaceScatter,
     InPlaceStore,
+    Scattered,
     Stored,
     Viewed,
     broadcast_indices,
@@ -47,7 +49,7 @@ from fxwrap.lowering.graph_definitions import (
     as_definition,
     library_call_reason,
 )
-from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.lowering.rules import RULES, Declined, LoweringResult, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
@@ -127,7 +129,7 @@ class DefinitionBuilder:
         elif node in self.reinplacing.slice_writes:
             self._define_slice_write(node, self.reinplacing.slice_writes[node], position)
         elif node in self.reinplacing.written:
-            self._define_extern_call(node, position, fake, "it writes its operand in place")
+            self._define_reinplaced(node, position, fake)
         elif not self._define_copy(node, position):
             self._define_operator(node, position, fake)
 
@@ -154,21 +156,10 @@ class DefinitionBuilder:
 
     def _define(self, node: Node, target: OpOverload, fake: FakeValue, position: int) -> str | None:
         """Defines a node by its rule; returns the decline reason if it stays an extern call."""
-        schema, arguments = self._arguments(node, target)
-        arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
-        reason = self._decline_reason(node, schema, fake, arguments)
-        if reason is not None:
-            return reason
-        first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
-        spec = self._specs[first.device.type]
-        positional, keywords = arguments
-        call = OperatorCall(
-            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
-        )
-        try:
-            result = RULES[schema.name](call)
-        except Declined as declined:
-            return str(declined)
+        applied = self._apply_rule(node, target, fake)
+        if isinstance(applied, str):
+            return applied
+        schema, result, reads = applied
         self._add_scalar_reads(reads, position)
         if isinstance(result, Definition):
             self.operands[node] = self._register(node, schema, result, fake, position, node.name)
@@ -180,6 +171,31 @@ class DefinitionBuilder:
         definitions = definitions_in(self.operands[node])
         self._record_coverage(node, "view" if all(isinstance(item, Viewed) for item in definitions) else "fused")
         return None
+
+    def _apply_rule(
+        self, node: Node, target: OpOverload, fake: FakeValue, base: Definition | None = None
+    ) -> tuple[OperatorSchema, LoweringResult, list[ScalarRead]] | str:
+        """Returns the operator, its rule's result, and the reads that this depends on; or the decline reason.
+
+        With `base`, that is the first argument.
+        """
+        schema, arguments = self._arguments(node, target)
+        if base is not None:
+            arguments = ((base, *arguments[0][1:]), arguments[1])
+        arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
+        reason = self._decline_reason(node, schema, fake, arguments)
+        if reason is not None:
+            return reason
+        first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
+        spec = self._specs[first.device.type]
+        positional, keywords = arguments
+        call = OperatorCall(
+            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
+        )
+        try:
+            return schema, RULES[schema.name](call), reads
+        except Declined as declined:
+            return str(declined)
 
     def _register(
         self, node: Node, schema: OperatorSchema, definition: Definition, fake: torch.Tensor, position: int, name: str
@@ -329,7 +345,6 @@ class DefinitionBuilder:
         if write.source is None:
             self._record_coverage(node, "view")
             return
-        value = as_definition(self.operands[write.source])
         fake = self.builder.fakes[write.base]
         resolved = resolve_slice(self.builder, self.builder.symbols.tensor_type(fake), write)
         type_ = resolved.type
@@ -337,6 +352,12 @@ class DefinitionBuilder:
         target = self._new_stored(type_, f"{node.name}_window")
         self.storages.add_alias(target, whole)
         self.slice_writes[target] = node
+        if write.scatters:
+            if self._can_fuse(node) and self._scatter_in_place(target, write.source, node, position, symbols):
+                self._record_coverage(node, "fused")
+                return
+            self._define_operator(write.source, position, self.builder.fakes[write.source])
+        value = as_definition(self.operands[write.source])
         aliases = self.storages.aliases_of(whole)
         fuses = self._can_fuse(node) and unwrap_views(value) not in aliases
         if fuses and self._store_in_place(target, value, node, position, position - 1, symbols):
@@ -346,6 +367,42 @@ class DefinitionBuilder:
         step = CallStep(node, position, [value, whole], writes=aliases, symbols=frozenset(_symbols(value) | symbols))
         self.steps.append(step)
         self._record_coverage(node, "call", "it overwrites a slice of its operand")
+
+    def _define_reinplaced(self, node: Node, position: int, fake: FakeValue) -> None:
+        """Defines a call that writes its operand in place: a kernel scatters into the operand if it can."""
+        operand = self.reinplacing.written[node].get(None)
+        target = None if operand is None else self.operands[operand]
+        if isinstance(target, Stored) and self._scatter_in_place(target, node, node, position, _symbols(target)):
+            self.operands[node] = target
+            self._record_coverage(node, "fused")
+        else:
+            self._define_extern_call(node, position, fake, "it writes its operand in place")
+
+    def _scatter_in_place(
+        self, target: Stored, call: Node, node: Node, position: int, symbols: Collection[sympy.Symbol]
+    ) -> bool:
+        """Defines a call at indirect indices as a scatter into a stored tensor if it has such a rule.
+
+        Returns whether it has. `node` is the result in the graph. Readers of the tensor's old content are materialised
+        before: the scatter writes in any order.
+        """
+        if not isinstance(call.target, OpOverload):
+            return False
+        applied = self._apply_rule(call, call.target, self.builder.fakes[call], target)
+        if isinstance(applied, str):
+            return False
+        schema, result, reads = applied
+        if not isinstance(result, Scattered) or result.initial is not target:
+            return False
+        self._add_scalar_reads(reads, position)
+        scatter = InPlaceScatter(
+            result.sizes, result.dtype, result.device, target, result.space, result.mode, result.body, target,
+            frozenset(symbols),
+        )  # fmt: skip
+        self.labels[scatter] = DefinitionLabel(node.name, schema.name)
+        self.results[scatter] = RuleResult(node, position)
+        self._overwrite(self.storages.aliases_of(target), position - 1)
+        return True
 
     def _store_in_place(
         self,

@@ -16,7 +16,15 @@ from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
 from fxwrap.lowering.calls.slice_writes import emit_slice_view
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Scattered, copy_definition, unwrap_views
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    InPlaceScatter,
+    InPlaceWrite,
+    Scattered,
+    copy_definition,
+    fills_a_copy,
+    unwrap_views,
+)
 from fxwrap.lowering.fusion.fusion import ScheduledItem
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
 from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_strides, same_memory
@@ -176,7 +184,7 @@ class LineEmitter:
             self.values[definition] = self._output_prototype(definition)
         built = build_kernel(kernel, stored, self._value_of, self.plan, self.hint)
         for definition, output in zip(stored, built.outputs, strict=True):
-            if isinstance(definition, InPlaceStore):
+            if isinstance(definition, InPlaceWrite):
                 built = self._store_in_place(definition, output, built)
             else:
                 reused = self._reuse_input(definition, output, built, self._dead_inputs(item, kernel.reads))
@@ -191,7 +199,7 @@ class LineEmitter:
 
     def _output_prototype(self, definition: Definition) -> Value:
         """Returns a placeholder for an output while its kernel is built, or the value that it overwrites."""
-        if isinstance(definition, InPlaceStore):
+        if isinstance(definition, InPlaceWrite):
             writer = self.definitions.slice_writes.get(definition.target)
             return self._value_of(definition.target) if writer is None else self._emit_slice_view(writer)
         fake = self.definitions.fake(definition)
@@ -212,14 +220,14 @@ class LineEmitter:
         self.builder.emit(Alloc(value, origin=self._origin((definition,))))
         return built.replace_output(prototype, value)
 
-    def _store_in_place(self, definition: InPlaceStore, output: Value, built: BuiltKernel) -> BuiltKernel:
+    def _store_in_place(self, definition: InPlaceWrite, output: Value, built: BuiltKernel) -> BuiltKernel:
         """Returns the kernel with its reads of the overwritten tensor through the output."""
         storages = self.builder.storages
         storages.mark_mutated(output)
         nodes = frozenset(self._origin((definition,)).nodes)
-        if definition.target in self.definitions.slice_writes:
+        if isinstance(definition, InPlaceScatter) or definition.target in self.definitions.slice_writes:
             if any(storages.root(value) is storages.root(output) for value in built.inputs):
-                raise KernelDeclined(nodes, "it reads memory of which it overwrites a slice", True)
+                raise KernelDeclined(nodes, "it reads memory of which it overwrites a part", True)
             return built
         if output not in built.inputs:
             return built
@@ -344,7 +352,7 @@ class LineEmitter:
     def _launch_text(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel; on a massively parallel device, a long reduction is split into two launches."""
         for item in stored:
-            if isinstance(item, Scattered) and self.values[item] != self.values.get(item.initial):
+            if fills_a_copy(item) and self.values[item] != self.values.get(item.initial):
                 self._emit_scatter_base_copy(item)
         language = self._options.text_language(plan.device_type)
         values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)

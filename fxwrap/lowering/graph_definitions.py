@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fxwrap.lowering.builder import NodeCoverage
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
-from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, InPlaceStore, definitions_in, unwrap_views
+from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, InPlaceWrite, definitions_in, unwrap_views
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.torch_compat import storage_identity
 from fxwrap.wrapper_ir import Leaf
@@ -49,7 +49,7 @@ class CallStep:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """The node of a definition, its position, and its fake tensor (None for a store in place)."""
+    """The node of a definition, its position, and its fake tensor (None for a write in place)."""
 
     node: Node
     position: int
@@ -120,14 +120,14 @@ class GraphDefinitions:
     def region_operands(self) -> dict[Definition, list[Definition]]:
         """Returns the tensors that the operator of each rule's result takes, with views resolved.
 
-        A store in place takes only the tensor that it reads.
+        A write in place takes only the tensors that it reads.
         """
         operands: dict[Node, list[Definition]] = {}
         for result in self.results.values():
             if result.node not in operands:
                 operands[result.node] = [unwrap_views(item) for item in self.of_nodes(result.node.all_input_nodes)]
         return {
-            definition: [] if isinstance(definition, InPlaceStore) else operands[result.node]
+            definition: [] if isinstance(definition, InPlaceWrite) else operands[result.node]
             for definition, result in self.results.items()
         }
 

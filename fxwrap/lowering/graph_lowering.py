@@ -17,7 +17,7 @@ from fxwrap.lowering.calls.reinplace import plan_reinplacing
 from fxwrap.lowering.control.streams import StreamPlan
 from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, unwrap_views
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, unwrap_views
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, DefUseChains, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
@@ -103,7 +103,7 @@ class GraphLowering:
         reads = [definition for step in definitions.steps for definition in step.reads]
         reads += definitions.of_nodes(self.output.all_input_nodes)
         external = {chains.add(unwrap_views(definition), 0).definition for definition in reads}
-        external |= {definition for definition in definitions.results if isinstance(definition, InPlaceStore)}
+        external |= {definition for definition in definitions.results if isinstance(definition, InPlaceWrite)}
         if self.streams is not None:
             segment = self.streams.segment
             for use in chains.uses.values():

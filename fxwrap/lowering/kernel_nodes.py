@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch.fx import Node
 
 from fxwrap.lowering.builder import Builder
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Viewed, definitions_in
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceScatter, InPlaceStore, Viewed, definitions_in
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
@@ -64,10 +64,15 @@ class KernelNodes:
         return self.builder.storages.root(value).name
 
     def source_of_output(self, definition: Definition) -> Source:
-        """Returns the node that computes a stored definition. Raises RegionCut for an intermediate result."""
+        """Returns the node that computes a stored definition.
+
+        Raises RegionCut for an intermediate result, and for a scatter in place, whose operator would copy its target.
+        """
         result = self.definitions.results.get(definition)
         if result is None:  # an intermediate result of an operator
             raise RegionCut(self.context.nodes[self.context.plan.definitions[definition].position])
+        if isinstance(definition, InPlaceScatter):
+            raise RegionCut(result.node)
         if not isinstance(definition, InPlaceStore):
             return self.source_of_result(definition, result.node)
         write = self.definitions.reinplacing.slice_writes.get(result.node)

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.lines import Assert, View
 from fxwrap.lowering.builder import Builder, Fakes, FakeValue
 from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
@@ -33,6 +34,7 @@ from fxwrap.symbolic import (
 )
 from fxwrap.torch_compat import OpOverload, symbol_bounds, symbol_expression
 from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir.operators import operator_name
 
 _aten = torch.ops.aten
 _SELECT, _SLICE = _aten.select.int, _aten.slice.Tensor
@@ -66,13 +68,15 @@ class ViewStep:
 class SliceWrite:
     """A call that overwrites a view of `base`, after several view steps, with `source`.
 
-    Without a source it overwrites the view with its own content. `parts` are calls that only this call uses.
+    Without a source it overwrites the view with its own content. `parts` are calls that only this call uses. With
+    `scatters`, the source is one of them: a call that writes a copy of the view at indirect indices.
     """
 
     base: Node
     view_steps: tuple[ViewStep, ...]
     source: Node | None
     parts: tuple[Node, ...] = ()
+    scatters: bool = False
 
 
 def match_slice_write(node: Node, fakes: Fakes) -> SliceWrite | None:
@@ -93,10 +97,19 @@ def match_slice_write(node: Node, fakes: Fakes) -> SliceWrite | None:
         call = source
     base = node.args[0]
     assert isinstance(base, Node)
+    if _scatters_into_view(source, view_steps, base, fakes):
+        return SliceWrite(base, tuple(view_steps), source, (*parts, source), scatters=True)
     copied = source.args[1] if source.target is _aten.copy.default and len(source.users) == 1 else source
     if not _is_view_through(copied, view_steps, base, fakes):
         return SliceWrite(base, tuple(view_steps), source, tuple(parts))
     return SliceWrite(base, tuple(view_steps), None, (*parts, *([source] if copied is not source else [])))
+
+
+def _scatters_into_view(source: Node, view_steps: Sequence[ViewStep], base: Node, fakes: Fakes) -> bool:
+    """Whether a node that only a slice write uses writes a copy of the view: `x[0].index_copy_(...)`."""
+    if not isinstance(source.target, OpOverload) or operator_name(source.target) not in IN_PLACE_VARIANTS:
+        return False
+    return len(source.users) == 1 and _is_view_through(source.args[0], view_steps, base, fakes)
 
 
 def _is_view_through(view: object, view_steps: Sequence[ViewStep], base: Node, fakes: Fakes) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeGuard
 
 import sympy
 import torch
@@ -150,6 +150,26 @@ class Scattered(Definition):
     space: tuple[Size, ...]
     mode: str
     body: Callable[[ElementReader, Indices], tuple[Sequence[Index], Scalar]]
+
+
+@dataclass(frozen=True, eq=False)
+class InPlaceScatter(Scattered):
+    """A scatter into the existing tensor `target`, which is its initial tensor, and not into a copy.
+
+    `symbols` are the symbols in the sizes and the offset of the target.
+    """
+
+    target: Stored
+    symbols: frozenset[sympy.Symbol] = frozenset()
+
+
+InPlaceWrite: TypeAlias = InPlaceStore | InPlaceScatter
+"""A definition that overwrites its `target`. Only the memory has the new content: readers read the target."""
+
+
+def fills_a_copy(definition: Definition) -> TypeGuard[Scattered]:
+    """Whether a definition is a scatter into a copy of its initial tensor, which another kernel makes before."""
+    return isinstance(definition, Scattered) and not isinstance(definition, InPlaceScatter)
 
 
 def pointwise(

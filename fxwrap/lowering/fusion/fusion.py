@@ -19,7 +19,14 @@ from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceStore, Pointwise, Scattered
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    InPlaceScatter,
+    InPlaceWrite,
+    Pointwise,
+    Scattered,
+    fills_a_copy,
+)
 from fxwrap.lowering.fusion.iteration_mappings import (
     IterationMapping,
     KernelPlan,
@@ -129,8 +136,8 @@ class Fusion:
         return None if best is None else best[1:]
 
     def _predecessors(self, definition: Definition) -> list[object]:
-        """Returns further dependences of a store in place: the writers and readers of its target, and its symbols."""
-        if not isinstance(definition, InPlaceStore):
+        """Returns further dependences of a write in place: the writers and readers of its target, and its symbols."""
+        if not isinstance(definition, InPlaceWrite):
             return []
         aliases = self.aliases_of(definition.target)
         readers = [item for alias in aliases for item in self.readers(alias)]
@@ -194,7 +201,7 @@ class Fusion:
 
     def _fits_limits(self, kernel: KernelPlan, plan: DefinitionPlan, trace: Trace) -> bool:
         definition, first = plan.definition, kernel.members[0]
-        if isinstance(definition, Scattered) or isinstance(first.definition, Scattered):
+        if fills_a_copy(definition) or fills_a_copy(first.definition):
             return False
         if definition.device != first.definition.device:
             return False
@@ -209,7 +216,7 @@ class Fusion:
     ) -> float | None:
         """Returns the memory traffic that a mapping saves, or None where it is illegal or saves nothing."""
         definition = plan.definition
-        if not self._is_safe_in_place_store(kernel, mapping, definition):
+        if not self._is_safe_in_place_write(kernel, mapping, definition):
             return None
         if not kernel.overwritten.isdisjoint(plan.operands):
             return None
@@ -232,15 +239,17 @@ class Fusion:
             saved = 0.5  # a launch
         return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, definition) else None
 
-    def _is_safe_in_place_store(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
+    def _is_safe_in_place_write(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether a kernel reads the memory that a definition overwrites only at the overwritten element.
 
-        A kernel with a scan may not read it: it traverses its elements in another order.
+        A kernel with a scan may not read it: it traverses its elements in another order. Nor may one with a scatter,
+        whose elements are known at run time only.
         """
-        if not isinstance(definition, InPlaceStore):
+        if not isinstance(definition, InPlaceWrite):
             return True
+        reads_nothing = isinstance(definition, InPlaceScatter) or kernel.has_scan()
         for alias in self.aliases_of(definition.target):
-            if alias in kernel.overwritten or (kernel.has_scan() and alias in kernel.reads):
+            if alias in kernel.overwritten or (reads_nothing and alias in kernel.reads):
                 return False
             for at in kernel.reads.get(alias, ()):
                 if alias is not definition.target or substituted(at, mapping.kernel_axes) != mapping.at:
@@ -257,8 +266,8 @@ class Fusion:
         if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True
         reduced = set(mapping.reduced)
-        written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise)]
-        if isinstance(definition, Pointwise):
+        written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise | Scattered)]
+        if isinstance(definition, Pointwise | Scattered):
             written.append(mapping.at)
         whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
         if not whole:
@@ -296,7 +305,7 @@ class Fusion:
         for producer in dependences:
             if producer is not item:
                 producer.first_user = min(producer.first_user, item.key)
-        if isinstance(definition, InPlaceStore):
+        if isinstance(definition, InPlaceWrite):
             overwritten = self.aliases_of(definition.target)
             kernel.overwritten.update(overwritten)
             self._producer_of |= dict.fromkeys(overwritten, item)

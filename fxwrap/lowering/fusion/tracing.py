@@ -33,6 +33,7 @@ from fxwrap.lowering.fusion.definitions import (
     Scattered,
     Stored,
     Viewed,
+    fills_a_copy,
 )
 from fxwrap.symbolic import Number, Size
 
@@ -227,7 +228,8 @@ def trace_with(definition: Definition, access_of: Callable[[Definition], Access]
 
     reader = BodyBuilder(access_of, fetch)
     reader.run(definition, axes, parallel_rank)
-    if isinstance(definition, Scattered):  # a separate kernel fills its memory from the initial elements
+    if fills_a_copy(definition):
+        # a separate kernel fills its memory from the initial elements
         reader.load(definition.initial, [Axis(f"i{number}", size) for number, size in enumerate(definition.sizes)])
     operations = reader.body.operations
     cost = sum(OPERATIONS[item.name].cost for item in operations if isinstance(item, Compute))

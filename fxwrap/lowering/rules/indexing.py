@@ -50,15 +50,19 @@ def load_indirect_index(
     *,
     wrap_negative: bool = False,
     error: str = "index",
+    writes: bool = False,
 ) -> IndexLike:
-    """Returns an element of an index tensor as an index into a dimension of this size."""
-    return checked_indirect_index(reader, reader.load(index, indices), size, wrap_negative=wrap_negative, error=error)
+    """Returns an element of an index tensor as an index into a dimension of this size, which the kernel may write."""
+    position = reader.load(index, indices)
+    return checked_indirect_index(reader, position, size, wrap_negative=wrap_negative, error=error, writes=writes)
 
 
-def load_list_index(reader: ElementReader, x: Definition, dim: int, index: Definition, indices: Indices) -> Indices:
+def load_list_index(
+    reader: ElementReader, x: Definition, dim: int, index: Definition, indices: Indices, *, writes: bool = False
+) -> Indices:
     """Returns indices with the one at `dim` replaced by the element of an index tensor of rank 0 or 1."""
     position = [indices[dim] if indices else 0] if index.sizes else []
-    row = load_indirect_index(reader, index, position, x.sizes[dim] if x.sizes else 1)
+    row = load_indirect_index(reader, index, position, x.sizes[dim] if x.sizes else 1, writes=writes)
     return replace_index(indices, dim, row) if x.sizes else ()
 
 
@@ -147,8 +151,8 @@ class AdvancedIndexing:
         others = [size for dim, size in enumerate(self.sizes) if dim not in self.tensors]
         return (*others[: self.index_dim_start], *self.index_shape, *others[self.index_dim_start :])
 
-    def operand_indices(self, reader: ElementReader, indices: Indices) -> list[IndexLike]:
-        """Returns the indices in `x` of an element of `x[indices]`."""
+    def operand_indices(self, reader: ElementReader, indices: Indices, *, writes: bool = False) -> list[IndexLike]:
+        """Returns the indices in `x` of an element of `x[indices]`, which the kernel may write."""
         start, end = self.index_dim_start, self.index_dim_start + len(self.index_shape)
         others = iter([*indices[:start], *indices[end:]])
         result: list[IndexLike] = []
@@ -158,7 +162,7 @@ class AdvancedIndexing:
                 result.append(next(others))
             else:
                 position = broadcast_indices(tensor.sizes, indices[start:end])
-                result.append(load_indirect_index(reader, tensor, position, size, wrap_negative=True))
+                result.append(load_indirect_index(reader, tensor, position, size, wrap_negative=True, writes=writes))
         return result
 
 
@@ -261,7 +265,8 @@ def _scatter(
     dim, value = canonicalize_dim(dim, len(x.sizes)), _source_loader(call, source)
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        row = load_indirect_index(reader, index, indices, x.sizes[dim] if x.sizes else 1, error="runtime")
+        size = x.sizes[dim] if x.sizes else 1
+        row = load_indirect_index(reader, index, indices, size, error="runtime", writes=True)
         return replace_index(indices, dim, row) if x.sizes else (), value(reader, indices)
 
     return lower_scatter(call, x, index.sizes, mode, write)
@@ -301,7 +306,7 @@ def _scatter_slices(
     """Writes `value(reader, indices)`, for each element of the space, to the slices that an index tensor selects."""
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        return load_list_index(reader, x, dim, index, indices), value(reader, indices)
+        return load_list_index(reader, x, dim, index, indices, writes=True), value(reader, indices)
 
     return lower_scatter(call, x, space, mode, write)
 
@@ -353,7 +358,8 @@ def _index_put(
     indexing = analyze_indexing(x.sizes, indices)
 
     def write(reader: ElementReader, at: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        return indexing.operand_indices(reader, at), reader.load(values, broadcast_indices(values.sizes, at))
+        target = indexing.operand_indices(reader, at, writes=True)
+        return target, reader.load(values, broadcast_indices(values.sizes, at))
 
     return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write)
 
@@ -364,7 +370,7 @@ def _put(call: OperatorCall, x: Definition, index: Definition, source: Definitio
     from_flat, to_source = reshape_index_map(x.sizes, (count,)), reshape_index_map(source.sizes, index.sizes)
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        flat = load_indirect_index(reader, index, indices, count, wrap_negative=True)
+        flat = load_indirect_index(reader, index, indices, count, wrap_negative=True, writes=True)
         return from_flat([flat]), reader.load(source, to_source(indices))
 
     return lower_scatter(call, x, index.sizes, "add" if accumulate else "set", write)
@@ -378,7 +384,7 @@ def _embedding_backward(
         raise Declined("the number of reads of each row must be counted first")
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        row = load_indirect_index(reader, index, indices[:-1], rows)
+        row = load_indirect_index(reader, index, indices[:-1], rows, writes=True)
         value = reader.load(grad, indices)
         if padding != -1:
             value = reader.body.index(row).equals(reader.number(padding, torch.int64)).where(0, value)

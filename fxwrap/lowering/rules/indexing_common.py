@@ -171,14 +171,21 @@ def masked_sum(
 
 
 def checked_indirect_index(
-    reader: ElementReader, position: Scalar, size: Size, *, wrap_negative: bool = False, error: str = "index"
+    reader: ElementReader,
+    position: Scalar,
+    size: Size,
+    *,
+    wrap_negative: bool = False,
+    error: str = "index",
+    writes: bool = False,
 ) -> Index:
     """Returns a position read from a tensor as an index from 0 to `size` - 1.
 
     With `wrap_negative`, -1 is the last element. An index out of bounds makes the launch fail as eager does, with the
     class of error that `error` names ("index" or "runtime"). The kernel continues with element 0, or without a load
-    where the tensor may be empty, so that it never accesses memory outside the tensor. A position that is known to be
-    in bounds (an `arange`) stays an affine index and is not checked.
+    where the tensor may be empty, so that it never accesses memory outside the tensor. If the kernel `writes` the
+    element, it continues without a store: the tensor may be an input, which keeps its content. A position that is known
+    to be in bounds (an `arange`) stays an affine index and is not checked.
     """
     known = affine_index(position)
     if known is not None:
@@ -190,7 +197,8 @@ def checked_indirect_index(
         position = (position < 0).where(position + limit, position)
     inside = (position >= 0) & (position < limit)
     reader.body.device_assert(inside, f"an index is out of bounds for a dimension of size {size}", error)
-    return reader.body.indirect_index(inside.where(position, 0), size, None if isinstance(size, int) else inside)
+    guard = None if isinstance(size, int) and not writes else inside
+    return reader.body.indirect_index(inside.where(position, 0), size, guard)
 
 
 def unchecked_indirect_index(reader: ElementReader, position: Scalar, size: Size) -> Index:
