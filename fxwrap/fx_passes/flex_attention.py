@@ -51,7 +51,7 @@ _Path: TypeAlias = tuple[Any, ...]
 
 
 def expand_flex_attention(graph: PreparedGraph, options: Options) -> PreparedGraph:
-    """Returns a graph in which FlexAttention and its backward are calls for kernels, or operators that fuse, in loops."""
+    """Returns a graph in which FlexAttention and its backward are calls for kernels, or operators that fuse."""
     calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.users]
     if not calls:
         return graph

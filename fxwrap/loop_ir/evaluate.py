@@ -75,7 +75,9 @@ class _Evaluator:
                 return self._reduce(operation)
             case Scan():
                 dim = len(self.axes) - 1
-                return _SCANS[operation.kind](self._expand(self.values[operation.operands[0]], self.kernel.reduced), dim)
+                return _SCANS[operation.kind](
+                    self._expand(self.values[operation.operands[0]], self.kernel.reduced), dim
+                )
             case ReductionResult():
                 return self.values[operation.operation][operation.position]
             case Store():

@@ -109,15 +109,15 @@ class _Finder:
             if factors is None:
                 return None
             weighted.append(Contraction(position, axes, weights, factors))
-        column = self._column(scores, weighted)
-        if row is None or column is False or not weighted:
+        columns = self._columns(scores, weighted)
+        if row is None or len(columns) > 1 or not weighted:
             return None
         values = [item.right for item in weighted]
         if any(row in self.kernel.value_axes[value] for value in values):
             return None
         bound = self._bound(scores, row, axes)
         parts = (product, scores, maximum, weights, tuple(sums), tuple(weighted), bound)
-        return StreamingReduction(axes, row, column, *parts)
+        return StreamingReduction(axes, row, next(iter(columns), None), *parts)
 
     def _operation(self, position: int) -> Operation:
         return self.kernel.operations[position]
@@ -156,13 +156,10 @@ class _Finder:
             return None
         return next(item for item in operation.operands if item != weights)
 
-    def _column(self, scores: int, weighted: list[Contraction]) -> Axis | None | bool:
-        """Returns the axis on which values depend and scores do not; False if there are several."""
-        own = self.kernel.value_axes[scores]
-        columns = {axis for item in weighted for axis in self.kernel.value_axes[item.right] - own}
-        if len(columns) > 1:
-            return False
-        return next(iter(columns), None)
+    def _columns(self, scores: int, weighted: list[Contraction]) -> set[Axis]:
+        """Returns the parallel axes on which values depend and scores do not."""
+        own = self.kernel.value_axes[scores].union(self.kernel.reduced)
+        return {axis for item in weighted for axis in self.kernel.value_axes[item.right] - own}
 
     # --- the shift by the maximum -----------------------------------------------------------------------------------
 
@@ -207,7 +204,7 @@ class _Finder:
                 index, count = test.operands
                 value = self._operation(index)
                 axis = value.index.single_axis if isinstance(value, IndexValue) else None
-                if axis in axes and axis is not None and varying.isdisjoint(self.kernel.value_axes[count]):
+                if axis is not None and axis in axes and varying.isdisjoint(self.kernel.value_axes[count]):
                     return TileBound(axis, condition, count)
         return None
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -25,7 +26,7 @@ from fxwrap.lowering.rules import Declined
 from fxwrap.lowering.rules.indexing_common import all_of, checked_indirect_index, index_less
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
 from fxwrap.options import Options
-from fxwrap.symbolic import Size, ceiling_divide, floor_divide, minimum, product
+from fxwrap.symbolic import Number, Size, ceiling_divide, floor_divide, minimum, product
 from fxwrap.torch_compat import is_flex_default_block
 from fxwrap.wrapper_ir import Operand, Value
 
@@ -60,7 +61,7 @@ class AttentionCall:
     score_mod: GraphModule
     mask_mod: GraphModule
     blocks: BlockLists
-    scale: float
+    scale: Number | sympy.Basic
     stats_unit: float
     score_buffers: tuple[Operand, ...]
     mask_buffers: tuple[Operand, ...]
@@ -74,11 +75,12 @@ class AttentionCall:
         _, _, counts, indices, full_counts, full_indices, *_, rows, keys = literals(builder, block_mask[:-1], node)
         blocks = BlockLists(counts, indices, full_counts, full_indices, rows, keys)  # type: ignore[arg-type]
         unit = 1.0 if options.get("BACKEND") == "FLASH" else math.log(2)
-        tensors = [builder.value(item) for item in (query, key, value)]
-        graphs = [attribute_of(item) for item in (score_mod, mask_mod)]
-        buffers = [literals(builder, items, node) for items in (score_buffers, mask_buffers)]
         factor: Any = literal(builder, scale, node)
-        return cls(*tensors, *graphs, blocks, factor, unit, *buffers)
+        return cls(
+            builder.value(query), builder.value(key), builder.value(value), attribute_of(score_mod),
+            attribute_of(mask_mod), blocks, factor, unit, literals(builder, score_buffers, node),
+            literals(builder, mask_buffers, node),
+        )  # fmt: skip
 
 
 def build_attention_kernel(
@@ -189,7 +191,7 @@ class _AttentionBuilder:
             (total.log() + shift) / call.stats_unit,
             largest / call.stats_unit,
         )
-        buffers = []
+        buffers: list[Buffer] = []
         for result, output in zip(results, outputs, strict=True):
             if output is not None:
                 buffers.append(self._store(f"out{len(buffers)}", result, output, inside))

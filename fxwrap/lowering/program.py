@@ -32,9 +32,9 @@ from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.control.blocks import BlockLowering
 from fxwrap.lowering.control.higher_order import lower_higher_order
 from fxwrap.lowering.control.streams import stream_plan
-from fxwrap.lowering.launches import KernelDeclined
 from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.graph_lowering import GraphLowering
+from fxwrap.lowering.launches import KernelDeclined
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.symbols.inputs import InputBinder, replace_unsolvable
 from fxwrap.lowering.symbols.table import ProgramSymbols

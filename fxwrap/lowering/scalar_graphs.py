@@ -6,8 +6,7 @@ are in memory, and the kernel reads them at computed indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.options import Options
 from fxwrap.symbolic import Number, Size, bounds
 from fxwrap.torch_compat import OpOverload, real_object
-from fxwrap.wrapper_ir import Operand, TensorType, Value
+from fxwrap.wrapper_ir import Operand, Value
 from fxwrap.wrapper_ir.operators import operator_schema
 
 

@@ -10,8 +10,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.errors import FxwrapError
+from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.lines import CallFunction, Cond, ExternCall, Launch, Map, ScanLoop, View, While
 from fxwrap.lowering.attention import AttentionCall, build_attention_kernel
 from fxwrap.lowering.builder import Builder, FakeValue, node_error

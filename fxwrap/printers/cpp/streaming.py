@@ -7,10 +7,10 @@ that stay in the nearest caches.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from fxwrap.loop_ir import Axis, Contraction, KernelError, Store, StreamingReduction
+from fxwrap.loop_ir import Axis, Compute, Contraction, KernelError, Store, StreamingReduction, assume
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
@@ -63,7 +63,9 @@ class StreamingPrinter(LoopPrinter):
             self.write_device_asserts(self.asserts["tile"], known)
             self._print_row_tile(known)
             with self.writer.nest(self._streamed_heads(known)):
-                self._print_step(dict(known))
+                bound = self.parts.bound
+                with self._assume({} if bound is None else {bound.condition: True}):
+                    self._print_step(dict(known))
             self._print_results(known)
 
     # --- scopes -----------------------------------------------------------------------------------------------------
@@ -93,20 +95,31 @@ class StreamingPrinter(LoopPrinter):
         self.statements.write(needed, known, named=needed)
 
     @contextmanager
-    def _lane_loop(self) -> Iterator[None]:
-        """Opens the vectorised loop over the rows of a tile; those beyond the end repeat the last one."""
+    def _lane_loop(self, asserts: Collection[int] = ()) -> Iterator[None]:
+        """Opens the vectorised loop over the rows of a tile; those beyond the end repeat the last one.
+
+        `asserts` are the assertions that it checks.
+        """
         row, size = self.parts.row.name, self.parts.row.size
         is_whole = isinstance(size, int) and size % self.lanes == 0
         index = f"{row}_0 + lane"
-        with self._lanes():
+        with self._lanes(self.clause if asserts else ""):
             text = index if is_whole else f"fxwrap::min<int64_t>({index}, {print_size(size)} - 1)"
             self.writer.line(f"const int64_t {row} = {text};")
             yield
 
     @contextmanager
-    def _lanes(self) -> Iterator[None]:
-        with self.writer.nest([f"for (int lane = 0; lane < {self.lanes}; ++lane)"], f"#pragma omp simd{self.clause}"):
+    def _lanes(self, clause: str = "") -> Iterator[None]:
+        with self.writer.nest([f"for (int lane = 0; lane < {self.lanes}; ++lane)"], f"#pragma omp simd{clause}"):
             yield
+
+    @contextmanager
+    def _assume(self, conditions: Mapping[int, bool]) -> Iterator[None]:
+        """Prints with known values of conditions."""
+        kernel = self.statements.kernel
+        self.statements.kernel = assume(kernel, conditions)
+        yield
+        self.statements.kernel = kernel
 
     @contextmanager
     def _key_loop(self) -> Iterator[None]:
@@ -122,7 +135,6 @@ class StreamingPrinter(LoopPrinter):
             end, name, step = print_size(axis.size), axis.name, f"++{axis.name}"
             if bound is not None and bound.axis == axis:
                 end = f"fxwrap::min<int64_t>({end}, {known[bound.count]})"
-                known[bound.condition] = "true"
             if axis == self.inner:
                 name, step = f"{axis.name}_0", f"{axis.name}_0 += {self.keys}"
             heads.append(f"for (int64_t {name} = 0, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})")
@@ -143,14 +155,13 @@ class StreamingPrinter(LoopPrinter):
         for item in parts.weighted_sums:
             self._declare(f"values_{item.position}", self.keys * self.width, " = {}")
             self._declare(f"sums_{item.position}", self.width * lanes, " = {}")
-        with self._lane_loop():
+        with self._lane_loop(self.asserts["row"]):
             line(f"maxima[lane] = {self._lowest};")
             self.write_device_asserts(self.asserts["row"], dict(known))
-        with self.writer.nest([loop_head(axis) for axis in parts.product.axes]):
-            with self._lane_loop():
-                values = dict(known)
-                self.statements.write([parts.product.left], values)
-                line(f"rows[{_position(parts.product.axes, lanes)} + lane] = {values[parts.product.left]};")
+        with self.writer.nest([loop_head(axis) for axis in parts.product.axes]), self._lane_loop():
+            values = dict(known)
+            self.statements.write([parts.product.left], values)
+            line(f"rows[{_position(parts.product.axes, lanes)} + lane] = {values[parts.product.left]};")
 
     @property
     def _lowest(self) -> str:
@@ -170,28 +181,44 @@ class StreamingPrinter(LoopPrinter):
         line(f"const int64_t count = fxwrap::min<int64_t>({self.keys}, {self.inner.name}_end - {self.inner.name}_0);")
         self._pack("keys", parts.product.right, parts.product.axes, self.depth, known)
         line(f"contract<{lanes}, {self.type}>(rows, keys, {self.depth}, 1, {self.depth}, count, nullptr, scores);")
-        self._print_scores(known)
+        self._declare("next", self.lanes)
+        with self._lanes():
+            line("next[lane] = maxima[lane];")
+        choice = self._uniform_condition()
+        if choice is None:
+            self._print_scores(known)
+        else:
+            for head, value in ((f"if ({known[choice]})", True), ("else", False)):
+                with self.writer.block(head), self._assume({choice: value}):
+                    self._print_scores(known)
         self._print_rescaling()
-        with self.writer.block("for (int64_t key = 0; key < count; ++key)"):
-            with self._lanes():
-                line(f"const {self.type} weight = op::exp(scores[key * {lanes} + lane] - next[lane]);")
-                line(f"scores[key * {lanes} + lane] = weight;")
-                for position in parts.sums:
-                    line(f"sums_{position}[lane] += weight;")
+        with self.writer.block("for (int64_t key = 0; key < count; ++key)"), self._lanes():
+            line(f"const {self.type} weight = op::weight(scores[key * {lanes} + lane] - next[lane]);")
+            line(f"scores[key * {lanes} + lane] = weight;")
+            for position in parts.sums:
+                line(f"sums_{position}[lane] += weight;")
         for item in parts.weighted_sums:
             self._print_weighted_sum(item, known)
+
+    def _uniform_condition(self) -> int | None:
+        """Returns a condition of a whole tile that makes a condition of its elements irrelevant, or None."""
+        kernel, allowed = self.statements.kernel, frozenset([*self.outer, *self.parts.axes[:-1]])
+        for position in self.statements.backward_slice([self.parts.scores], {self.parts.product.position: ""}):
+            operation = kernel.operations[position]
+            if isinstance(operation, Compute) and operation.name == "logical_or":
+                uniform = [item for item in operation.operands if kernel.value_axes[item] <= allowed]
+                if len(uniform) == 1:
+                    return uniform[0]
+        return None
 
     def _print_scores(self, known: EmittedValues) -> None:
         """Writes the scores of a tile, and the maxima so far."""
         parts = self.parts
-        self._declare("next", self.lanes)
-        with self._lanes():
-            self.writer.line("next[lane] = maxima[lane];")
         with self._key_loop():
             values = dict(known)
             self._hoist([parts.scores], [*self.outer, *parts.axes], values)
             self.write_device_asserts(self.asserts["key"], values)
-            with self._lane_loop():
+            with self._lane_loop(self.asserts["score"]):
                 self.write_device_asserts(self.asserts["score"], values)
                 self.statements.write([parts.scores], values, named=[parts.scores])
                 self.writer.line(f"scores[key * {self.lanes} + lane] = {values[parts.scores]};")
@@ -201,7 +228,7 @@ class StreamingPrinter(LoopPrinter):
         """Writes the factors of the sums so far, and as `next` the shift of the scores: 0 for fully masked rows."""
         zero, line = f"{self.type}(0)", self.writer.line
         with self._lanes():
-            line(f"const {self.type} largest = next[lane], factor = op::exp(maxima[lane] - largest);")
+            line(f"const {self.type} largest = next[lane], factor = op::weight(maxima[lane] - largest);")
             line(f"factors[lane] = maxima[lane] == {self._lowest} ? {zero} : factor;")
             line("maxima[lane] = largest;")
             line(f"next[lane] = largest == {self._lowest} ? {zero} : largest;")

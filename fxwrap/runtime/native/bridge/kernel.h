@@ -247,6 +247,13 @@ INLINE float exp(float x) {
   return p * power * power;
 }
 
+// The weight of a score in a softmax, from its difference to the largest one. Small weights change no sum that contains
+// a weight of 1, but subnormal ones slow products down.
+template <class T> INLINE T weight(T x) {
+  const T power = exp(x);
+  return x < T(-80) ? T(0) : power;
+}
+
 // exp of a number that is not positive, where an absolute error of 2e-7 does not matter: 2^k * exp(r).
 INLINE float exp_nonpositive(float x) {
   constexpr float rounding = 12582912.0f + 127.0f;
