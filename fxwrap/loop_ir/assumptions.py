@@ -41,7 +41,9 @@ def _simplified(before: list[Operation], operation: Operation) -> Operation:
                 return before[inside if value else other]
         case Load() | Store() | DeviceAssert() if operation.mask is not None:
             if _constant(before, operation.mask) is True:
-                return replace(operation, mask=None, **({"other": 0} if isinstance(operation, Load) else {}))
+                return replace(operation, mask=None)
+        case _:
+            pass
     return operation
 
 

@@ -73,9 +73,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduction over some of the reduced axes, in the kernel's order. `ReductionResult` selects one of several results.
+    """A reduction over reduced axes. `ReductionResult` selects one of several results.
 
-    `axes` are the axes that it reduces; () stands for all. Its result varies over the other axes of its operand.
+    `axes` are the axes that it reduces, in the kernel's order; () means all. Its result varies over the other axes of
+    its operand.
     """
 
     kind: str
@@ -160,8 +161,8 @@ class Kernel:
     """A kernel: runs the operations in order for every element of the parallel `axes`, outermost first.
 
     Operations refer to each other by position. Those that depend on `reduced` axes run for each of their elements too;
-    reductions run over all of them, or over those that they name, in row-major order. `inputs` are only read. `outputs` are written and may be read:
-    each element only by the iteration that writes it, before the write.
+    reductions run over all of them, or over those that they name, in row-major order. `inputs` are only read.
+    `outputs` are written and may be read: each element only by the iteration that writes it, before the write.
     """
 
     axes: tuple[Axis, ...]

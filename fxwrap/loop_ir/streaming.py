@@ -1,8 +1,8 @@
 """Recognition of streaming reductions: a maximum, and sums of exponentials that it shifts, over the same axes.
 
 Such a kernel can be computed in one pass over tiles of the reduced axes, with a running maximum and with sums that are
-rescaled whenever it grows (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). Attention is
-one. The kernel's operations say nothing about the pass: a printer that finds no schedule for it may compute it plainly.
+rescaled whenever it grows (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). Attention
+is one. The kernel's operations say nothing about the pass, which is a schedule of a printer.
 """
 
 from __future__ import annotations
