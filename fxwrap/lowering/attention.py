@@ -134,7 +134,7 @@ class _AttentionBuilder:
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def _keys(self) -> tuple[list[Axis], Index, Scalar | None, Scalar | None]:
-        """Returns the axes of keys, the index of a key, whether it counts, and whether its block needs no `mask_mod`."""
+        """Returns the axes of keys, the index of a key, whether it counts, and whether its block is full."""
         blocks = self.call.blocks
         if blocks.is_trivial:
             axis = Axis("key", self.key_count)
