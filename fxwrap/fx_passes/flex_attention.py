@@ -76,7 +76,7 @@ def expand_declined_attention(graph: PreparedGraph, options: Options, declined: 
     return copy.finish()
 
 
-_KERNEL_LANGUAGES = frozenset({"cpp"})
+_KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
 """Languages whose printers have a schedule for attention."""
 
 _MAX_HEAD_WIDTH = 512

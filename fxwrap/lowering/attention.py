@@ -23,7 +23,7 @@ from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, literals
 from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.rules import Declined
-from fxwrap.lowering.rules.indexing_common import all_of, checked_indirect_index, index_less
+from fxwrap.lowering.rules.indexing_common import all_of, index_less
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
 from fxwrap.options import Options
 from fxwrap.symbolic import Number, Size, ceiling_divide, floor_divide, minimum, product
@@ -156,8 +156,9 @@ class _AttentionBuilder:
                 at = self.body.indirect_index((position - partial).apply("maximum", 0), full_width)
                 block = is_full.where(self._list_element(blocks.full_indices, at), block)
         visited = position < total
-        with self.body.masked(visited):
-            index = checked_indirect_index(self.elements.reader, block, count) * size + key
+        last = self.body.index(as_index(count) - 1)  # lists of wrong blocks read no other memory
+        block = block.apply("maximum", 0).apply("minimum", last)
+        index = self.body.indirect_index(block, count) * size + key
         inside = index_less(self.elements.reader, index, self.key_count)
         if product((count, size)) == self.key_count:
             inside = True
