@@ -152,6 +152,7 @@ class StreamingTritonPrinter:
         left = rows.inner()
         self._block(left, self.width, "WIDTH_BLOCK", 1, "")
         queries = self._factor(parts.product.left, left)
+        self._line(f"log2_e = tl.full((), {_LOG2_E}, {self.dtype})")
         self._line(f'largest = tl.full((ROW_BLOCK, 1), float("-inf"), {self.dtype})')
         for position in parts.sums:
             self._line(f"sum_{position} = tl.full((ROW_BLOCK, 1), 0.0, {self.dtype})")
@@ -257,7 +258,10 @@ class StreamingTritonPrinter:
             return [("0", "visits", held)]
         condition, at = split
         self._line(f"first_visits = tl.minimum({self._value(at, scope)}, visits).to(tl.int32)")
-        return [("0", "first_visits", {**held, condition: False}), ("first_visits", "visits", {**held, condition: True})]
+        return [
+            ("0", "first_visits", {**held, condition: False}),
+            ("first_visits", "visits", {**held, condition: True}),
+        ]
 
     def _split(self, axis: Axis) -> tuple[int, int] | None:
         """Returns a condition that holds from a position of an axis on, and that position; None if there is none."""
@@ -310,9 +314,9 @@ class StreamingTritonPrinter:
             scores = f'tl.where({scope.masks[self.inner]}, {scores}, float("-inf"))'
         self._line(f"scores = tl.broadcast_to({scores}, {shape})")
         self._line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
-        self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest) * ' + f"{_LOG2_E}")
-        self._line(f"factor = tl.exp2(largest * {_LOG2_E} - shift)")
-        self._line(f"weights = tl.exp2(scores * {_LOG2_E} - shift)")
+        self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
+        self._line("factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays")
+        self._line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
         self._line("largest = next_largest")
         for position in parts.sums:
             self._line(f"sum_{position} = sum_{position} * factor + tl.sum(weights, 1, keep_dims=True)")
@@ -410,7 +414,9 @@ class StreamingTritonPrinter:
         allowed = frozenset(axes)
         positions = self._slice(targets, scope.text.keys())
         fixed = {item for item in positions if self.kernel.value_axes[item] <= allowed}
-        used = {operand for item in positions if item not in fixed for operand in operands(self.kernel.operations[item])}
+        used = {
+            operand for item in positions if item not in fixed for operand in operands(self.kernel.operations[item])
+        }
         return sorted((used | {*targets}) & fixed)
 
     def _write(self, targets: Iterable[int], scope: _Scope) -> None:
@@ -496,8 +502,6 @@ class StreamingTritonPrinter:
 def _dot_extent(axis: Axis) -> int:
     assert isinstance(axis.size, int)
     return max(next_power_of_2(axis.size), _MIN_DOT)
-
-
 
 
 def print_streaming_triton(
