@@ -120,7 +120,7 @@ def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
         programs.append(fxwrap.compile_graph(*items, **keywords))
         return programs[-1]
 
-    backends = {"fxwrap": make_backend(fxwrap.Options(), compile_graph), "inductor": "inductor"}
+    backends: dict[str, Any] = {"fxwrap": make_backend(fxwrap.Options(), compile_graph), "inductor": "inductor"}
     functions: dict[str, Callable[[], Any]] = {}
     for name, backend in backends.items():
         compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)

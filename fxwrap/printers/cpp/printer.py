@@ -33,8 +33,8 @@ INCLUDE = '#include "kernel.h"\n'
 """The first line of every generated kernel."""
 
 _RESERVED_WORDS = """
-kernel lane lanes key keys rows scores maxima factors next tile part start end count offset op combine fxwrap to update
-bitcast literal infinity nan for_lanes
+kernel lane lanes key keys rows scores maxima factors next weights tile part start end count offset op combine fxwrap to
+update bitcast literal infinity nan for_lanes
 zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef

@@ -192,13 +192,27 @@ class StreamingPrinter(LoopPrinter):
                 with self.writer.block(head), self._assume({choice: value}):
                     self._print_scores(known)
         self._print_rescaling()
+        self._print_weights()
+        for item in parts.weighted_sums:
+            self._print_weighted_sum(item, known)
+
+    def _print_weights(self) -> None:
+        """Writes the weights of a tile, in place of its scores, and adds their sum to those so far.
+
+        Sums of a tile alone are more accurate than adding each weight: most are small beside the sums so far.
+        """
+        line, lanes, sums = self.writer.line, self.lanes, self.parts.sums
+        if sums:
+            self._declare("weights", lanes, " = {}")
         with self.writer.block("for (int64_t key = 0; key < count; ++key)"), self._lanes():
             line(f"const {self.type} weight = op::weight(scores[key * {lanes} + lane] - next[lane]);")
             line(f"scores[key * {lanes} + lane] = weight;")
-            for position in parts.sums:
-                line(f"sums_{position}[lane] += weight;")
-        for item in parts.weighted_sums:
-            self._print_weighted_sum(item, known)
+            if sums:
+                line("weights[lane] += weight;")
+        if sums:
+            with self._lanes():
+                for position in sums:
+                    line(f"sums_{position}[lane] = sums_{position}[lane] * factors[lane] + weights[lane];")
 
     def _uniform_condition(self) -> int | None:
         """Returns a condition of a whole tile that makes a condition of its elements irrelevant, or None."""
@@ -232,8 +246,6 @@ class StreamingPrinter(LoopPrinter):
             line(f"factors[lane] = maxima[lane] == {self._lowest} ? {zero} : factor;")
             line("maxima[lane] = largest;")
             line(f"next[lane] = largest == {self._lowest} ? {zero} : largest;")
-            for position in self.parts.sums:
-                line(f"sums_{position}[lane] *= factors[lane];")
 
     def _print_weighted_sum(self, item: Contraction, known: EmittedValues) -> None:
         values, sums, columns = f"values_{item.position}", f"sums_{item.position}", _element_count(self.columns)

@@ -135,8 +135,9 @@ class StreamingTritonPrinter:
         self.constants: dict[str, int] = {
             "ROW_BLOCK": configuration.row_block, "KEY_BLOCK": configuration.key_block,
             "WIDTH_BLOCK": _dot_extent(self.width),
-            **{"COLUMN_BLOCK": _dot_extent(axis) for axis in self.columns},
         }  # fmt: skip
+        if parts.column is not None:
+            self.constants["COLUMN_BLOCK"] = _dot_extent(parts.column)
         self.dtype = TRITON_DTYPES[self._operation_dtype(parts.maximum)]
 
     # --- the whole --------------------------------------------------------------------------------------------------
@@ -381,7 +382,7 @@ class StreamingTritonPrinter:
         scope.text |= {item: f"sum_{item}" for item in results}
         for position, operation in enumerate(self.kernel.operations):
             if isinstance(operation, Store):
-                self._write([item for item in operands(operation)], scope)
+                self._write(operands(operation), scope)
                 self._store(position, operation, scope)
 
     def _store(self, position: int, store: Store, scope: _Scope) -> None:

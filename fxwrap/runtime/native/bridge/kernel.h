@@ -699,13 +699,6 @@ INLINE void contract_four(const T* left, const T* right, int64_t across, int64_t
   typedef typename Vector<T>::Type V;
   constexpr int width = Vector<T>::elements;
   V sums[4][vectors] = {};
-  if (scale != nullptr)
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n)
-#pragma GCC unroll 4
-      for (int v = 0; v < vectors; ++v)
-        sums[n][v] = *reinterpret_cast<const V*>(result + n * lanes + v * width) *
-                     *reinterpret_cast<const V*>(scale + v * width);
   for (int64_t k = 0; k < depth; ++k) {
     V row[vectors];
 #pragma GCC unroll 4
@@ -720,7 +713,11 @@ INLINE void contract_four(const T* left, const T* right, int64_t across, int64_t
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) *reinterpret_cast<V*>(result + n * lanes + v * width) = sums[n][v];
+    for (int v = 0; v < vectors; ++v) {
+      V& at = *reinterpret_cast<V*>(result + n * lanes + v * width);
+      const V& factor = *reinterpret_cast<const V*>(scale + v * width);
+      at = scale == nullptr ? sums[n][v] : multiply_add(at, factor, sums[n][v]);
+    }
 }
 
 // The same for `count` rows, rounded up to a multiple of four: both tiles have memory for these.
