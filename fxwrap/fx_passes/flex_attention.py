@@ -1,4 +1,7 @@
-"""Expansion of FlexAttention into operators that fuse.
+"""FlexAttention: calls that become one kernel get scalar functions that lowering can inline; others are expanded.
+
+A forward call stays in the graph if its kernel language has a schedule for it; its `score_mod` and `mask_mod` become
+graphs of ATen operators on scalars. Lowering may still decline it: then this pass expands it into operators that fuse.
 
 On devices with few threads, a loop (`map_impl`) runs over the blocks of query rows. An iteration gathers the key blocks
 that its rows visit, so the time is proportional to the visited blocks, and memory holds one row of blocks of the score
@@ -8,8 +11,9 @@ at once.
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +41,8 @@ from fxwrap.torch_compat import (
     map_impl,
 )
 
+log = logging.getLogger("fxwrap.compile")
+
 _ROWS = 128
 """Query rows of an iteration without a block mask."""
 
@@ -45,15 +51,55 @@ _Path: TypeAlias = tuple[Any, ...]
 
 
 def expand_flex_attention(graph: PreparedGraph, options: Options) -> PreparedGraph:
-    """Returns a graph in which FlexAttention and its backward are matmuls and operators that fuse, in loops."""
+    """Returns a graph in which FlexAttention and its backward are calls for kernels, or operators that fuse."""
     calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.users]
     if not calls:
         return graph
     copy = GraphCopy(graph)
     for node in calls:
         call = _Call(copy, node, options)
+        if not (_has_kernel(call) and call.scalarize()):
+            call.replace(_EXPANSIONS[_label(node)](call))
+    return copy.finish()
+
+
+def expand_declined_attention(graph: PreparedGraph, options: Options, declined: Collection[str]) -> PreparedGraph:
+    """Returns a graph in which the calls of FlexAttention with these names are operators that fuse, in loops."""
+    calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.name in declined]
+    if not calls:
+        return graph
+    copy = GraphCopy(graph)
+    for node in calls:
+        log.info("'%s' is no kernel of its own: it runs as matmuls and kernels around them", node.name)
+        call = _Call(copy, node, options)
         call.replace(_EXPANSIONS[_label(node)](call))
     return copy.finish()
+
+
+_KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
+"""Languages whose printers have a schedule for attention."""
+
+_MAX_HEAD_WIDTH = 512
+
+
+def _has_kernel(call: _Call) -> bool:
+    """Whether lowering can make a call one kernel, as far as its operands tell."""
+    if _label(call.node) != "flex_attention" or call.options.choose_kernel_form is not None or not call.options.fuse:
+        return False
+    attention = FlexAttention.from_arguments(*call.fake_arguments)
+    spec = call.options.device_specs().get(attention.query.device.type)
+    operands = (attention.query, attention.key, attention.value)
+    widths = (attention.query.shape[3], attention.value.shape[3])
+    return (
+        spec is not None
+        and call.options.kernel_language(spec) in _KERNEL_LANGUAGES
+        and all(type(size) is int and size <= _MAX_HEAD_WIDTH for size in widths)
+        and all(type(item.shape[1]) is int for item in operands)
+        and all(item.dtype == attention.query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
+    )
+
+
+_KERNEL_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def _label(node: Node) -> str:
@@ -105,6 +151,30 @@ class _Call:
         arguments: Any = map_arg(self.node.args, env.__getitem__)
         return tuple(arguments)
 
+    def scalarize(self) -> bool:
+        """Replaces the call's functions by graphs of ATen operators on scalars; returns whether they can be traced."""
+        attention = FlexAttention.from_arguments(*self.fake_arguments)
+        block_mask: Any = self.node.args[4]
+        score_node, mask_node = self.node.args[3], block_mask[-1]
+        with in_fake_mode(self._mode):
+            score = torch.empty((), dtype=attention.dtype, device=attention.query.device)
+            indices = [torch.empty((), dtype=torch.int32, device=score.device) for _ in range(4)]
+        graphs = {
+            score_node: ([score, *indices, *attention.score_buffers], attention.score_mod),
+            mask_node: ([*indices, *attention.mask_buffers], attention.mask_mod),
+        }
+        replaced: dict[Node, Node] = {}
+        for node, (operands, function) in graphs.items():
+            assert isinstance(node, Node)
+            try:
+                module = self._traced(function, operands)
+            except (RuntimeError, ValueError, NotImplementedError, GraphError):
+                return False
+            name = f"{self.node.name}_{node.target}"
+            replaced[self._copy.node_map[node]] = self._copy.attribute(self._before, name, module)
+        self._before.args = map_arg(self._before.args, lambda node: replaced.get(node, node))
+        return True
+
     def insert(self, function: Callable[..., object], leading: Sequence[Node] = ()) -> list[Node]:
         """Inserts the calls of a function of a list of tensors and the call's arguments; returns its results."""
         module = self._trace(function, [self._copy.fakes[item] for item in leading])
@@ -128,16 +198,21 @@ class _Call:
         indices = range(len(stacked))
         return [self._copy.call(self._before, operator.getitem, (loop, index), name) for index in indices]
 
+    def _traced(self, function: Callable[..., object], values: Sequence[object]) -> GraphModule:
+        """Returns the graph of a function's ATen operators on fake values."""
+        table = {**decomposition_table(self.options), **flex_decompositions()}
+        fakes = in_one_mode(values, self._mode)
+        with in_tracing_fake_mode(self._mode), torch.no_grad():
+            return make_fx(function, decomposition_table=table)(*fakes)
+
     def _trace(self, function: Callable[..., object], leading: Sequence[object]) -> GraphModule:
-        count, table = len(leading), {**decomposition_table(self.options), **flex_decompositions()}
+        count = len(leading)
 
         def run(*values: object) -> Any:
             return function(values[:count], self._arguments(values[count:]))
 
-        fakes = in_one_mode([*leading, *self._fakes], self._mode)
         try:
-            with in_tracing_fake_mode(self._mode), torch.no_grad():
-                module = make_fx(run, decomposition_table=table)(*fakes)
+            module = self._traced(run, [*leading, *self._fakes])
         except (RuntimeError, ValueError, NotImplementedError) as error:  # torch.vmap's, about the user's functions
             remedy = "Write functions of scalars that torch.vmap can vectorise; index captured tensors"
             reason = f"its score_mod or mask_mod cannot be vectorised: {error}"

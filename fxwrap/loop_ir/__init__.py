@@ -1,5 +1,6 @@
 """The loop IR: kernels as index spaces with bodies of typed scalar operations, and their reference evaluator."""
 
+from fxwrap.loop_ir.assumptions import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.evaluate import *
@@ -9,4 +10,5 @@ from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.split import *
+from fxwrap.loop_ir.streaming import *
 from fxwrap.loop_ir.verify import *

@@ -105,9 +105,10 @@ class KernelBuilder:
         positions = tuple([value.position for value in values])
         return self._add(Compute(name, positions, result, self.origin))
 
-    def reduce(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
-        """Reduces over the kernel's reduced axes and returns the results of the kind."""
-        return self._add_combine(Reduce(kind, (value.position,), value.dtype, self.origin), REDUCTIONS[kind])
+    def reduce(self, kind: str, value: Scalar, axes: Sequence[Axis] = ()) -> tuple[Scalar, ...]:
+        """Reduces over reduced axes of the kernel, by default over all, and returns the results of the kind."""
+        operation = Reduce(kind, (value.position,), value.dtype, self.origin, tuple(axes))
+        return self._add_combine(operation, REDUCTIONS[kind])
 
     def scan(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
         """Scans along the kernel's reduced axis and returns the results of the kind."""

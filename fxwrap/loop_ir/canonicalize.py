@@ -25,7 +25,7 @@ def canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     kernel = _remove_unit_axes(kernel)
     kernel = _split_axes(kernel)
     kernel = _remove_unit_axes(_reorder_axes(kernel, hint))
-    return _rename_axes(_merge_axes(kernel))
+    return _order_reductions(rename_axes(_merge_axes(kernel)))
 
 
 def replace_axes(
@@ -39,6 +39,17 @@ def replace_axes(
     return replace(kernel, axes=tuple(axes), reduced=tuple(reduced), operations=tuple(operations))
 
 
+def _order_reductions(kernel: Kernel) -> Kernel:
+    """Returns the kernel with the axes of each reduction in the kernel's order."""
+    operations = [
+        replace(item, axes=tuple([axis for axis in kernel.reduced if axis in item.axes]))
+        if isinstance(item, Reduce) and item.axes
+        else item
+        for item in kernel.operations
+    ]
+    return replace(kernel, operations=tuple(operations))
+
+
 def accesses(kernel: Kernel) -> list[Load | Store]:
     """Returns the loads and stores of a kernel, in order."""
     return [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
@@ -49,10 +60,13 @@ def _remove_unit_axes(kernel: Kernel) -> Kernel:
     if not trivial:
         return kernel
     axes = [axis for axis in kernel.axes if axis not in trivial]
+    partial = [item.axes for item in kernel.operations if isinstance(item, Reduce) and item.axes]
+    needed = {over[0] for over in partial if trivial.keys() >= {*over}}
+    if kernel.reduced and trivial.keys() >= {*kernel.reduced}:
+        needed = needed or {kernel.reduced[0]}
+    for axis in needed:  # a reduction needs an axis
+        del trivial[axis]
     reduced = [axis for axis in kernel.reduced if axis not in trivial]
-    if kernel.reduced and not reduced:  # a reduction needs an axis
-        reduced = [kernel.reduced[0]]
-        trivial.pop(reduced[0])
     return replace_axes(kernel, axes, reduced, trivial)
 
 
@@ -151,6 +165,7 @@ def _merge_axes(kernel: Kernel) -> Kernel:
         if (
             not same_kind
             or inner.size == 0
+            or not _reduced_together(kernel, outer, inner)
             or not all(
                 _can_merge_axes(index, outer, inner) for operation in kernel.operations for index in indices(operation)
             )
@@ -167,6 +182,12 @@ def _merge_axes(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def _reduced_together(kernel: Kernel, outer: Axis, inner: Axis) -> bool:
+    """Whether each reduction reduces both of two axes, or none."""
+    reductions = [item for item in kernel.operations if isinstance(item, Reduce)]
+    return all((outer in kernel.reduced_by(item)) == (inner in kernel.reduced_by(item)) for item in reductions)
+
+
 def _can_merge_axes(index: Index, outer: Axis, inner: Axis) -> bool:
     present = index.axes()
     if outer not in present and inner not in present:
@@ -175,7 +196,7 @@ def _can_merge_axes(index: Index, outer: Axis, inner: Axis) -> bool:
     return step is not None and large_step is not None and large_step == step * as_index(inner.size)
 
 
-def _rename_axes(kernel: Kernel) -> Kernel:
+def rename_axes(kernel: Kernel) -> Kernel:
     """Renames axes to p0, p1, ... and r0, r1, ..."""
     axes = [Axis(f"p{number}", axis.size) for number, axis in enumerate(kernel.axes)]
     reduced = [Axis(f"r{number}", axis.size) for number, axis in enumerate(kernel.reduced)]

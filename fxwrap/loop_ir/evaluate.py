@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,9 @@ class _Evaluator:
                 return self._reduce(operation)
             case Scan():
                 dim = len(self.axes) - 1
-                return _SCANS[operation.kind](self._expand_reduced_axes(self.values[operation.operands[0]]), dim)
+                return _SCANS[operation.kind](
+                    self._expand(self.values[operation.operands[0]], self.kernel.reduced), dim
+                )
             case ReductionResult():
                 return self.values[operation.operation][operation.position]
             case Store():
@@ -118,20 +120,20 @@ class _Evaluator:
         loaded[mask] = buffer[index[mask]]
         return loaded
 
-    def _expand_reduced_axes(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns a value expanded over all reduced axes; parallel axes that it does not vary on keep size 1."""
-        parallel = len(self.kernel.axes)
+    def _expand(self, value: torch.Tensor, axes: Sequence[Axis]) -> torch.Tensor:
+        """Returns a value expanded over some axes; others that it does not vary on keep size 1."""
         shape = [*([1] * (len(self.axes) - value.dim())), *value.shape]
-        return value.expand(*shape[:parallel], *self.sizes[parallel:])
+        over = [axis in axes for axis in self.axes]
+        return value.expand([self.sizes[dim] if over[dim] else size for dim, size in enumerate(shape)])
 
     def _reduce(self, operation: Reduce) -> Any:
-        parallel = len(self.kernel.axes)
-        value = self._expand_reduced_axes(self.values[operation.operands[0]]).flatten(parallel)
-        result = _REDUCTIONS[operation.kind](value, parallel)
-        keep = [1] * len(self.kernel.reduced)
-        if isinstance(result, tuple):
-            return tuple([item.reshape(*item.shape, *keep) for item in result])
-        return result.reshape(*result.shape, *keep)
+        axes = self.kernel.reduced_by(operation)
+        dims = [self.axes.index(axis) for axis in axes]
+        others = [dim for dim in range(len(self.axes)) if dim not in dims]
+        value = self._expand(self.values[operation.operands[0]], axes).permute(*others, *dims).flatten(len(others))
+        result = _REDUCTIONS[operation.kind](value, len(others))
+        place = tuple([slice(None) if dim in others else None for dim in range(len(self.axes))])
+        return tuple([item[place] for item in result]) if isinstance(result, tuple) else result[place]
 
     def _store(self, operation: Store) -> None:
         buffer, value = self.buffers[operation.buffer], self.values[operation.value]

@@ -73,12 +73,17 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A reduction over all reduced axes. `ReductionResult` selects one of several results."""
+    """A reduction over reduced axes. `ReductionResult` selects one of several results.
+
+    `axes` are the axes that it reduces, in the kernel's order; () means all. Its result varies over the other axes of
+    its operand.
+    """
 
     kind: str
     operands: tuple[int, ...]
     dtype: torch.dtype
     origin: str = field(default="", compare=False)
+    axes: tuple[Axis, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +161,8 @@ class Kernel:
     """A kernel: runs the operations in order for every element of the parallel `axes`, outermost first.
 
     Operations refer to each other by position. Those that depend on `reduced` axes run for each of their elements too;
-    reductions run over all of them in row-major order. `inputs` are only read. `outputs` are written and may be read:
-    each element only by the iteration that writes it, before the write.
+    reductions run over all of them, or over those that they name, in row-major order. `inputs` are only read.
+    `outputs` are written and may be read: each element only by the iteration that writes it, before the write.
     """
 
     axes: tuple[Axis, ...]
@@ -182,29 +187,37 @@ class Kernel:
         return tuple([position for position, item in enumerate(self.operations) if isinstance(item, Scan)])
 
     @cached_property
+    def value_axes(self) -> tuple[frozenset[Axis], ...]:
+        """For each operation, the axes that its value, or the element that it stores, depends on."""
+        result: list[frozenset[Axis]] = []
+        for operation in self.operations:
+            axes = frozenset(axis for index in indices(operation) for axis in index.axes())
+            axes = axes.union(*[result[operand] for operand in operands(operation)])
+            result.append(axes.difference(self.reduced_by(operation)) if isinstance(operation, Reduce) else axes)
+        return tuple(result)
+
+    @cached_property
     def varying(self) -> tuple[bool, ...]:
         """For each operation, whether it depends on reduced axes."""
-        flags: list[bool] = []
-        reduced = set(self.reduced)
-        for operation in self.operations:
-            if isinstance(operation, Reduce):
-                flags.append(False)
-                continue
-            own = any(not reduced.isdisjoint(index.axes()) for index in indices(operation))
-            flags.append(own or any(flags[operand] for operand in operands(operation)))
-        return tuple(flags)
+        reduced = frozenset(self.reduced)
+        return tuple([not reduced.isdisjoint(axes) for axes in self.value_axes])
+
+    @property
+    def reduces_in_steps(self) -> bool:
+        """Whether a reduction reduces some of the reduced axes only."""
+        return any(isinstance(item, Reduce) and item.axes not in ((), self.reduced) for item in self.operations)
+
+    def reduced_by(self, operation: Reduce) -> tuple[Axis, ...]:
+        """Returns the axes that a reduction of this kernel reduces."""
+        return operation.axes or self.reduced
 
     @cached_property
     def address_axes(self) -> tuple[frozenset[Axis], ...]:
         """For each operation, the axes that its address depends on, indirect indices included."""
-        depends: list[frozenset[Axis]] = []
         result: list[frozenset[Axis]] = []
-        reduced = frozenset(self.reduced)
         for operation in self.operations:
             own = frozenset(axis for index in indices(operation) for axis in index.axes())
-            result.append(own.union(*[depends[position] for position in _indirect_operands(operation)]))
-            axes = own.union(*[depends[operand] for operand in operands(operation)])
-            depends.append(axes - reduced if isinstance(operation, Reduce) else axes)
+            result.append(own.union(*[self.value_axes[position] for position in _indirect_operands(operation)]))
         return tuple(result)
 
     @cached_property
@@ -313,7 +326,9 @@ def map_operation(
         case Compute():
             return Compute(operation.name, tuple(map(position, operation.operands)), operation.dtype, origin)
         case Reduce():
-            return Reduce(operation.kind, tuple(map(position, operation.operands)), operation.dtype, origin)
+            used = tuple(map(position, operation.operands))
+            axes = tuple(dict.fromkeys([axis for old in operation.axes for axis in index(as_index(old)).axes()]))
+            return Reduce(operation.kind, used, operation.dtype, origin, axes)
         case Scan():
             return Scan(operation.kind, tuple(map(position, operation.operands)), operation.dtype, origin)
         case ReductionResult():
@@ -380,7 +395,8 @@ def _value_text(operation: ValueOperation, masked: str) -> str:
         case Compute():
             return f"{operation.name} {_operand_list(operation.operands)}"
         case Reduce():
-            return f"reduce {operation.kind} {_operand_list(operation.operands)}"
+            over = "".join([f" {axis.name}" for axis in operation.axes])
+            return f"reduce {operation.kind} {_operand_list(operation.operands)}" + (f" over{over}" if over else "")
         case Scan():
             return f"scan {operation.kind} {_operand_list(operation.operands)}"
         case ReductionResult():

@@ -105,6 +105,12 @@ def _combine_violation(kernel: Kernel, operation: Reduce | Scan, types: list[tor
     if operation.kind not in (REDUCTIONS if isinstance(operation, Reduce) else SCANS):
         return f"there is no such combination as {operation.kind}"
     spec = combine_spec(operation)
+    if isinstance(operation, Reduce) and operation.axes:
+        ordered = tuple([axis for axis in kernel.reduced if axis in operation.axes])
+        if operation.axes != ordered:
+            return "it reduces axes that are no reduced axes of the kernel, or in another order"
+        if kernel.scans:
+            return "a kernel with scans reduces all reduced axes"
     if not kernel.reduced or (isinstance(operation, Scan) and len(kernel.reduced) != 1):
         return f"the kernel has {len(kernel.reduced)} reduced axes"
     if len(types) != spec.operands or not spec.domain.accepts(types[0]):

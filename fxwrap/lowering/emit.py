@@ -33,12 +33,13 @@ from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.lowering.kernel_calls import kernel_calls
 from fxwrap.lowering.kernel_nodes import KernelContext, RegionCut
+from fxwrap.lowering.launches import KernelDeclined, define_kernel, symbol_limits
 from fxwrap.lowering.region_builder import BuiltRegion, build_region
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.regions import Region
-from fxwrap.symbolic import Size, bounds, make_symbol
+from fxwrap.symbolic import Size, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, Source, TensorType, Value
 
@@ -49,18 +50,6 @@ def _form_error(form: object, name: str, device_type: str) -> OptionError:
     if form == "text":
         forms = f"'subgraph' or 'call', since the kernel language of the device '{device_type}' has no other printer"
     return OptionError(f"option 'choose_kernel_form' returned {form!r} for the region {name}; it returns {forms}")
-
-
-class KernelDeclined(FxwrapError):
-    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes.
-
-    `expected` means that one kernel cannot compute these nodes, and that extern calls are the intended fallback.
-    """
-
-    def __init__(self, nodes: frozenset[str], reason: str, expected: bool = False) -> None:
-        super().__init__(f"the kernel for {', '.join(sorted(nodes))} cannot be generated: {reason}")
-        self.nodes = nodes
-        self.expected = expected
 
 
 @dataclass(eq=False)
@@ -365,10 +354,7 @@ class LineEmitter:
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
             printed = self._print_kernel(plan, kernel, built, formulas, language)
-            definition = KernelDefinition(
-                built.name, printed.language, printed.source, printed.signature, printed.options, printed.scheduled,
-                kernel,
-            )  # fmt: skip
+            definition = define_kernel(built.name, printed, kernel)
             name = self.builder.state.kernels.add(definition)
             symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
             arguments = (*[values[buffer.name] for buffer in kernel.inputs], *symbols)
@@ -389,11 +375,7 @@ class LineEmitter:
         region: Region | None = None,
     ) -> PrintedKernel:
         symbols = self.builder.state.symbols
-        limits = {name: info.upper for name, info in symbols.infos.items() if isinstance(info.upper, int)}
-        for symbol, formula in formulas.items():
-            limits.pop(symbol.name, None)  # within the kernel, the name is that of the formula
-            upper = bounds(formula, symbols.infos)[1]
-            limits |= {symbol.name: upper} if isinstance(upper, int) else {}
+        limits = symbol_limits(symbols, formulas)
         hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else self.hint
         try:
             device = plan.members[0].definition.device

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import FusionWarning, GraphError
 from fxwrap.fx_passes.effects import attribute_of, is_token
+from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
 from fxwrap.lines import CheckLayout, Return
@@ -31,9 +32,9 @@ from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.control.blocks import BlockLowering
 from fxwrap.lowering.control.higher_order import lower_higher_order
 from fxwrap.lowering.control.streams import stream_plan
-from fxwrap.lowering.emit import KernelDeclined
 from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.graph_lowering import GraphLowering
+from fxwrap.lowering.launches import KernelDeclined
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.symbols.inputs import InputBinder, replace_unsolvable
 from fxwrap.lowering.symbols.table import ProgramSymbols
@@ -137,7 +138,8 @@ def lower_prepared(
     while True:
         try:
             request = LoweringRequest(options, declined_nodes, print_kernel)
-            return replace(_ProgramLowering(prepared, request, ownership or {}).lowered(), warnings=tuple(issued))
+            expanded = expand_declined_attention(prepared, options, declined_nodes)
+            return replace(_ProgramLowering(expanded, request, ownership or {}).lowered(), warnings=tuple(issued))
         except KernelDeclined as error:
             if error.nodes <= declined_nodes or (options.fallback == "error" and not error.expected):
                 raise

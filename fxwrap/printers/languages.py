@@ -15,7 +15,14 @@ from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton import combine_triton_kernels, configurations, group_key, print_triton
+from fxwrap.printers.triton import (
+    combine_triton_kernels,
+    configurations,
+    group_key,
+    print_streaming_triton,
+    print_triton,
+    streaming_configurations,
+)
 from fxwrap.regions import Region
 from fxwrap.symbolic import Size
 
@@ -88,6 +95,9 @@ def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKern
 def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns functions that print a kernel as Triton in each configuration, the default one first."""
     kernel, limits, name = request.kernel, request.limits, request.name
+    if kernel.reduces_in_steps:
+        streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
+        return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
     return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])
 
 

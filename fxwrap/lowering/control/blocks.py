@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_subgraph
 from fxwrap.lines import Alloc, Bind, Yield
 from fxwrap.lines.frees import insert_frees
@@ -146,6 +147,9 @@ class BlockLowering:
         """
         module, options = _module_of(node, graph, len(operands)), self.request.options
         prepared = prepare_subgraph(module, examples, str(graph.target), options)
+        scope = f"{self.builder.scope}{prepared.name}."
+        declined = {item.removeprefix(scope) for item in self.request.declined_nodes if item.startswith(scope)}
+        prepared = expand_declined_attention(prepared, options, declined)
         nodes = list(prepared.graph_module.graph.nodes)
         placeholders = [inner for inner in nodes if inner.op == "placeholder"]
         streams = stream_plan(nodes, options.device_specs(), prepared.fakes)

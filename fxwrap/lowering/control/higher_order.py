@@ -10,8 +10,10 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.errors import FxwrapError
 from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.lines import CallFunction, Cond, ExternCall, Launch, Map, ScanLoop, View, While
+from fxwrap.lowering.attention import AttentionCall, build_attention_kernel
 from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.calls.copies import writable_operand
 from fxwrap.lowering.calls.nodes import literal, literals
@@ -34,6 +36,8 @@ from fxwrap.lowering.control.side_effects import (
     lower_with_effects,
 )
 from fxwrap.lowering.fusion.kernels import extent_of
+from fxwrap.lowering.launches import KernelDeclined, emit_whole_kernel
+from fxwrap.lowering.rules import Declined
 from fxwrap.lowering.symbols.unbacked import bind_values, new_values
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.torch_compat import find_shape_env, new_unbacked_number, triton_kernel_at
@@ -332,7 +336,26 @@ def _view_of_operand(
     return value
 
 
+def _flex_attention(blocks: BlockLowering, node: Node) -> None:
+    """Lowers FlexAttention to one kernel. Raises KernelDeclined where that is impossible."""
+    builder, fakes = blocks.builder, blocks.builder.fakes[node]
+    used = {user.args[1] for user in node.users}
+    call = AttentionCall.of(builder, node)
+    outputs = [
+        builder.add_root(f"{node.name}_{position}", fake) if position in used else None
+        for position, fake in enumerate(fakes)
+    ]
+    options, written = blocks.request.options, [value for value in outputs if value is not None]
+    try:
+        kernel, inputs = build_attention_kernel(builder, options, call, outputs)
+        emit_whole_kernel(builder, blocks.request, node, "flex_attention", kernel, inputs, written)
+    except (Declined, FxwrapError) as error:
+        raise KernelDeclined(frozenset({builder.qualified(node)}), str(error), expected=True) from error
+    builder.env[node] = tuple(outputs)
+
+
 _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
+    "flex_attention": _flex_attention,
     "cond": _cond,
     "while_loop": _while_loop,
     "while_loop_stack_output": lambda blocks, node: _while_loop(blocks, node, stacked=True),

@@ -53,9 +53,10 @@ class LoopPrinter(ABC):
     def write_device_asserts(self, positions: Collection[int], known: EmittedValues) -> None:
         """Writes the checks of assertions."""
         self.statements.write([used for position in positions for used in self.operands_of(position)], known)
-        for bit, (position, item) in enumerate(self.device_asserts.items()):
-            if position in positions:
-                self.statements.write_device_assert(item, bit, known)
+        for bit, position in enumerate(self.device_asserts):
+            operation = self.statements.kernel.operations[position]
+            if position in positions and isinstance(operation, DeviceAssert):
+                self.statements.write_device_assert(operation, bit, known)
 
     @abstractmethod
     def print(self) -> None:
@@ -63,7 +64,7 @@ class LoopPrinter(ABC):
 
     def operands_of(self, position: int) -> tuple[int, ...]:
         """Returns the positions of an operation's operands."""
-        return operands(self.kernel.operations[position])
+        return operands(self.statements.kernel.operations[position])
 
     def frontier(self, computed: Iterable[int], fixed: Collection[int]) -> set[int]:
         """Returns the `fixed` operands of the other operations among `computed`."""

@@ -6,13 +6,26 @@ import re
 from dataclasses import replace
 
 from fxwrap.devices.kernel_names import make_function_name
-from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, Load, Operation, Store, as_index, map_operation
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Index,
+    Kernel,
+    KernelError,
+    Load,
+    Operation,
+    Store,
+    as_index,
+    find_streaming_reduction,
+    map_operation,
+)
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
+from fxwrap.printers.cpp.streaming import StreamingPrinter
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
 
@@ -20,7 +33,8 @@ INCLUDE = '#include "kernel.h"\n'
 """The first line of every generated kernel."""
 
 _RESERVED_WORDS = """
-kernel lane lanes tile part start end count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
+kernel lane lanes key keys rows scores maxima factors next weights tile part start end count offset op combine fxwrap to
+update bitcast literal infinity nan for_lanes
 zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
@@ -55,6 +69,11 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     kernel = plan.kernel
     if not kernel.reduced:
         return PointwisePrinter(plan, writer, origin_comments)
+    if kernel.reduces_in_steps:
+        parts = find_streaming_reduction(kernel)
+        if parts is None:
+            raise KernelError("it reduces some of its reduced axes, and is no streaming reduction")
+        return StreamingPrinter(plan, parts, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)

@@ -61,10 +61,11 @@ from fxwrap.printers.triton.schedule import (
     Tile,
     atomic_text,
     eviction_policy,
+    fits_int32,
     make_schedule,
     make_tile,
 )
-from fxwrap.symbolic import Size, evaluate, symbol_kind
+from fxwrap.symbolic import Size, symbol_kind
 
 _INT32 = 2**31 - 1
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
@@ -90,7 +91,7 @@ class TritonPrinter:
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
         self.arithmetic = Arithmetic(kernel)
         self.allows_fast_softmax = allows_fast_softmax(kernel)
-        self.use_int64 = not all(_fits(size, limits) for size in _extents(kernel, self.tile))
+        self.use_int64 = not all(fits_int32(size, limits) for size in _extents(kernel, self.tile))
         self.lines: list[str] = []
         self.depth = 1
         self.origin = ""
@@ -480,11 +481,3 @@ def _extents(kernel: Kernel, tile: Tile) -> list[Size]:
     """Returns the sizes that 32-bit indices must represent: of buffers, dimensions and the grid."""
     blocks = [item.size for item in tile.dimensions]
     return [*[item.extent for item in (*kernel.inputs, *kernel.outputs)], *blocks, tile.num_programs]
-
-
-def _fits(size: Size, limits: Mapping[str, int]) -> bool:
-    if not isinstance(size, int):
-        if any(str(symbol) not in limits for symbol in size.free_symbols):
-            return False
-        size = int(evaluate(size, limits))
-    return size < _INT32 - (1 << 16)

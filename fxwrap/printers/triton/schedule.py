@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fxwrap.loop_ir import Axis, Compute, DeviceAssert, IndirectIndex, Kernel, Load, Reduce, Scan, Store, operands
 from fxwrap.printers.triton.configuration import Configuration
-from fxwrap.symbolic import Size, ceiling_divide, product
+from fxwrap.symbolic import Size, ceiling_divide, evaluate, product
 
 _FEW_LOADS = 8
+_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -275,3 +276,12 @@ def atomic_text(mode: str, dtype: torch.dtype, address: str, value: str, mask: s
         return f"{use(f'atomic_{mode}_float')}({arguments})"
     masked = f", mask={mask}" if mask else ""
     return f'tl.atomic_{mode}({address}, {value}{masked}, sem="relaxed")'
+
+
+def fits_int32(size: Size, limits: Mapping[str, int]) -> bool:
+    """Whether 32-bit indices suffice for a size; `limits` are upper bounds of symbols by name."""
+    if not isinstance(size, int):
+        if any(str(symbol) not in limits for symbol in size.free_symbols):
+            return False
+        size = int(evaluate(size, limits))
+    return size < _INT32 - (1 << 16)

@@ -247,6 +247,13 @@ INLINE float exp(float x) {
   return p * power * power;
 }
 
+// The weight of a score in a softmax, from its difference to the largest one. Small weights change no sum that contains
+// a weight of 1, but subnormal ones slow products down.
+template <class T> INLINE T weight(T x) {
+  const T power = exp(x);
+  return x < T(-80) ? T(0) : power;
+}
+
 // exp of a number that is not positive, where an absolute error of 2e-7 does not matter: 2^k * exp(r).
 INLINE float exp_nonpositive(float x) {
   constexpr float rounding = 12582912.0f + 127.0f;
@@ -649,4 +656,78 @@ INLINE void scan_block(T* values, int64_t count, Running& running, T neutral, Co
     running = combine(running, Running(values[start]));
     values[start] = T(running);
   }
+}
+
+// --- contractions -----------------------------------------------------------------------------------------------------
+
+// Vectors of the processor's registers; elements of a tile's row are a multiple of 16.
+#ifdef __AVX512F__
+constexpr int VECTOR_BYTES = 64, VECTOR_COLUMNS = 4;
+#else
+constexpr int VECTOR_BYTES = 32, VECTOR_COLUMNS = 2;
+#endif
+template <class T> struct Vector {
+  typedef T Type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
+  static constexpr int elements = VECTOR_BYTES / sizeof(T);
+};
+
+// a * b + c, rounded once where the processor can.
+template <class V> INLINE V multiply_add(V a, V b, V c) {
+#if defined(__clang__)
+  return __builtin_elementwise_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+#if !defined(__clang__) && defined(__AVX512F__)
+template <> INLINE Vector<float>::Type multiply_add(Vector<float>::Type a, Vector<float>::Type b, Vector<float>::Type c) {
+  typedef float V __attribute__((vector_size(64)));
+  return __builtin_ia32_vfmaddps512_mask(V(a), V(b), V(c), 0xffff, 4);
+}
+#elif !defined(__clang__) && defined(__FMA__)
+template <> INLINE Vector<float>::Type multiply_add(Vector<float>::Type a, Vector<float>::Type b, Vector<float>::Type c) {
+  typedef float V __attribute__((vector_size(32)));
+  return __builtin_ia32_vfmaddps256(V(a), V(b), V(c));
+}
+#endif
+
+// result[n][i] = result[n][i] * scale[i] + the sum over k < depth of left[k][i] * right[n * across + k * along], for four
+// rows n and the vectors at `column`; without `scale`, the sum alone. Rows of `left` and `result` have `lanes` elements.
+template <int lanes, int vectors, class T>
+INLINE void contract_four(const T* left, const T* right, int64_t across, int64_t along, int64_t depth, const T* scale,
+                          T* result) {
+  typedef typename Vector<T>::Type V;
+  constexpr int width = Vector<T>::elements;
+  V sums[4][vectors] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    V row[vectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) row[v] = *reinterpret_cast<const V*>(left + k * lanes + v * width);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      const V factor = right[n * across + k * along] - V{};
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; ++v) sums[n][v] = multiply_add(row[v], factor, sums[n][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; ++v) {
+      V& at = *reinterpret_cast<V*>(result + n * lanes + v * width);
+      const V& factor = *reinterpret_cast<const V*>(scale + v * width);
+      at = scale == nullptr ? sums[n][v] : multiply_add(at, factor, sums[n][v]);
+    }
+}
+
+// The same for `count` rows, rounded up to a multiple of four: both tiles have memory for these.
+template <int lanes, class T>
+inline void contract(const T* left, const T* right, int64_t across, int64_t along, int64_t depth, int64_t count,
+                     const T* scale, T* result) {
+  constexpr int all = lanes / Vector<T>::elements, vectors = all < VECTOR_COLUMNS ? all : VECTOR_COLUMNS;
+  constexpr int step = vectors * Vector<T>::elements;
+  for (int64_t n = 0; n < count; n += 4)
+    for (int column = 0; column < lanes; column += step)
+      contract_four<lanes, vectors>(left + column, right + n * across, across, along, depth,
+                                    scale == nullptr ? nullptr : scale + column, result + n * lanes + column);
 }

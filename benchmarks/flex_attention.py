@@ -1,0 +1,167 @@
+"""FlexAttention's forward beside Inductor's and causal SDPA, interleaved in one run.
+
+    python -m benchmarks.flex_attention                  # on a CPU: 1 x 8 x 1024 x 64, float32
+    python -m benchmarks.flex_attention --device cuda    # 4 x 16 x 4096 x 64, bfloat16
+    python -m benchmarks.flex_attention --device cuda --configurations   # each configuration of fxwrap's kernel too
+
+Prints milliseconds, their ratio to Inductor's, and the error of each result against float64. The variant is one of
+`VARIANTS`: a score function and a mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import fxwrap
+from benchmarks.measure_kernels import fresh_function
+from fxwrap.compile.backend import make_backend
+from fxwrap.loop_ir import Kernel
+from fxwrap.printers.triton import print_streaming_triton, streaming_configurations
+from fxwrap.runtime.kernels import load_kernel
+
+
+def _linear(slopes: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+
+
+def _identity(score: Tensor, *_: Tensor) -> Tensor:
+    return score
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q >= k) & (q - k <= 256),
+    "documents": lambda b, h, q, k: (q // 300 == k // 300) & (q >= k),
+    "full": lambda b, h, q, k: q >= 0,
+}
+VARIANTS = ("causal+bias", "causal", "window", "documents", "full")
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any) -> Any:
+    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any) -> Tensor:
+    """Returns the result in float64, one head at a time."""
+    results = []
+    for head in range(query.shape[1]):
+        rows, keys = [torch.arange(item.shape[2], device=item.device) for item in (query, key)]
+        scores = query[:, head].double() @ key[:, head].double().mT / query.shape[-1] ** 0.5
+        zero = torch.tensor(0, device=query.device)
+        scores = score_mod(scores, zero, zero + head, rows[:, None], keys)
+        scores = scores.masked_fill(~mask(zero, zero, rows[:, None], keys), -torch.inf)
+        results.append(scores.softmax(-1) @ value[:, head].double())
+    return torch.stack(results, 1)
+
+
+def milliseconds(functions: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, list[float]]:
+    """Returns the times of functions that take turns."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            if device == "cuda":
+                start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                torch.cuda.synchronize()
+                start.record()
+                for _ in range(10):
+                    function()
+                end.record()
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end) / 10)
+            else:
+                begin = time.perf_counter()
+                function()
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", type=int, nargs=4, default=None, help="batch, heads, length, width")
+    parser.add_argument("--variants", nargs="*", default=["causal+bias"], choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernel")
+    parser.add_argument("--json", type=Path, help="where the raw times are written")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = [_measure(variant, arguments) for variant in arguments.variants]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    device, is_gpu = arguments.device, arguments.device == "cuda"
+    sizes = arguments.sizes or ([4, 16, 4096, 64] if is_gpu else [1, 8, 1024, 64])
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    torch.manual_seed(0)
+    query, key, value = [torch.randn(sizes, device=device, dtype=dtype) for _ in range(3)]
+    slopes = 2.0 ** (-8.0 * torch.arange(1, sizes[1] + 1, device=device) / sizes[1])
+    score_mod = _linear(slopes) if variant.endswith("+bias") else _identity
+    mask = MASKS[variant.removesuffix("+bias")]
+    block_mask = create_block_mask(mask, None, None, sizes[2], sizes[2], device=device)
+    programs: list[fxwrap.Compiled] = []
+
+    def compile_graph(*items: Any, **keywords: Any) -> fxwrap.Compiled:
+        programs.append(fxwrap.compile_graph(*items, **keywords))
+        return programs[-1]
+
+    backends: dict[str, Any] = {"fxwrap": make_backend(fxwrap.Options(), compile_graph), "inductor": "inductor"}
+    functions: dict[str, Callable[[], Any]] = {}
+    for name, backend in backends.items():
+        compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)
+        functions[name] = partial(compiled, query, key, value, score_mod, block_mask)
+    functions["sdpa causal"] = partial(
+        torch.nn.functional.scaled_dot_product_attention, query, key, value, is_causal=True
+    )
+    expected = formula(query[:1], key[:1], value[:1], score_mod, mask)
+    errors = {
+        name: float((function()[:1].double() - expected).norm() / expected.norm())
+        for name, function in functions.items() if name in backends
+    }  # fmt: skip
+    if arguments.configurations:
+        functions |= _configurations(programs[0].program.kernels[0].loop_ir, query, key, value, slopes, block_mask)
+    times = milliseconds(functions, device, arguments.rounds)
+    reference = statistics.median(times["inductor"])
+    print(f"{variant}, {' x '.join(map(str, sizes))}, {dtype}")
+    for name, samples in times.items():
+        median = statistics.median(samples)
+        error = f"   error {errors[name]:.2e}" if name in errors else ""
+        print(f"  {name:60} {median:9.3f} ms   {median / reference:5.2f} of Inductor{error}")
+    return {"variant": variant, "sizes": sizes, "times": times, "errors": errors}
+
+
+def _configurations(kernel: Any, *tensors: Any) -> dict[str, Callable[[], Any]]:
+    """Returns launches of the kernel in each configuration, on tensors by dtype and order of its buffers."""
+    assert isinstance(kernel, Kernel)
+    query, key, value, slopes, mask = tensors
+    lists = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+    inputs = [*lists, query, key, slopes, value]
+    if [item.dtype for item in kernel.inputs] != [item.dtype for item in inputs]:
+        return {}
+    out = torch.empty_like(query)
+    launches: dict[str, Callable[[], Any]] = {}
+    for item in streaming_configurations(kernel, int):
+        printed = print_streaming_triton(kernel, item)
+        launch = load_kernel("triton", printed.source, printed.signature, printed.options)
+        name = f"rows {item.row_block}, keys {item.key_block}, warps {item.num_warps}, stages {item.num_stages}"
+        launches[name] = partial(launch, printed.grid, *inputs, out)
+    return launches
+
+
+if __name__ == "__main__":
+    main()

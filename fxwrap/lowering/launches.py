@@ -1,0 +1,74 @@
+"""Allocations and launches of kernels that are built as a whole, from a call with several results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import sympy
+from torch.fx import Node
+
+from fxwrap.errors import FxwrapError
+from fxwrap.lines import Alloc, Launch
+from fxwrap.loop_ir import Kernel, hoist_expressions
+from fxwrap.lowering.builder import Builder, LoweringRequest
+from fxwrap.lowering.symbols.table import ProgramSymbols, kernel_size_hints, substitute_formulas
+from fxwrap.printers import KernelRequest, PrintedKernel
+from fxwrap.symbolic import bounds
+from fxwrap.wrapper_ir import KernelDefinition, Value
+
+
+class KernelDeclined(FxwrapError):
+    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes.
+
+    `expected` means that one kernel cannot compute these nodes, and that other lines are the intended fallback.
+    """
+
+    def __init__(self, nodes: frozenset[str], reason: str, expected: bool = False) -> None:
+        super().__init__(f"the kernel for {', '.join(sorted(nodes))} cannot be generated: {reason}")
+        self.nodes = nodes
+        self.expected = expected
+
+
+def emit_whole_kernel(
+    builder: Builder,
+    request: LoweringRequest,
+    node: Node,
+    name: str,
+    kernel: Kernel,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+) -> None:
+    """Emits the allocations of a node's results and the launch of the kernel that computes them.
+
+    Raises FxwrapError for a kernel that its language cannot express.
+    """
+    kernel, formulas = hoist_expressions(kernel)
+    device = outputs[0].tensor_type.device
+    language = request.options.text_language(device.type)
+    limits = symbol_limits(builder.state.symbols, formulas)
+    hint = kernel_size_hints(builder.state.symbols, kernel, formulas)
+    printed = request.print_kernel(KernelRequest(kernel, language, device, hint, limits, name))
+    definition = define_kernel(name, printed, kernel)
+    for value in outputs:
+        builder.emit(Alloc(value, origin=builder.origin(node)))
+    symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
+    grid = tuple([substitute_formulas(size, formulas) for size in printed.grid])
+    launched = builder.state.kernels.add(definition)
+    builder.emit(Launch(launched, (*inputs, *symbols), tuple(outputs), grid, origin=builder.origin(node)))
+
+
+def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDefinition:
+    """Returns the definition of a printed kernel."""
+    return KernelDefinition(
+        name, printed.language, printed.source, printed.signature, printed.options, printed.scheduled, kernel
+    )
+
+
+def symbol_limits(symbols: ProgramSymbols, formulas: Mapping[sympy.Symbol, sympy.Basic]) -> dict[str, int]:
+    """Returns upper bounds of symbols by name; within a kernel, some names are those of formulas."""
+    limits = {name: info.upper for name, info in symbols.infos.items() if isinstance(info.upper, int)}
+    for symbol, formula in formulas.items():
+        limits.pop(symbol.name, None)
+        upper = bounds(formula, symbols.infos)[1]
+        limits |= {symbol.name: upper} if isinstance(upper, int) else {}
+    return limits

@@ -1,0 +1,150 @@
+"""Graphs of ATen operators on scalars as operations of a kernel: the functions that attention applies to its scores.
+
+Each operator is lowered by its ordinary rule, to a definition of rank 0 that is inlined. Tensors that the graph reads
+are in memory, and the kernel reads them at computed indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.loop_ir import Buffer, Scalar, strided_index
+from fxwrap.lowering.builder import Builder
+from fxwrap.lowering.calls.nodes import literal
+from fxwrap.lowering.fusion.definitions import Definition, Pointwise, Stored, Viewed
+from fxwrap.lowering.fusion.kernels import extent_of
+from fxwrap.lowering.fusion.tracing import Access, BodyBuilder, IndexTuple
+from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.options import Options
+from fxwrap.symbolic import Number, Size, bounds
+from fxwrap.torch_compat import OpOverload, real_object
+from fxwrap.wrapper_ir import Operand, Value
+from fxwrap.wrapper_ir.operators import operator_schema
+
+
+class ScalarKernelBuilder:
+    """A kernel under construction whose buffers are values of a program.
+
+    `inputs` are the buffers that it reads, with their values.
+    """
+
+    def __init__(self, builder: Builder, options: Options) -> None:
+        self.builder = builder
+        self.inputs: list[tuple[Buffer, Value]] = []
+        self.reader = BodyBuilder(_access_of, self._fetch, lambda item: self._operators.get(item, ""))
+        self.body = self.reader.body
+        self._specs = options.device_specs()
+        self._names: dict[str, str] = {}
+        self._values: dict[Definition, Value] = {}
+        self._scalars: dict[Definition, Scalar] = {}
+        self._operators: dict[Definition, str] = {}
+
+    def load(self, value: Value, indices: IndexTuple) -> Scalar:
+        """Loads an element of a tensor in memory, in its compute dtype; 0 where the body is masked."""
+        return self._fetch(self._stored(value), indices, 0)
+
+    def call(self, module: GraphModule, arguments: Sequence[Scalar | Operand]) -> Scalar:
+        """Returns the result of a graph of scalars and tensors in memory.
+
+        Raises Declined if one of its operators has no rule, or none that computes each element by itself.
+        """
+        remaining = iter(arguments)
+        values: dict[Node, Any] = {}
+        for node in module.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    values[node] = self._operand(next(remaining), node)
+                case "get_attr":
+                    values[node] = self._attribute(node)
+                case "output":
+                    (result,) = node.args if not isinstance(node.args[0], tuple | list) else node.args[0]
+                    return self.reader.load(values[result], ())
+                case _:
+                    values[node] = self._define(node, values)
+        raise AssertionError("a graph ends with its output")
+
+    # --- operands ---------------------------------------------------------------------------------------------------
+
+    def _operand(self, argument: Scalar | Operand, node: Node) -> Any:
+        if isinstance(argument, Value):
+            return self._stored(argument)
+        if not isinstance(argument, Scalar):
+            return argument
+        fake = node.meta["val"]
+        definition = Stored((), fake.dtype, fake.device)
+        self._scalars[definition] = argument
+        return definition
+
+    def _attribute(self, node: Node) -> Definition:
+        payload = real_object(attribute_of(node))
+        if not isinstance(payload, torch.Tensor):
+            raise Declined(f"its function reads an attribute of type {type(payload).__name__}")
+        return self._stored(self.builder.constants.constant(payload, str(node.target).replace(".", "_")))
+
+    def _stored(self, value: Value) -> Stored:
+        type_ = value.tensor_type
+        definition = Stored(type_.sizes, type_.dtype, type_.device)
+        self._values[definition] = value
+        return definition
+
+    def _fetch(self, definition: Definition, at: IndexTuple, other: Number) -> Scalar:
+        if definition in self._scalars:
+            return self._scalars[definition].to(definition.compute_dtype)
+        value = self._values[definition]
+        name = self._names.get(value.name)
+        if name is None:
+            name = self._names[value.name] = f"in{len(self.inputs)}"
+            extent = extent_of(value.tensor_type)
+            self.inputs.append((Buffer(name, value.tensor_type.dtype, extent), value))
+        index = strided_index(at, value.tensor_type.strides)
+        return self.body.load(name, index, definition.dtype, other).to(definition.compute_dtype)
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def _define(self, node: Node, values: Mapping[Node, Any]) -> Any:
+        """Returns the definition of an operator's result, or a number."""
+        fake = node.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            return self.builder.symbols.expression(fake)
+        if not isinstance(node.target, OpOverload):
+            raise Declined(f"its function calls '{node.target}'")
+        schema = operator_schema(node.target)
+        arguments = tuple([self._argument(item, node, values) for item in node.args])
+        keywords = tuple([(name, self._argument(item, node, values)) for name, item in node.kwargs.items()])
+        if schema.replacement is not None:
+            target, arguments, keywords = schema.replacement(node.target, arguments, keywords)
+            schema = operator_schema(target)
+        if schema.name not in RULES:
+            raise Declined(f"its function calls '{schema.name}', which has no lowering rule")
+        spec = self._specs[fake.device.type]
+        call = OperatorCall(
+            schema.name, arguments, dict(keywords), fake, fake.device, self._sizes, spec, self._may_be_zero
+        )
+        result = RULES[schema.name](call)
+        if not isinstance(result, Pointwise | Viewed):
+            raise Declined(f"its function calls '{schema.name}', which is not computed element by element")
+        self._operators[result] = schema.name
+        return result
+
+    def _argument(self, item: Any, node: Node, values: Mapping[Node, Any]) -> Any:
+        if isinstance(item, Node):
+            return values[item]
+        if isinstance(item, list | tuple):
+            return tuple([self._argument(part, node, values) for part in item])
+        return literal(self.builder, item, node)
+
+    def _sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
+        return self.builder.symbols.tensor_type(fake).sizes
+
+    def _may_be_zero(self, size: Size) -> bool:
+        lower, _ = bounds(size, self.builder.symbols.program.infos)
+        return lower is None or lower <= 0
+
+
+def _access_of(definition: Definition) -> Access:
+    return "inlined" if isinstance(definition, Pointwise) else "fetched"

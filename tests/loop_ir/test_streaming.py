@@ -1,0 +1,111 @@
+"""Reductions over some of the reduced axes, streaming reductions, and kernels under assumptions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fxwrap.errors import ParseError
+from fxwrap.loop_ir import (
+    Compute,
+    Constant,
+    KernelError,
+    assume,
+    canonicalize_axes,
+    evaluate_kernel,
+    find_streaming_reduction,
+    parse_kernel,
+)
+from tests.support.attention_kernel import attention_kernel
+
+SUMS = """kernel(in0: f32[24]) -> (out0: f32[2]) for [p0: 2] reduce [r0: 3, r1: 4] {
+  %0 = f32 load in0[12*p0 + 4*r0 + r1]
+  %1 = f32 reduce sum %0 over r1
+  %2 = f32 reduce max %1 over r0
+  store out0[p0] %2
+}
+"""
+
+
+def test_a_reduction_over_some_axes() -> None:
+    kernel = parse_kernel(SUMS)
+    assert str(kernel) == SUMS
+    assert kernel.varying == (True, True, False, False)
+    values, out = torch.randn(24), torch.empty(2)
+    evaluate_kernel(kernel, {"in0": values, "out0": out})
+    torch.testing.assert_close(out, values.view(2, 3, 4).sum(2).amax(1))
+    assert find_streaming_reduction(kernel) is None
+
+
+def test_canonical_axes_keep_steps_apart() -> None:
+    """r0 and r1 are contiguous together, but no reduction reduces both."""
+    kernel = canonicalize_axes(parse_kernel(SUMS), int)
+    assert [axis.size for axis in kernel.reduced] == [3, 4]
+    assert str(kernel) == SUMS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error", "message"),
+    [
+        ("over r1", "over r7", ParseError, "there is no axis 'r7'"),
+        ("over r1", "over p0", KernelError, "it reduces axes that are no reduced axes"),
+        ("over r1", "over r1 r0", KernelError, "in another order"),
+        ("reduce sum %0 over r1", "scan cumsum %0 over r1", ParseError, "a scan names no axes"),
+    ],
+)
+def test_invalid_axes(old: str, new: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        parse_kernel(SUMS.replace(old, new))
+
+
+def test_attention_is_a_streaming_reduction() -> None:
+    kernel = attention_kernel()
+    assert str(parse_kernel(str(kernel))) == str(kernel)
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None
+    names = parts.row.name, parts.column and parts.column.name, [axis.name for axis in parts.axes]
+    assert names == ("p1", "p2", ["r1"])
+    assert len(parts.sums) == len(parts.weighted_sums) == 1
+    buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
+    evaluate_kernel(kernel, buffers)
+    query, key, value = [buffers[name].view(2, -1, width) for name, width in (("query", 5), ("key", 5), ("value", 3))]
+    row, column = torch.arange(20)[:, None], torch.arange(35)
+    scores = query @ key.mT + buffers["slopes"][:, None, None] * (column - row)
+    scores = scores.masked_fill(row < column - 2, -torch.inf)
+    torch.testing.assert_close(buffers["out"].view(2, 20, 3), scores.softmax(-1) @ value)
+    torch.testing.assert_close(buffers["logsumexp"].view(2, 20), scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("reduce max", "reduce min"),
+        ("f32 mul %0 %1", "f32 sub %0 %1"),  # scores are no products
+        ("f32 exp", "f32 exp2"),
+    ],
+)
+def test_other_reductions_are_no_streaming_reductions(old: str, new: str) -> None:
+    assert find_streaming_reduction(parse_kernel(str(attention_kernel()).replace(old, new))) is None
+
+
+def test_assumptions_fold_conditions_and_keep_positions() -> None:
+    kernel = parse_kernel("""kernel(in0: f32[4]) -> (out0: f32[4]) for [p0: 4] {
+  %0 = i64 index p0
+  %1 = i64 2
+  %2 = bool lt %0 %1
+  %3 = bool ge %0 %1
+  %4 = bool logical_or %2 %3
+  %5 = f32 load in0[p0] if %2 else 0
+  %6 = f32 1.0
+  %7 = f32 where %2 %5 %6
+  store out0[p0] %7 if %4
+}
+""")
+    inside, outside = assume(kernel, {2: True}), assume(kernel, {2: False})
+    assert inside.operations[5] == inside.operations[7]
+    assert inside.operations[4] == Constant(True, torch.bool) == inside.operations[2]
+    assert inside.stores[0].mask is None
+    assert outside.operations[7] == kernel.operations[6]
+    assert outside.operations[4] == Compute("ge", (0, 1), torch.bool)

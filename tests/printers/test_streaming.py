@@ -1,0 +1,56 @@
+"""Streaming reductions in C++ and in Triton's interpreter, against the evaluator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import KernelError, evaluate_kernel, parse_kernel
+from fxwrap.printers import PrintedKernel
+from fxwrap.printers.cpp import print_cpp_kernel
+from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
+from fxwrap.runtime.kernels import load_kernel
+from tests.loop_ir.test_streaming import SUMS
+from tests.printers.cpp_kernels import check
+from tests.support.attention_kernel import attention_kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cpp(dtype: torch.dtype) -> None:
+    """Rows and keys that fill no tile, and several tiles of both."""
+    source = check(attention_kernel(rows=70, keys=133, dtype=dtype))
+    assert source.count("contract<64, ") == 2
+
+
+def test_tiles_that_no_stack_holds_are_declined() -> None:
+    with pytest.raises(KernelError, match="too many for a stack"):
+        print_cpp_kernel(attention_kernel(rows=64, keys=64, width=512, columns=1024))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_triton(dtype: torch.dtype) -> None:
+    kernel = attention_kernel(rows=35, keys=40, dtype=dtype)
+    printed: PrintedKernel = print_streaming_triton(kernel, StreamingConfiguration(16, 32))
+    assert printed.source.count("tl.dot(") == 2
+    generator = torch.Generator().manual_seed(0)
+    buffers = [*kernel.inputs, *kernel.outputs]
+    results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}
+    expected = {name: item.clone() for name, item in results.items()}
+    evaluate_kernel(kernel, expected)
+    launch = load_kernel("triton", printed.source, printed.signature, printed.options)
+    launch(tuple(map(int, printed.grid)), *results.values())
+    for item in kernel.outputs:
+        tolerance = 4e-3 if dtype is torch.float16 else 1e-5
+        torch.testing.assert_close(results[item.name], expected[item.name], rtol=tolerance, atol=tolerance)
+
+
+def test_configurations_fit_small_kernels() -> None:
+    found = streaming_configurations(attention_kernel(rows=20, keys=35), int)
+    assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
+
+
+def test_steps_without_a_schedule_are_declined() -> None:
+    kernel = parse_kernel(SUMS)
+    for declined in (print_cpp_kernel, lambda kernel: streaming_configurations(kernel, int)):
+        with pytest.raises(KernelError, match="it reduces some of its reduced axes, and is no streaming reduction"):
+            declined(kernel)
