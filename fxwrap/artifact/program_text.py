@@ -131,18 +131,26 @@ def _kernel(archive: Archive, item: Mapping[str, Any]) -> ir.KernelDefinition:
 
 
 def _origins_text(program: ir.Program) -> str:
-    """Returns the origins of all lines as JSON: a table of sources, and for each line its handle and source indices."""
+    """Returns the origins of all lines as JSON.
+
+    They are a table of sources; for each line its handle and source indices; and for each launch its calls, by number.
+    """
     sources: dict[ir.Source, int] = {}
     lines: list[list[object] | None] = []
+    calls: dict[int, str] = {}
     for line in _iterate_lines(program):
         if line.origin is None:
             lines.append(None)
             continue
         numbers = [sources.setdefault(source, len(sources)) for source in line.origin.sources]
+        known = line.origin.calls
+        text = ir.print_kernel_calls(known) if isinstance(known, ir.KernelCalls) else known
+        if text is not None:
+            calls[len(lines)] = text
         lines.append([line.origin.handle, *numbers])
     fields = [field.name for field in dataclasses.fields(ir.Source) if field.compare]
     table = [[getattr(source, name) for name in fields] for source in sources]
-    return json.dumps({"fields": fields, "sources": table, "lines": lines}) + "\n"
+    return json.dumps({"fields": fields, "sources": table, "lines": lines, "calls": calls}) + "\n"
 
 
 def restore_origins(program: ir.Program, data: Mapping[str, Any]) -> ir.Program:
@@ -152,7 +160,8 @@ def restore_origins(program: ir.Program, data: Mapping[str, Any]) -> ir.Program:
         ir.Source(**{name: _as_tuple(item) for name, item in zip(data["fields"], row, strict=True) if name in known})
         for row in data["sources"]
     ]
-    remaining = iter(data["lines"])
+    calls: Mapping[str, str] = data.get("calls", {})
+    remaining = iter([(item, calls.get(str(number))) for number, item in enumerate(data["lines"])])
     body = _block_with_origins(program.body, sources, remaining)
     functions = tuple([(name, _block_with_origins(block, sources, remaining)) for name, block in program.functions])
     return program.replace(body=body, functions=functions)
@@ -177,10 +186,11 @@ def _lines_of(block: ir.Block) -> Iterator[ir.LineBase]:
 def _block_with_origins(block: ir.Block, sources: list[ir.Source], remaining: Iterator[Any]) -> ir.Block:
     lines = []
     for line in block.lines:
-        item = next(remaining, None)
+        item, calls = next(remaining, (None, None))
         if item is not None:
             handle, *numbers = item
-            line = line.replace(origin=ir.Origin(tuple([sources[number] for number in numbers]), handle))
+            known = tuple([sources[number] for number in numbers])
+            line = line.replace(origin=ir.Origin(known, handle, calls=calls if isinstance(calls, str) else None))
         if ir.blocks(line):
             line = ir.map_line(
                 line,

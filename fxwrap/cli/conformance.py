@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +15,7 @@ from fxwrap.cli.flags import Parser
 from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.testing.conformance import GROUPS, run_conformance
+from fxwrap.testing.conformance import GROUPS, ConformanceReport, merge_reports, run_conformance
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The commands of the command line, to which one is added."""
@@ -39,6 +42,8 @@ def add_conformance(commands: Commands) -> None:
         "--emitter", action="append", choices=EMITTERS, help="may be repeated (default: python, fx and interpreter)"
     )
     command.add_argument("--json", metavar="FILE", help="write the outcomes to FILE as JSON")
+    command.add_argument("--jobs", type=int, default=1, metavar="N", help="share the cases among N processes")
+    command.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     command.set_defaults(run=_conformance)
 
 
@@ -51,8 +56,33 @@ def _conformance(chosen: argparse.Namespace) -> int:
         except ImportError as error:
             raise CommandError(f"cannot import '{name}': {error}") from error
     emitters = chosen.emitter or ("python", "fx", "interpreter")
-    report = run_conformance(chosen.device, groups=chosen.group or GROUPS, emitters=emitters)
+    if chosen.jobs > 1:
+        report = _run_in_processes(chosen, emitters)
+    else:
+        number, _, count = chosen.part.partition("/")
+        part = int(number), int(count)
+        report = run_conformance(chosen.device, groups=chosen.group or GROUPS, emitters=emitters, part=part)
     if chosen.json is not None:
         write_file(Path(chosen.json), lambda file: file.write(report.to_json().encode()))
     print(report)
     return 0 if report.passes else 1
+
+
+def _run_in_processes(chosen: argparse.Namespace, emitters: Sequence[str]) -> ConformanceReport:
+    """Runs the parts of the cases in processes of their own. Raises CommandError if one of them dies."""
+    command = [sys.executable, "-m", "fxwrap", "conformance", "--device", chosen.device]
+    for flag, items in (("import", chosen.modules), ("group", chosen.group or ()), ("emitter", emitters)):
+        command += [text for item in items for text in (f"--{flag}", item)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{number}.json") for number in range(chosen.jobs)]
+        parts = [
+            subprocess.Popen([*command, "--part", f"{number}/{chosen.jobs}", "--json", str(file)],
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for number, file in enumerate(files)
+        ]  # fmt: skip
+        for part, file in zip(parts, files, strict=True):
+            errors = part.communicate()[1]
+            if not file.exists():
+                end = errors.strip().rpartition("\n")[2]
+                raise CommandError(f"a process of the run ended with code {part.returncode}: {end}; use --jobs 1")
+        return merge_reports([ConformanceReport.from_json(file.read_text()) for file in files])

@@ -84,10 +84,10 @@ def bisect(
         training: whether to run and check the backward too.
         dynamic: as for `torch.compile`.
         seed: the seed of all random numbers.
-        memory_bytes: the memory for reference values; by default a fourth of the free memory. With less than all values
-            need, the search takes more runs.
+        memory_bytes: the memory for reference values; by default a fourth of the free memory. Those beyond are in a
+            temporary file.
 
-    Raises CompareError for objects that cannot be bisected.
+    Raises CompareError for objects that cannot be bisected, and if the folder for temporary files is full.
     """
     if isinstance(fn, Program):
         raise CompareError("a program has no graph to compare with; bisect the function or graph that was compiled")

@@ -8,8 +8,8 @@ pass after it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,25 +19,22 @@ from torch.fx import Node
 from fxwrap.converters.emission import emit
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.debugging.agreement import compare_results
-from fxwrap.debugging.copies import WIDENED_DTYPES, OpaqueState, TensorState, copy_inputs
+from fxwrap.debugging.copies import OpaqueState, TensorState, copy_inputs
 from fxwrap.debugging.divergence import Divergence, DivergingLine, Part
-from fxwrap.debugging.evaluating_interpreter import EvaluatingInterpreter
+from fxwrap.debugging.evaluating_interpreter import EvaluatingInterpreter, LaunchEvaluation
 from fxwrap.debugging.points import ObservationPoint, insert_observations, observation_points
-from fxwrap.debugging.references import GraphRun, flat_outputs, reduced_elements, run_graph
+from fxwrap.debugging.references import GraphRun, flat_outputs, graph_nodes, reduced_elements, run_graph
 from fxwrap.debugging.repro import Failure
 from fxwrap.debugging.single_operators import is_lowered_wrong
 from fxwrap.debugging.statistics import tensor_statistics
 from fxwrap.devices import line_handlers
-from fxwrap.errors import ExpressionError
 from fxwrap.fx_passes import GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import source_of
-from fxwrap.lines import Launch
+from fxwrap.lines import CallFunction, Launch
 from fxwrap.options import Options
-from fxwrap.passes.communication import size_values
 from fxwrap.runtime.operators import Observer, observing
-from fxwrap.symbolic import evaluate
 from fxwrap.torch_compat import FakeTensor, OpOverload
-from fxwrap.wrapper_ir import Origin, Ownership, Program, line_text, operator_schema
+from fxwrap.wrapper_ir import Origin, Ownership, Program, blocks, line_text, operator_schema
 
 
 @dataclass(frozen=True)
@@ -78,22 +75,26 @@ def find_divergence(case: GraphCase, inputs: Sequence[object], memory_bytes: int
     Args:
         case: the compiled graph.
         inputs: the flat inputs.
-        memory_bytes: how much memory reference values may have; more runs need less. By default a fourth of the free
-            memory.
+        memory_bytes: how much memory reference values may have; the others are in a temporary file. By default a
+            fourth of the free memory of each device.
     """
     return _Bisector(case, inputs, _default_memory() if memory_bytes is None else memory_bytes).find()
 
 
 def _default_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    if torch.cuda.is_available():
+        free += [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
+    return min(free) // 4
 
 
 @dataclass(frozen=True)
 class _Wrong:
-    """A wrong value: the point, or None for an output, its line, its node and its description."""
+    """A wrong value: the point, or None for an output, its description, and how often its line had run before."""
 
     point: ObservationPoint | None
     line: DivergingLine
+    occurrence: int = 0
 
 
 class _Bisector:
@@ -104,13 +105,9 @@ class _Bisector:
         self.runs = self.reference_runs = 0
         self._objects = OpaqueState(self.inputs)
         self._random = _RandomState()
-        self._uninitialised = {
-            node.name for node in case.prepared.nodes
-            if isinstance(node.target, OpOverload) and operator_schema(node.target).name.startswith(_UNINITIALISED)
-        }  # fmt: skip
+        self._nodes = graph_nodes(case.prepared.graph_module)
+        self._order = {name: number for number, name in enumerate(self._nodes)}
         self._references: tuple[GraphRun, GraphRun] | None = None
-        sizes = self._reference_bytes(case.program, self._points(case.program))
-        self._holds_all = _HIDDEN_NODES * sum(sizes.values()) <= memory_bytes
 
     def find(self) -> Divergence | None:
         program = self.case.program
@@ -163,78 +160,81 @@ class _Bisector:
         borrowed = [item.ownership is Ownership.BORROWED for item in program.inputs]
         return [item if keep else copy for item, copy, keep in zip(self.inputs, copies, borrowed, strict=True)]
 
-    def _reference(self, nodes: frozenset[str]) -> tuple[GraphRun, GraphRun]:
-        """Returns the results of nodes, in the graph's own dtypes and in float64."""
-        if self._references is None or not nodes <= self._references[0].results.keys():
-            self.reference_runs += 2
-            recorded = None if self._holds_all else nodes
+    def _reference(self, nodes: Collection[str] | None = None) -> tuple[GraphRun, GraphRun]:
+        """Returns the results of nodes, in the graph's own dtypes and in float64.
+
+        The first run records all results that fit into memory, and those of lines' values. `nodes` names more that are
+        needed.
+        """
+        if self._references is None:
+            stages = {id(program): program for _, program in self.case.stages}
+            needed = {point.node for program in stages.values() for point in self._points(program)}
+            self._references = self._run_graph(None, needed)
+        runs = self._references
+        missing = [
+            name for name in nodes or () if any(run.shapes.get(name) and name not in run.results for run in runs)
+        ]
+        return self._run_graph(nodes, ()) if missing else runs
+
+    def _run_graph(self, nodes: Collection[str] | None, needed: Collection[str]) -> tuple[GraphRun, GraphRun]:
+        """Runs the graph twice: in its own dtypes and in float64; the memory of reference values is for both."""
+        runs = []
+        for in_float64 in (False, True):
+            self.reference_runs += 1
+            share = self.memory_bytes // (2 if in_float64 else 4)
             self._random.restore()
-            eager = run_graph(self.case.prepared, self.inputs, nodes=recorded)
+            runs.append(run_graph(
+                self.case.prepared, self.inputs, nodes=nodes, needed=needed, memory_bytes=share, in_float64=in_float64,
+            ))  # fmt: skip
             self._random.restore()
-            exact = run_graph(self.case.prepared, self.inputs, nodes=recorded, in_float64=True)
-            self._random.restore()
-            self._references = eager, exact
-        return self._references
+        return runs[0], runs[1]
 
     # --- the first wrong value --------------------------------------------------------------------------------------
 
     def first_wrong(self, program: Program, emit_program: Callable[[Program], BoxedCallable]) -> _Wrong | None:
-        """Returns the first value of a program that differs from the graph's, or a wrong output; None without one.
-
-        If memory cannot hold all reference values at once, samples of the points narrow the search.
-        """
+        """Returns the first value of a program that differs from the graph's, or a wrong output; None without one."""
         points = self._points(program)
         entry = emit_program(insert_observations(program, {point.number for point in points}))
-        sizes = self._reference_bytes(program, points)
-        sample = _sample(points, sizes, self.memory_bytes, with_last=True)
-        wrong = self._first_wrong_of(program, entry, sample)
-        if len(sample) == len(points) or wrong is None or wrong.point is None:
-            return wrong
-        low, high = _bounds(points, sample, wrong.point)
-        while low < high:
-            sample = _sample(points[low:high], sizes, self.memory_bytes)
-            earlier = self._first_wrong_of(program, entry, sample)
-            if earlier is None or earlier.point is None:
-                low = points.index(sample[-1]) + 1
-            else:
-                wrong = earlier
-                start, high = _bounds(points, sample, earlier.point)
-                low = max(low, start)
-        return wrong
+        return self._first_wrong_of(program, entry, points)
 
     def _points(self, program: Program) -> list[ObservationPoint]:
-        """Returns the points whose values the graph has too, but for memory that nothing was written into."""
+        """Returns the points whose values the graph has too, but for memory that nothing was written into.
+
+        Those of functions count only if the program calls functions in the graph's order.
+        """
+        points = [item for item in observation_points(program) if item.node and not self._is_uninitialised(item.node)]
+        places: dict[tuple[str, int], set[int]] = {}
+        for point in points:
+            places.setdefault((point.node, point.position), set()).add(point.place[0])
+        calls = [self._order.get(line.origin.nodes[0], -1) for line in program.body.lines
+                 if isinstance(line, CallFunction) and line.origin is not None and line.origin.nodes]  # fmt: skip
+        shared = set() if calls == sorted(calls) else _function_blocks(program)
         return [
-            point for point in observation_points(program)
-            if point.node and not point.nested and point.node not in self._uninitialised
+            point for point in points
+            if not point.nested or (len(places[point.node, point.position]) == 1 and point.place[0] not in shared)
         ]  # fmt: skip
 
-    def _reference_bytes(self, program: Program, points: Sequence[ObservationPoint]) -> dict[int, int]:
-        """Returns the bytes of both references of each point, by its number."""
-        values = size_values(program, self.inputs)
-        sizes: dict[int, int] = {}
-        for point in points:
-            type_ = point.value.tensor_type
-            with suppress(ExpressionError, ArithmeticError, KeyError):
-                own = type_.storage_bytes
-                own = own if isinstance(own, int) else int(evaluate(own, values))
-                wide = WIDENED_DTYPES.get(type_.dtype, type_.dtype).itemsize
-                sizes[point.number] = own + own * wide // type_.dtype.itemsize
-        return sizes
+    def _is_uninitialised(self, name: str) -> bool:
+        """Whether a node allocates memory, whose contents are unknown."""
+        target = self._nodes[name].node.target if name in self._nodes else None
+        return isinstance(target, OpOverload) and operator_schema(target).name.startswith(_UNINITIALISED)
 
     def _first_wrong_of(
         self, program: Program, entry: BoxedCallable, points: Sequence[ObservationPoint]
     ) -> _Wrong | None:
         """Runs a program once and returns the first of these points that is wrong, or a wrong output."""
-        eager, exact = self._reference(frozenset([point.node for point in points]))
+        eager, exact = self._reference([point.node for point in points])
         by_number = {point.number: point for point in points}
+        runs: Counter[int] = Counter()
         wrong: list[_Wrong] = []
 
         def observe(number: int, value: Tensor) -> None:
             if not wrong and (point := by_number.get(number)) is not None:
-                line = self._compare(point, value, eager, exact)
+                occurrence = runs[number]
+                runs[number] += 1
+                line = self._compare(point, value, eager, exact, occurrence)
                 if line is not None:
-                    wrong.append(_Wrong(point, line))
+                    wrong.append(_Wrong(point, line, occurrence))
 
         outputs = self._run(program, entry, observe)
         if wrong:
@@ -243,10 +243,13 @@ class _Bisector:
         return None if line is None else _Wrong(None, line)
 
     def _compare(
-        self, point: ObservationPoint, value: Tensor, eager: GraphRun, exact: GraphRun
+        self, point: ObservationPoint, value: Tensor, eager: GraphRun, exact: GraphRun, occurrence: int
     ) -> DivergingLine | None:
-        """Returns the description of a wrong value; None for one that agrees or has no reference of its size."""
-        expected, truth = eager.tensor(point.node, point.position), exact.tensor(point.node, point.position)
+        """Returns the description of a wrong value; None for one that agrees or has no reference of its size.
+
+        `occurrence` is how often the line had run before.
+        """
+        expected, truth = (run.tensor(point.node, point.position, occurrence) for run in (eager, exact))
         if expected is None or truth is None or not expected.numel() == truth.numel() == value.numel():
             return None
         agreement = compare_results(value, expected, truth, reduced_elements(eager, point.node))
@@ -255,13 +258,13 @@ class _Bisector:
         origin, line = point.origin, point.line
         return DivergingLine(
             point.line_number, point.text, origin.handle, line.kernel if isinstance(line, Launch) else "",
-            origin.nodes, origin.operators, origin.locations, origin.modules, point.node,
+            origin.nodes, origin.operators, origin.locations, origin.modules, point.node, occurrence,
             tensor_statistics(value), tensor_statistics(expected), tensor_statistics(truth), agreement,
         )  # fmt: skip
 
     def _wrong_output(self, program: Program, outputs: Sequence[object]) -> DivergingLine | None:
         """Returns the line that returns the outputs of a program if one of them is wrong."""
-        eager, exact = self._reference(frozenset())
+        eager, exact = self._reference()
         last = program.body.lines[-1]
         number = len(program.body.lines) - 1
         output = self.case.prepared.output
@@ -275,8 +278,9 @@ class _Bisector:
             if not agreement.holds:
                 origin = Origin((source_of(source),) if isinstance(source, Node) else ())
                 return DivergingLine(
-                    number, line_text(last), "", "", (node,), origin.operators, origin.locations, origin.modules, node,
-                    tensor_statistics(value), tensor_statistics(expected), tensor_statistics(truth), agreement,
+                    number, line_text(last), "", "", (node,), origin.operators, origin.locations, origin.modules,
+                    node, 0, tensor_statistics(value), tensor_statistics(expected), tensor_statistics(truth),
+                    agreement,
                 )  # fmt: skip
         return None
 
@@ -286,35 +290,38 @@ class _Bisector:
         """Returns the part that is at fault for a wrong value of the emitted program, its name, and the wrong value."""
         program = self.case.program
         if self.case.emitter != "interpreter":
-            interpreted, interpreter = self._interpret(program, wrong)
+            interpreted, evaluation = self._interpret(program, wrong)
             if interpreted is None:
                 return "converter", f"'{self.case.emitter}'", wrong
         else:
-            interpreted, interpreter = self._interpret(program, wrong)
+            interpreted, evaluation = self._interpret(program, wrong)
             interpreted = interpreted or wrong
-        if self._evaluates_right(wrong, interpreter):
+        if self._evaluates_right(wrong, evaluation.outs):
             line = wrong.point.line if wrong.point is not None else None
             assert isinstance(line, Launch)
             kernel = program.kernel(line.kernel)
             return "kernel printer", f"'{kernel.language}', kernel @{kernel.name}", wrong
         return self._stage_at_fault(interpreted)
 
-    def _interpret(self, program: Program, wrong: _Wrong) -> tuple[_Wrong | None, EvaluatingInterpreter]:
+    def _interpret(self, program: Program, wrong: _Wrong) -> tuple[_Wrong | None, LaunchEvaluation]:
         """Interprets a program, and evaluates the loop IR of the wrong line."""
         points = [wrong.point] if wrong.point is not None else []
         observed = insert_observations(program, {point.number for point in points})
         line = wrong.point.line if wrong.point is not None else None
-        interpreter = EvaluatingInterpreter(observed, line_handlers(EvaluatingInterpreter.name), line)
-        return self._first_wrong_of(program, interpreter.run, points), interpreter
+        handlers = line_handlers(EvaluatingInterpreter.name)
+        evaluation = LaunchEvaluation(line, wrong.occurrence)
+        interpreter = EvaluatingInterpreter(observed, handlers, evaluation)
+        return self._first_wrong_of(program, interpreter.run, points), evaluation
 
-    def _evaluates_right(self, wrong: _Wrong, interpreter: EvaluatingInterpreter) -> bool:
+    def _evaluates_right(self, wrong: _Wrong, evaluated: Sequence[Tensor] | None) -> bool:
         """Whether the loop IR of the wrong line's kernel computes the right value."""
-        point, evaluated = wrong.point, interpreter.evaluated
+        point = wrong.point
         if point is None or evaluated is None or not isinstance(point.line, Launch):
             return False
         value = evaluated[point.line.outs.index(point.value)]
-        eager, exact = self._reference(frozenset([point.node]))
-        return self._compare(point, value.to(point.value.tensor_type.device), eager, exact) is None
+        eager, exact = self._reference([point.node])
+        value = value.to(point.value.tensor_type.device)
+        return self._compare(point, value, eager, exact, wrong.occurrence) is None
 
     def _stage_at_fault(self, wrong: _Wrong) -> tuple[Part, str, _Wrong]:
         """Returns the step after which a program is wrong, by halving; the first step is the lowering."""
@@ -330,19 +337,18 @@ class _Bisector:
         name = stages[low][0]
         if low:
             return "pass", f"'{name}'", wrong
-        return "lowering", f"of {', '.join(self._operators_at_fault(wrong.line)) or 'the graph'}", wrong
+        return "lowering", f"of {', '.join(self._operators_at_fault(wrong)) or 'the graph'}", wrong
 
-    def _operators_at_fault(self, line: DivergingLine) -> tuple[str, ...]:
+    def _operators_at_fault(self, wrong: _Wrong) -> tuple[str, ...]:
         """Returns the operator of a fused kernel that is wrong alone, else all of the line's operators."""
-        nodes = {node.name: node for node in self.case.prepared.nodes}
-        fused = [nodes[name] for name in line.nodes if name in nodes]
+        line = wrong.line
+        fused = [self._nodes[name] for name in line.nodes if name in self._nodes]
         if len(fused) < 2:
             return line.operators
-        names = frozenset([item.name for node in fused for item in (node, *node.all_input_nodes)])
-        eager, exact = self._reference(names)
-        for node in fused:
-            if is_lowered_wrong(node, self.case.options, eager, exact):
-                return (str(node.target).removesuffix(".default"),)
+        eager, exact = self._reference([name for item in fused for name in (item.name, *item.operands)])
+        for item in fused:
+            if is_lowered_wrong(item, self.case.options, eager, exact, wrong.occurrence):
+                return (str(item.node.target).removesuffix(".default"),)
         return line.operators
 
     # --- FX passes --------------------------------------------------------------------------------------------------
@@ -379,9 +385,6 @@ class _Bisector:
         )
 
 
-_HIDDEN_NODES = 4
-"""How much more memory the results of all nodes are assumed to need than those that lines store."""
-
 _UNINITIALISED = ("aten.empty", "aten.new_empty", "aten.resize")
 
 
@@ -393,26 +396,15 @@ _MANY = 4096
 """The number of reduced elements that is assumed for whole graphs."""
 
 
-def _sample(
-    points: Sequence[ObservationPoint], sizes: Mapping[int, int], memory_bytes: int, *, with_last: bool = False
-) -> list[ObservationPoint]:
-    """Returns evenly spaced points whose references fit into memory together, at least one."""
-    total = sum([sizes.get(point.number, 0) for point in points])
-    if total <= memory_bytes or len(points) < 2:
-        return list(points)
-    count = max(1, min(len(points) - 1, len(points) * memory_bytes // total))
-    if with_last:
-        return [points[(index + 1) * len(points) // count - 1] for index in range(count)]
-    return [points[(index + 1) * len(points) // (count + 1)] for index in range(count)]
-
-
-def _bounds(
-    points: Sequence[ObservationPoint], sample: Sequence[ObservationPoint], wrong: ObservationPoint
-) -> tuple[int, int]:
-    """Returns the range of the points between the sampled point before the wrong one, and the wrong one."""
-    position = sample.index(wrong)
-    low = points.index(sample[position - 1]) + 1 if position else 0
-    return low, points.index(wrong)
+def _function_blocks(program: Program) -> set[int]:
+    """Returns the `id` of each block of a program's functions, nested ones included."""
+    identities: set[int] = set()
+    pending = [block for _, block in program.functions]
+    while pending:
+        block = pending.pop()
+        identities.add(id(block))
+        pending += [inner for line in block.lines for _, inner in blocks(line)]
+    return identities
 
 
 class _RandomState:

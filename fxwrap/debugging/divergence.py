@@ -34,6 +34,7 @@ class DivergingLine:
         nodes, operators, locations, modules: the origin of the line: nodes of the graph, ATen operators, "file:line" in
             the model's source, and modules of the model.
         node: the node whose result differs, or "".
+        occurrence: how often a line of a block had run before.
         actual, eager, float64: statistics of its value, of eager's and of the float64 reference.
         agreement: the errors.
     """
@@ -47,6 +48,7 @@ class DivergingLine:
     locations: tuple[str, ...]
     modules: tuple[str, ...]
     node: str
+    occurrence: int
     actual: TensorStatistics
     eager: TensorStatistics
     float64: TensorStatistics
@@ -92,6 +94,7 @@ class Divergence:
             where = ", ".join(line.locations)
             parts += [
                 f"  line {line.number}: {line.text}",
+                *([f"  in run {line.occurrence + 1} of its block"] if line.occurrence else []),
                 f"  computes {', '.join(line.operators)}" + (f" of {where}" if where else ""),
                 *([f"  in {', '.join(line.modules)}"] if line.modules else []),
                 *([f"  kernel @{line.kernel}"] if line.kernel else []),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from typing_extensions import Self
 
 from fxwrap.converters.base import Handlers
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import Kernel, evaluate_kernel
-from fxwrap.wrapper_ir import LineBase, Program
+from fxwrap.wrapper_ir import Block, LineBase, Program
 
 
 class _KernelEvaluator(Interpreter):
@@ -42,24 +46,44 @@ class LoopInterpreter(_KernelEvaluator):
             out.copy_(evaluated)
 
 
-class EvaluatingInterpreter(_KernelEvaluator):
-    """Runs a program, and evaluates the kernel of one launch by its loop IR before it is launched.
+@dataclass
+class LaunchEvaluation:
+    """The evaluation of a launch's kernel by its loop IR.
 
-    `evaluated` has the tensors that the evaluator writes, in the order of the launch's `outs`, on the CPU; None if the
-    launch did not run or its kernel has no loop IR.
+    Fields:
+        line: the launch; None evaluates nothing.
+        remaining: how many runs of a line in a block precede the one that is evaluated.
+        outs: the tensors that the evaluator writes, in the order of the launch's `outs`, on the CPU; None if the launch
+            did not run or its kernel has no loop IR.
     """
+
+    line: LineBase | None = None
+    remaining: int = 0
+    outs: list[torch.Tensor] | None = None
+
+
+class EvaluatingInterpreter(_KernelEvaluator):
+    """Runs a program, and evaluates the kernel of one launch by its loop IR before it is launched."""
 
     name = "interpreter"
 
-    def __init__(self, program: Program, handlers: Handlers | None = None, line: LineBase | None = None) -> None:
+    def __init__(
+        self, program: Program, handlers: Handlers | None = None, evaluation: LaunchEvaluation | None = None
+    ) -> None:
         super().__init__(program, handlers)
-        self.line = line
-        self.evaluated: list[torch.Tensor] | None = None
+        self.evaluation = evaluation or LaunchEvaluation()
+
+    def _block_interpreter(self, block: Block, arguments: list[Any]) -> Self:
+        inner = super()._block_interpreter(block, arguments)
+        inner.evaluation = self.evaluation
+        return inner
 
     def launch(self, line: Launch) -> None:
         kernel = self.program.kernel(line.kernel).loop_ir
-        if line is self.line and isinstance(kernel, Kernel) and self.evaluated is None:
-            self.evaluated = self._evaluate_kernel(kernel, line)
+        if line is self.evaluation.line and isinstance(kernel, Kernel):
+            if not self.evaluation.remaining:
+                self.evaluation.outs = self._evaluate_kernel(kernel, line)
+            self.evaluation.remaining -= 1
         super().launch(line)
 
 

@@ -107,7 +107,8 @@ class _Parts:
         self.failure = failure
         module = failure.graph_module
         inputs = failure.inputs if failure.inputs is not None else example_values(module)
-        self.results = run_graph(GraphSource(module, "graph"), inputs).results
+        run = run_graph(GraphSource(module, "graph"), inputs)
+        self.results = {name: run.result(name) for name in run.results}
         self.calls = [node for node in module.graph.nodes if node.op == "call_function"]
 
     def part(self, names: Collection[str], outputs: Collection[str] = ()) -> Failure | None:

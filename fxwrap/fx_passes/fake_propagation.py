@@ -40,8 +40,9 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    if all(_has_fake(node) or stream_call(node) for node in calls):
-        examples = dict(zip(placeholders, example_inputs or (), strict=False))
+    examples = dict(zip(placeholders, example_inputs or (), strict=False))
+    expanded = any(_is_expanded(node.meta.get("val")) and not _is_expanded(item) for node, item in examples.items())
+    if not expanded and all(_has_fake(node) or stream_call(node) for node in calls):
         return _rebase_views(nodes, _with_conjugate_bits(_unify_fake_modes(nodes), examples))
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
@@ -49,6 +50,14 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
         reason = f"the graph has {len(placeholders)} inputs, but there are {len(example_inputs)} example inputs"
         raise GraphError("", reason, "Pass one example input for each placeholder")
     return _propagate(graph_module, placeholders, example_inputs)
+
+
+def _is_expanded(value: object) -> bool:
+    """Whether elements of a tensor share memory by a stride of 0: at most the first value that a loop carries does."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    pairs = zip(value.shape, value.stride())
+    return any(type(stride) is int and stride == 0 and (type(size) is not int or size != 1) for size, stride in pairs)
 
 
 def _unify_fake_modes(nodes: Sequence[Node]) -> dict[Node, Any]:

@@ -27,6 +27,7 @@ from fxwrap.wrapper_ir import (
     LaunchOperand,
     UnreadOperand,
     Value,
+    launched_calls,
     leaves,
     print_type,
     types_agree,
@@ -36,7 +37,7 @@ from fxwrap.wrapper_ir import (
 def launch_mismatch(target: Computes, line: Launch) -> str | None:
     """Returns why a launch computes none of the operators that a pattern names, or None."""
     shown = f"it launches @{line.kernel}"
-    calls = line.origin.calls if line.origin is not None else None
+    calls = launched_calls(line.origin)
     if not target.exactly:
         operators = line.origin.operators if line.origin is not None else ()
         missing = [name for name in target.names if name.removesuffix(".default") not in operators]
@@ -115,9 +116,9 @@ class LaunchMatcher:
 
     @property
     def _calls(self) -> KernelCalls:
-        calls = self.line.origin.calls if self.line.origin is not None else None
+        calls = launched_calls(self.line.origin)
         if calls is None or len(calls.results) != len(self.line.outs):
-            reason = "it computes a part of an operator, or the program was loaded, parsed or combined"
+            reason = "it computes a part of an operator, or the program was parsed or combined"
             fail(f"the operands of @{self.line.kernel} have no known roles: {reason}")
         return calls
 

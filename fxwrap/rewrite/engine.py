@@ -304,7 +304,7 @@ def _as_stored(line: ir.LineBase, old: ir.Value | None, new: object, builder: Li
 
     A pass that folded views changed the sizes and strides of the output, and not the content of its memory.
     """
-    calls = line.origin.calls if isinstance(line, Launch) and line.origin is not None else None
+    calls = ir.launched_calls(line.origin) if isinstance(line, Launch) else None
     if calls is None or old is None or not isinstance(new, ir.Value) or old not in line.outs:  # type: ignore[attr-defined]
         return new
     returned = calls.result_types[line.outs.index(old)]  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from fxwrap.wrapper_ir.canonicalization import *
 from fxwrap.wrapper_ir.effects import *
 from fxwrap.wrapper_ir.highlight import *
 from fxwrap.wrapper_ir.kernel_calls import *
+from fxwrap.wrapper_ir.kernel_calls_text import *
 from fxwrap.wrapper_ir.line import *
 from fxwrap.wrapper_ir.operators import *
 from fxwrap.wrapper_ir.origin import *

@@ -50,15 +50,16 @@ class Origin:
     of each value that a kernel launch writes, and the value's position among that node's results; it is empty where
     that is unknown, and for lines that were parsed or imported. `metadata` is that of tools other than fxwrap, for
     lines that were imported from an FX graph: the node's name and its entries, for each node of the line. `calls`
-    are the operators that a launch computes, with operands by role; None for other lines, for launches that compute a
-    part of an operator, and in programs that were loaded or parsed.
+    are the operators that a launch computes, with operands by role, or in programs that were loaded their text, which
+    `launched_calls` parses; None for other lines, for launches that compute a part of an operator, and in programs that
+    were parsed.
     """
 
     sources: tuple[Source, ...] = ()
     handle: str = ""
     results: tuple[tuple[str, int], ...] = field(default=(), repr=False, compare=False)
     metadata: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=(), repr=False, compare=False)
-    calls: KernelCalls | None = field(default=None, repr=False, compare=False)
+    calls: KernelCalls | str | None = field(default=None, repr=False, compare=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from fxwrap.compile_cache.entry import entry_content
 from fxwrap.compile_cache.graph_serializer import NotCacheable
 from fxwrap.errors import FusionWarning
 from fxwrap.options import EMITTERS
-from fxwrap.wrapper_ir import ConstantStore, Ownership
+from fxwrap.wrapper_ir import ConstantStore, Ownership, launched_calls
 from tests.compile_cache.graphs import CALLS, assert_same, compiled, graph, inputs
 from tests.converters.exported.models import CASES, assert_calls_equal
 from tests.support.opaque import Counter, Shift
@@ -37,6 +37,8 @@ def cached_compile(make: Callable[[], Compiled]) -> Compiled:
     assert second.source == first.source
     assert (second.coverage, second.key) == (first.coverage, first.key)
     assert second.provenance.to_json() == first.provenance.to_json()
+    calls = [[launched_calls(line.origin) for line in item.program.lines()] for item in (first, second)]
+    assert calls[0] == calls[1]
     assert [stage.pass_name for stage in second.stages] == ["cache"]
     return second
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.map import map as map_
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.caching import clear_caches
+from fxwrap.debugging.value_store import ValueStore
 from fxwrap.errors import CompareError, DivergenceError, OptionError
 from fxwrap.lowering import RULES
 from fxwrap.options import Options
@@ -38,22 +43,50 @@ def chain(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor) -> Tensor:
     return (torch.softmax(x, -1) @ w1).relu()
 
 
+def middle(x: Tensor, w: Tensor) -> Tensor:
+    """The middle of `chain`, with its third matmul and `tanh`."""
+    x = torch.relu(x @ w) + 1
+    return torch.tanh(x.sum(0) / 16 + x)
+
+
+def branched(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor) -> Tensor:
+    """`chain` with its middle in a branch."""
+    x = torch.sigmoid(torch.relu(x @ w1) @ w2) * 0.5
+    x = torch.cond(x.sum() > 0, middle, lambda x, w: torch.sin(x @ w), (x, w3))
+    return (torch.softmax(torch.relu(x @ w4), -1) @ w1).relu()
+
+
+def looped(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, w4: Tensor) -> Tensor:
+    """`chain` with its middle in a loop."""
+    x = torch.sigmoid(torch.relu(x @ w1) @ w2) * 0.5
+    steps = torch.zeros((), dtype=torch.int64)
+    x = while_loop(lambda n, x: n < 3, lambda n, x: (n + 1, middle(x, w3)), (steps, x))[1]
+    return (torch.softmax(torch.relu(x @ w4), -1) @ w1).relu()
+
+
 def tensors(training: bool = False, size: int = 8) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(size, size, generator=generator).requires_grad_(training) for _ in range(5)]
 
 
-def bisect(emitter: str, *, training: bool = False, dynamic: bool = False, **keywords: int) -> fxwrap.Bisection:
+def bisect(
+    emitter: str, function: Any = chain, *, training: bool = False, dynamic: bool = False, **keywords: int
+) -> fxwrap.Bisection:
     options = {"emitter": emitter}
-    return fxwrap.bisect(chain, tensors(training), options=options, training=training, dynamic=dynamic, **keywords)
+    return fxwrap.bisect(function, tensors(training), options=options, training=training, dynamic=dynamic, **keywords)
 
 
 @pytest.mark.covering
-@pytest.mark.parametrize(("emitter", "training", "dynamic"), [("cpp", False, False), ("python", True, True)])
+@pytest.mark.parametrize(
+    ("function", "emitter", "training", "dynamic"), [(chain, "cpp", False, False), (branched, "python", True, True)]
+)
 @pytest.mark.parametrize("part", BUGS)
-def test_a_bug_is_found(part: str, emitter: str, training: bool, dynamic: bool, patch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_found(
+    part: str, function: Any, emitter: str, training: bool, dynamic: bool, patch: pytest.MonkeyPatch
+) -> None:
+    """In a program, and in a branch of the forward of a training step with symbolic sizes."""
     BUGS[part](patch)
-    bisection = bisect(emitter, training=training, dynamic=dynamic)
+    bisection = bisect(emitter, function, training=training, dynamic=dynamic)
     divergence = bisection.divergence
     assert divergence is not None and not bisection.agrees
     assert divergence.part == part
@@ -92,13 +125,72 @@ def test_a_bug_of_the_backward_is_found(patch: pytest.MonkeyPatch) -> None:
     assert divergence.runs + divergence.reference_runs <= 2 * math.log2(divergence.lines)
 
 
-@pytest.mark.parametrize("part", ["lowering", "converter"])
-def test_with_little_memory_halving_finds_the_same_line(part: str, patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["lowering", "kernel printer", "pass", "converter"])
+def test_a_bug_of_a_loop_is_found_with_reference_values_in_a_file(part: str, patch: pytest.MonkeyPatch) -> None:
     BUGS[part](patch)
-    at_once, halved = bisect("python").divergence, bisect("python", memory_bytes=1).divergence
-    assert at_once is not None and halved is not None
-    assert (halved.part, halved.culprit, halved.line) == (at_once.part, at_once.culprit, at_once.line)
-    assert at_once.runs < halved.runs <= 2 * math.log2(halved.lines)
+    divergence = bisect("python", looped, memory_bytes=1).divergence
+    assert divergence is not None and divergence.line is not None
+    assert divergence.part == part
+    assert ("aten.tanh" if part in ("lowering", "kernel printer") else "aten.mm") in divergence.line.operators
+    assert divergence.line.node.startswith("while_loop_body_graph_0.") and divergence.line.occurrence == 0
+    assert divergence.runs + divergence.reference_runs <= 2 * math.log2(divergence.lines)
+
+
+def test_the_iteration_of_a_loop_is_named(patch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> Tensor:
+        """Whose `tanh` is that of a zero, which `sinh` shares, until the third iteration."""
+        steps = torch.zeros((), dtype=torch.int64)
+        return while_loop(lambda n, x: n < 4, lambda n, x: (n + 1, torch.tanh(x) + (n > 0)), (steps, x))[1]
+
+    patch.setitem(RULES, "aten.tanh.default", RULES["aten.sinh.default"])
+    bisection = fxwrap.bisect(function, torch.zeros(4), memory_bytes=1)
+    assert bisection.divergence is not None and bisection.divergence.line is not None
+    assert bisection.divergence.line.occurrence == 2
+    assert "in run 3 of its block" in str(bisection)
+    assert (bisection.divergence.part, bisection.divergence.culprit) == ("lowering", "of aten.tanh")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch: pytest.MonkeyPatch) -> None:
+    """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first."""
+
+    def scanned(x: Tensor, w: Tensor) -> Tensor:
+        last, rows = scan(lambda carry, row: (torch.tanh(carry @ w + row), row * 2), x[0], x)
+        return last.sum() + rows
+
+    @torch.compiler.nested_compile_region
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w) + x
+
+    functions = {
+        "scan_combine_graph_0.": scanned,
+        "body_graph_0.": lambda x, w: map_(lambda row, w: torch.tanh(row @ w) + row, x, w),
+        "subgraph": lambda x, w: layer(layer(x, w), w).relu(),
+    }
+    original = RULES["aten.tanh.default"]
+    for prefix, function in functions.items():
+        for rule in (original, RULES["aten.sigmoid.default"]):
+            patch.setitem(RULES, "aten.tanh.default", rule)
+            bisection = fxwrap.bisect(function, tensors(training)[:2], training=training)
+            if rule is original:
+                assert bisection.agrees, str(bisection)
+                continue
+            assert bisection.divergence is not None and bisection.divergence.line is not None
+            assert prefix in bisection.divergence.line.node
+            assert "aten.tanh" in bisection.divergence.culprit
+
+
+def test_values_beyond_the_memory_of_a_store_are_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ValueStore(16)
+    values = [torch.arange(4.0), torch.arange(24.0).reshape(4, 6).t(), torch.tensor(True), torch.empty(0, 2),
+              torch.randn(3, dtype=torch.complex64).conj(), torch.randn(5).bfloat16(),
+              (torch.ones(2), 3, None)]  # fmt: skip
+    kept = [store.add(value) for value in values]
+    assert kept[0] is values[0] and store.file_bytes == 96 + 1 + 0 + 24 + 10 + 8
+    assert [str(store.load(item)) for item in kept] == [str(value) for value in values]
+    with open("/dev/full", "wb") as full, pytest.raises(CompareError, match=r"139 bytes .* fit into .*set TMPDIR"):
+        monkeypatch.setattr(store, "_file", full)
+        store.add(torch.ones(4096))
 
 
 def test_the_option_debug_raises_at_the_call(patch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
 from fxwrap.passes.profile_ranges import insert_profile_ranges, ranged_lines, remove_profile_ranges
 from fxwrap.passes.provenance import assign_call_handles
+from fxwrap.runtime import ranges
 from fxwrap.wrapper_ir import Program, verify
 
 PROGRAM = """
@@ -59,6 +60,20 @@ def test_profilers_see_the_ranges_of_every_emitter(emitter: str) -> None:
     call = next(event for event in profile.events() if event.name == "aten::neg")
     outer = events["aten.neg:1"].time_range
     assert outer.start <= call.time_range.start <= call.time_range.end <= outer.end
+
+
+@pytest.mark.parametrize("emitter", ["python", "fx"])
+def test_without_a_profiler_ranges_ask_its_flag_alone(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ranges, "enter_range", calls.append)
+    emitted = emit(ranged(), emitter)
+    if emitter == "fx":
+        assert "torch.ops.profiler" not in emitted.source
+    emitted(torch.eye(3), torch.tensor(True))
+    assert not calls
+    with torch.profiler.profile():
+        emitted(torch.eye(3), torch.tensor(True))
+    assert calls == ["aten.mm.out:1", "aten.neg:1"]
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,9 @@ from fxwrap.events import EventLog
 from fxwrap.report import LineTime, ReportContent, report_page
 from fxwrap.wrapper_ir import live_bytes, print_program
 from tests.conftest import NO_CHROMIUM
+from tests.support.capture import capture_graphs
+from tests.support.long_form import long_only
+from tests.support.models import SHALLOW
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -243,13 +247,38 @@ def test_times_in_a_browser(tmp_path: Path) -> None:
     assert "Time: 1.0 ms" in result["details"] and "1000 B" in result["text"] and "GFLOP/s" in result["text"]
 
 
-def run_in_browser(text: str, code: str, tmp_path: Path) -> Any:
+OPENED = """
+addEventListener("load", () => {
+  const rows = document.querySelectorAll(".row").length + document.body.offsetHeight;  // lays the page out
+  document.body.replaceChildren(JSON.stringify({milliseconds: performance.now(), rows}));
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+@pytest.mark.parametrize(
+    ("name", "layers"), [("a layer", 1), ("gpt2", 1), long_only("gpt2", 12), long_only("llama", 32)]
+)
+def test_a_report_opens_in_two_seconds(name: str, layers: int, tmp_path: Path, fresh_dynamo: None) -> None:
+    """From the navigation until the page is laid out, by the browser's clock."""
+    contents = [record().content()]
+    if name != "a layer":
+        graphs = capture_graphs(replace(SHALLOW[name], layers=layers), training=False)
+        compiled = [fxwrap.compile_graph(graph.graph_module, graph.example_inputs) for graph in graphs]
+        contents = [item.content() for graph in compiled for item in fxwrap.inspect(graph)]
+    text = report_page(contents, name)
+    opened = run_in_browser(text, OPENED, tmp_path, virtual_time=False)
+    assert opened["rows"] > 100 and opened["milliseconds"] < 2000, (opened, len(text))
+
+
+def run_in_browser(text: str, code: str, tmp_path: Path, *, virtual_time: bool = True) -> Any:
     """Returns the JSON that a script writes into a page's body."""
     script = f"<script>try {{ {code} }} catch (error) {{ document.body.replaceChildren(String(error)); }}</script>"
     (tmp_path / "page.html").write_text(text.replace("</body>", f"{script}</body>"))
     command = [
         str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        "--virtual-time-budget=5000", "--window-size=1600,900", "--dump-dom", (tmp_path / "page.html").as_uri(),
+        *(["--virtual-time-budget=5000"] if virtual_time else []), "--window-size=1600,900", "--dump-dom",
+        (tmp_path / "page.html").as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     body = re.search(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,17 @@ import fxwrap
 from fxwrap import Options, Pass
 from fxwrap import rewrite as rw
 from fxwrap.debugging import copy_inputs
-from fxwrap.wrapper_ir import CallResult, LaunchOperand, Program, UnreadOperand, types_agree
+from fxwrap.errors import ParseError
+from fxwrap.wrapper_ir import (
+    CallResult,
+    LaunchOperand,
+    Program,
+    UnreadOperand,
+    launched_calls,
+    parse_kernel_calls,
+    print_kernel_calls,
+    types_agree,
+)  # fmt: skip
 from tests.support.capture import capture_graphs
 from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
@@ -209,6 +220,26 @@ def test_symbolic_numbers_are_operands() -> None:
     assert str(match["n"]) in ("s0", "s77", "s97") or match["n"].is_Symbol
 
 
+def test_a_saved_program_has_roles(tmp_path: Path) -> None:
+    x, y, z = square(3)
+    program = lowered(lambda x, y, z: (minuend_product(x, y, z), torch.full_like(x, 2.5) - x.sum()), x, y, z)
+    fxwrap.save(program, tmp_path / "saved.fxw")
+    loaded = fxwrap.load(tmp_path / "saved.fxw").program
+    calls = [(launched_calls(a.origin), launched_calls(b.origin))
+             for a, b in zip(program.lines(), loaded.lines(), strict=True)]  # fmt: skip
+    assert all(before == after for before, after in calls) and any(after for _, after in calls)
+    for kind in PATTERNS.values():
+        (match,) = rw.find(loaded, kind(X, Z)).matches
+        assert match["z"] == loaded.inputs[2].value
+
+
+@pytest.mark.parametrize("text", ["[]", "[[], [], [3]]", '[[["aten.relu.default", [["what", 1]], [], false]], [], []]',
+                                  "[[3], [], []]", "[[", "relu(1)"])  # fmt: skip
+def test_other_texts_of_calls_are_refused(text: str) -> None:
+    with pytest.raises(ParseError):
+        parse_kernel_calls(text)
+
+
 def test_a_parsed_program_has_no_roles() -> None:
     program = lowered(minuend_product, *square(3))
     parsed = fxwrap.parse(str(program))
@@ -230,9 +261,11 @@ def test_some_operators_of_a_kernel() -> None:
 def as_calls(match: rw.Match, builder: rw.LineBuilder) -> Any:
     """Replaces a launch by the calls in its origin."""
     (line,) = match.lines
-    calls = line.origin.calls if line.origin is not None else None
+    calls = launched_calls(line.origin)
     if calls is None:
         raise rw.Skip("its calls are unknown")
+    text = print_kernel_calls(calls)
+    assert text is not None and parse_kernel_calls(text) == calls
     results: list[Any] = []
 
     def operand(item: object) -> Any:

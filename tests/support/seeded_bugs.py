@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from fxwrap.fx_passes import prepare
 from fxwrap.lines import ExternCall
 from fxwrap.lowering import RULES
 from fxwrap.printers.cpp import statements
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Block, Program, blocks
 
 
 def lowering(patch: pytest.MonkeyPatch) -> None:
@@ -43,14 +44,19 @@ THIRD = 3
 
 
 def swap_operands(program: Program) -> Program:
-    """Swaps the operands of the third matmul of a program."""
-    lines, count = list(program.body.lines), 0
-    for position, line in enumerate(lines):
-        if isinstance(line, ExternCall) and line.target == "aten.mm.default":
-            count += 1
-            if count == THIRD:
-                lines[position] = line.replace(arguments=line.arguments[::-1])
-    return program.replace(body=dataclasses.replace(program.body, lines=tuple(lines)))
+    """Swaps the operands of the third matmul of a program, blocks included."""
+    count = itertools.count(1)
+
+    def swap(block: Block) -> Block:
+        lines = []
+        for line in block.lines:
+            if isinstance(line, ExternCall) and line.target == "aten.mm.default" and next(count) == THIRD:
+                line = line.replace(arguments=line.arguments[::-1])
+            inner = {name: swap(nested) for name, nested in blocks(line)}
+            lines.append(line.replace(**inner) if inner else line)
+        return dataclasses.replace(block, lines=tuple(lines))
+
+    return program.replace(body=swap(program.body))
 
 
 def program_pass(patch: pytest.MonkeyPatch) -> None:
@@ -94,8 +100,8 @@ def converter(patch: pytest.MonkeyPatch) -> None:
 
 
 def is_third(arguments: Any) -> bool:
-    """Whether a matmul of `chain` has the right operand `w3`."""
-    return arguments[1].name in ("arg3_1", "primals_4")
+    """Whether a matmul of the functions in `tests/debugging/test_bisection.py` has the right operand `w3`."""
+    return arguments[1].name in ("arg3_1", "primals_4", "arg0_1", "arg2_1_2")
 
 
 def _replaced(table: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> Any:

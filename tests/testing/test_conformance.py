@@ -132,12 +132,18 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 def test_the_vendor_template_conforms() -> None:
-    """It registers a private device with torch, which a process can do once."""
+    """It registers a private device with torch, which a process can do once; two processes share the cases."""
     command = [sys.executable, "-m", "fxwrap", "conformance", "--device", "npu", "--import", "examples.vendor_template"]
     groups = [f"--group={group}" for group in ("operators", "views", "mutation", "training", "control flow")]
-    result = subprocess.run([*command, "--emitter", "python", *groups], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, "--jobs", "2", "--emitter", "python", *groups], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 failed, 0 not supported" in result.stdout
+    rows = [line.split("  ")[0] for line in result.stdout.splitlines()[1:-1]]
+    assert rows == sorted(rows, key=GROUPS.index) and len(rows) == len(
+        [item for item in CASES if f"--group={item.group}" in groups]
+    )
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")

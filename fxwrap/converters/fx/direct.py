@@ -19,10 +19,11 @@ from fxwrap.converters.fx.direct_writer import (
 )
 from fxwrap.converters.torch_calls import ArgumentKind
 from fxwrap.devices import language_traits
-from fxwrap.runtime import checks, device_operators, direct, kernel_operators, kernel_table, tensors
+from fxwrap.runtime import checks, device_operators, direct, kernel_operators, kernel_table, ranges, tensors
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import (
+    PROFILER_FLAG,
     OpOverload,
     triton_constants_at,
     triton_kernel_at,
@@ -35,6 +36,8 @@ from fxwrap.wrapper_ir.operators import operator_schema
 _ATEN = torch.ops.aten
 _FXWRAP = torch.ops.fxwrap
 _HIGHER = torch.ops.higher_order
+_ENTER_RANGE = torch.ops.profiler._record_function_enter_new.default
+_EXIT_RANGE = torch.ops.profiler._record_function_exit._RecordFunction
 
 # --- launches -------------------------------------------------------------------------------------------------------
 
@@ -390,6 +393,34 @@ def _call_function(writer: DirectWriter, node: Node) -> str:
     return f"{_block(body)}({writer.texts(operands)})"
 
 
+def _enter_range(writer: DirectWriter, node: Node) -> str:
+    """A range of the profiler, None if none runs."""
+    if not _is_range(node):
+        raise NoDirectForm
+    profiler = writer.global_name("range_profiler", ranges.profiler_module)
+    return (
+        f"{writer.runtime(ranges, 'enter_range', [writer.text(node.args[0])])} if {profiler}.{PROFILER_FLAG} else None"
+    )
+
+
+def _exit_range(writer: DirectWriter, node: Node) -> str:
+    range_ = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+    if not isinstance(range_, Node) or not _is_range(range_):
+        raise NoDirectForm
+    return f"{range_!r}.__exit__(None, None, None) if {range_!r} else None"
+
+
+def _is_range(node: Node) -> bool:
+    """Whether a node opens a range that nothing but nodes of this form uses."""
+    return (
+        node.target is _ENTER_RANGE
+        and len(node.args) == 1
+        and isinstance(node.args[0], str)
+        and not node.kwargs
+        and all(user.target is _EXIT_RANGE and user.args == (node,) and not user.kwargs for user in node.users)
+    )
+
+
 def _block(item: object) -> str:
     if not isinstance(item, Node) or item.op != "get_attr":
         raise NoDirectForm
@@ -408,6 +439,8 @@ DIRECT_FORMS: Mapping[Any, DirectForm] = {
     _FXWRAP.reuse.default: _reuse,
     _FXWRAP.pool_slice.default: _pool_slice,
     _FXWRAP.check_layout.default: _check_layout,
+    _ENTER_RANGE: _enter_range,
+    _EXIT_RANGE: _exit_range,
     _ATEN.slice.Tensor: _slice,
     _ATEN.select.int: _method("select"),
     _ATEN.sym_size.int: _method("size"),

@@ -111,6 +111,10 @@ def _values(operands: Sequence[Operand]) -> tuple[Value, ...]:
     return values
 
 
+def _tensors(results: Sequence[Result]) -> list[Value | None]:
+    return [item if isinstance(item, Value) else None for item in results]
+
+
 def _types(values: Sequence[Operand]) -> list[TypeOrOperand]:
     return [item.type if isinstance(item, Value) else item for item in values]
 
@@ -204,12 +208,16 @@ def _while_loop(blocks: BlockLowering, node: Node, stacked: bool = False) -> Non
 def _scan(blocks: BlockLowering, node: Node) -> None:
     builder, fakes = blocks.builder, blocks.builder.fakes[node]
     graph, init, over_items, extra_items = _arguments(node, 4)
-    carried, extra = literals(builder, init, node), literals(builder, extra_items, node)
-    over = _values(literals(builder, over_items, node))
-    count, end = len(carried), len(carried) + len(over)
-    slices = [_slice_example(builder, value) for value in over]
-    examples = [*_examples(builder, carried), *slices, *_examples(builder, extra)]
     results = new_values(builder, node, fakes)
+    initial, extra = literals(builder, init, node), literals(builder, extra_items, node)
+    over = _values(literals(builder, over_items, node))
+    count, end = len(initial), len(initial) + len(over)
+    carried = _match_strides(builder, initial, _tensors(results[:count]))  # gradients may be expanded
+    first = [
+        example if item is value else fake
+        for item, value, example, fake in zip(initial, carried, _examples(builder, initial), fakes)
+    ]
+    examples = [*first, *[_slice_example(builder, value) for value in over], *_examples(builder, extra)]
     operands = (*carried, *over, *extra)
     body = blocks.lower(node, graph, operands, examples, carried=count, result_types=_types(carried))
     check_fits(node, "the body", body.yielded[:count], "the carried state", carried)

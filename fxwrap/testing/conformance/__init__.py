@@ -5,6 +5,15 @@
 
 from fxwrap.testing.conformance.case import GROUPS, ConformanceCase
 from fxwrap.testing.conformance.cases import CASES
-from fxwrap.testing.conformance.runner import CaseResult, ConformanceReport, run_case, run_conformance
+from fxwrap.testing.conformance.runner import CaseResult, ConformanceReport, merge_reports, run_case, run_conformance
 
-__all__ = ["CASES", "GROUPS", "CaseResult", "ConformanceCase", "ConformanceReport", "run_case", "run_conformance"]
+__all__ = [
+    "CASES",
+    "GROUPS",
+    "CaseResult",
+    "ConformanceCase",
+    "ConformanceReport",
+    "merge_reports",
+    "run_case",
+    "run_conformance",
+]

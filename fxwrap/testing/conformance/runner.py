@@ -71,9 +71,19 @@ class ConformanceReport:
         results = [dataclasses.asdict(item) for item in self.results]
         return json.dumps({"device": self.device, "results": results}, indent=1)
 
+    @staticmethod
+    def from_json(text: str) -> ConformanceReport:
+        """Returns the report that `to_json` wrote."""
+        fields = json.loads(text)
+        return ConformanceReport(fields["device"], tuple([CaseResult(**item) for item in fields["results"]]))
+
 
 def run_conformance(
-    device: str, *, groups: Collection[str] = GROUPS, emitters: Sequence[str] = ("python", "fx", "interpreter")
+    device: str,
+    *,
+    groups: Collection[str] = GROUPS,
+    emitters: Sequence[str] = ("python", "fx", "interpreter"),
+    part: tuple[int, int] = (0, 1),
 ) -> ConformanceReport:
     """Runs the cases on a registered device, with each emitter, and returns the outcomes.
 
@@ -84,6 +94,7 @@ def run_conformance(
         device: its type ("npu") or one device ("npu:1"); the vendor's package is imported.
         groups: the groups to run.
         emitters: the emitters to run.
+        part: which part of the cases to run, and of how many: several processes share them.
 
     Raises CommandError for an unregistered device, an unknown group or emitter.
     """
@@ -93,9 +104,18 @@ def run_conformance(
         raise CommandError(f"device '{device}' is not registered; registered: {known}. Import the vendor's package")
     _check_names("group", groups, GROUPS)
     _check_names("emitter", emitters, EMITTERS)
-    chosen = [item for group in GROUPS if group in groups for item in CASES if item.group == group]
+    chosen = [item for group in GROUPS if group in groups for item in CASES if item.group == group][part[0] :: part[1]]
     results = [run_case(item, torch.device(device), spec, emitter) for item in chosen for emitter in emitters]
     return ConformanceReport(device, tuple(results))
+
+
+def merge_reports(reports: Sequence[ConformanceReport]) -> ConformanceReport:
+    """Returns the outcomes of all parts of a run, in the order of the cases."""
+    groups: list[str] = list(GROUPS)
+    order: dict[str, int] = {item.name: number for number, item in enumerate(CASES)}
+    results = [result for report in reports for result in report.results]
+    results.sort(key=lambda item: (groups.index(item.group), order[item.name]))
+    return ConformanceReport(reports[0].device, tuple(results))
 
 
 def _check_names(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
