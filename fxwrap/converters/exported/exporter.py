@@ -31,6 +31,7 @@ from torch.fx.node import map_arg
 
 from fxwrap import torch_compat
 from fxwrap.converters.exported.signature import ExportedSignature
+from fxwrap.converters.fx.metadata import node_metadata
 from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
@@ -88,7 +89,7 @@ class _Exporter:
             register = self.graph.create_node(
                 "call_function", _FXWRAP.register_kernels.default, (texts,), {}, NEEDS_IMPORT
             )
-            register.meta["val"] = None
+            register.meta = node_metadata(None, None, 0)
         for node in self.source.graph.nodes:
             if node.op != "output" and node not in self.nodes:
                 self.nodes[node] = self._copy(node)
@@ -188,7 +189,7 @@ class _Exporter:
 
     def _placeholder(self, spec: InputSpec, val: Any, meta: Mapping[str, Any]) -> Node:
         node = self.graph.placeholder(spec.arg.name)
-        node.meta = {**meta, "val": val}
+        node.meta = {**(meta or node_metadata(val, None, 0)), "val": val}
         self.inputs.append(InputSpec(spec.kind, replace(spec.arg, name=node.name), spec.target, spec.persistent))
         self.placeholders.append(node)
         return node

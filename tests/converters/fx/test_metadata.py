@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.fx.passes.graph_drawer import FxGraphDrawer
 from torch.fx.traceback import NodeSource
 
 import fxwrap
+from fxwrap.rewrite import replace_in_graph
 from tests.conftest import NO_PYDOT
 from tests.support.capture import capture_graphs
 from tests.support.models import MODELS
@@ -26,10 +29,49 @@ INTERPRETER = fxwrap.Options(emitter="interpreter")
 
 
 @cache
+def compiled_gpt2(kernels: Literal["text", "subgraph"] = "text") -> fxwrap.Compiled:
+    """A GPT-2 of two layers."""
+    (captured,) = capture_graphs(MODELS["gpt2"], training=False)
+    return fxwrap.compile_graph(captured.graph_module, options=INTERPRETER.replace(kernels=kernels))
+
+
+@cache
 def gpt2() -> GraphModule:
     """The emitted graph of a GPT-2 of two layers."""
-    (captured,) = capture_graphs(MODELS["gpt2"], training=False)
-    return fxwrap.to_fx(fxwrap.compile_graph(captured.graph_module, options=INTERPRETER).program).graph_module
+    return fxwrap.to_fx(compiled_gpt2().program).graph_module
+
+
+def _regions() -> GraphModule:
+    return fxwrap.to_fx(compiled_gpt2("subgraph").program).graph_module
+
+
+def _cleaned() -> GraphModule:
+    module = copy.deepcopy(gpt2())
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def _rewritten() -> GraphModule:
+    """A graph whose call of a library is replaced."""
+    module, aten = copy.deepcopy(fxwrap.fx.functional(gpt2())), torch.ops.aten
+    matches = replace_in_graph(module, lambda x, w: aten.mm.default(x, w), lambda x, w: aten.mm.default(x * 1, w))
+    assert any(not match.failure_reason for match in matches), matches
+    return module
+
+
+TRANSFORMS: dict[str, Callable[[], GraphModule]] = {
+    "none": gpt2,
+    "a copy and dead code elimination": _cleaned,
+    "an import and a second emission": lambda: fxwrap.to_fx(fxwrap.from_fx(gpt2())).graph_module,
+    "functional": lambda: fxwrap.fx.functional(gpt2()),
+    "functional and back": lambda: fxwrap.fx.in_place(fxwrap.fx.functional(gpt2())),
+    "regions": _regions,
+    "functional regions": lambda: fxwrap.fx.functional(_regions()),
+    "inlined regions": lambda: fxwrap.fx.inline_regions(_regions()),
+    "a replacement": _rewritten,
+    "export": lambda: fxwrap.fx.export(compiled_gpt2()).graph_module,
+}
+"""The transforms of fxwrap, and torch's that keep nodes."""
 
 
 def launches(module: GraphModule) -> list[Node]:
@@ -41,15 +83,20 @@ def assert_has_all_keys(module: GraphModule) -> None:
         assert [key for key in KEYS if key not in node.meta] == [], node.name
 
 
-def test_every_node_has_every_key() -> None:
-    """Also after a copy, dead code elimination, an import, and a second emission."""
-    module = gpt2()
-    assert_has_all_keys(module)
-    cleaned = copy.deepcopy(module)
-    cleaned.graph.eliminate_dead_code()
-    assert_has_all_keys(cleaned)
-    again = fxwrap.to_fx(fxwrap.from_fx(cleaned)).graph_module
-    assert_has_all_keys(again)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_every_node_has_every_key_after_each_transform(name: str) -> None:
+    """The printers of torch show the model, too."""
+    module = TRANSFORMS[name]()
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            assert_has_all_keys(part)
+    text = module.print_readable(print_output=False, additional_meta=["nn_module_stack"])
+    for shown in ("File: ", "modeling_gpt2.py", "Computes aten.", "transformer.h.1.mlp"):
+        assert shown in text, shown
+
+
+def test_a_second_emission_has_equal_metadata() -> None:
+    module, again = gpt2(), fxwrap.to_fx(fxwrap.from_fx(_cleaned())).graph_module
     for one, other in zip(launches(module), launches(again), strict=True):
         assert all(one.meta[key] == other.meta[key] for key in KEYS if key != "val")
         assert one.meta["docstring"] == other.meta["docstring"]
@@ -123,15 +170,8 @@ def test_kernels_have_docstrings() -> None:
     assert expected in module.print_readable(print_output=False)
 
 
-def test_torchs_printers_show_the_model() -> None:
-    module = gpt2()
-    text = module.print_readable(print_output=False)
-    assert "File: " in text and "modeling_gpt2.py" in text and "Computes aten.embedding" in text
-    labels = module.print_readable(print_output=False, additional_meta=["nn_module_stack"])
-    assert "transformer.h.1.mlp" in labels
-
-
-def test_the_drawer_shows_the_nodes() -> None:
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_the_drawer_shows_the_nodes(name: str) -> None:
     pytest.importorskip("pydot", reason=NO_PYDOT)
-    dot = FxGraphDrawer(gpt2(), "gpt2").get_dot_graph()
-    assert len(dot.get_nodes()) >= len(gpt2().graph.nodes)
+    module = TRANSFORMS[name]()
+    assert len(FxGraphDrawer(module, "gpt2").get_dot_graph().get_nodes()) >= len(module.graph.nodes)
