@@ -276,7 +276,7 @@ class _MaterialisationPlanner:
         """Whether elements are expensive and read so often that reading them from a cache is faster."""
         spec = self.specs.get(plan.definition.device.type)
         after_reduction = any(isinstance(other, Reduced) for other in plan.reads)
-        expensive = self.chains.tracer.trace(plan.definition).cost >= _MIN_TABLE_COST
+        expensive = plan.cost >= _MIN_TABLE_COST
         if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:
             return False
         return spec is not None and spec.instructions_per_byte > 0

@@ -37,6 +37,8 @@ def test_expensive_values_with_many_reads_are_materialised() -> None:
     assert allocated(lowered(function, x, angles, fast=False)) == [(64, 32, 128)]
     few = x[:4]
     assert allocated(lowered(function, few, angles)) == [(4, 32, 128)]
+    rounded = lowered(lambda x, angles: x * angles.sin().to(torch.bfloat16), x, angles)
+    assert allocated(rounded) == [(32, 128), (64, 32, 128)]
 
 
 def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None:
