@@ -19,8 +19,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import fxwrap
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS, Options
+from tests.support.long_form import sampled
 
 every_emitter = pytest.mark.parametrize("emitter", EMITTERS)
+some_emitters = pytest.mark.parametrize("emitter", sampled(EMITTERS, 0, 2))
+other_emitters = pytest.mark.parametrize("emitter", sampled(EMITTERS, 1, 2))
 
 
 def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +44,7 @@ def check(run: Callable[..., Sequence[Tensor]], reference: Callable[..., Sequenc
     assert metadata(run(*inputs)) == expected  # also outside the mode
 
 
-@every_emitter
+@some_emitters
 def test_a_compiled_function(fresh_dynamo: None, emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
     x, w = torch.rand(3, 8), torch.rand(8, 5)
@@ -64,7 +67,7 @@ def test_a_compiled_graph_checks_layouts(emitter: str) -> None:
     torch.testing.assert_close(compiled(x, w), function(x, w))
 
 
-@every_emitter
+@other_emitters
 def test_constants_parameters_and_training(fresh_dynamo: None, emitter: str) -> None:
     constant = torch.arange(4.0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
@@ -81,7 +84,7 @@ def test_constants_parameters_and_training(fresh_dynamo: None, emitter: str) -> 
         assert [shape for shape, *_ in metadata(gradients)] == [parameter.shape for parameter in model.parameters()]
 
 
-@every_emitter
+@some_emitters
 def test_a_function_without_inputs(fresh_dynamo: None, emitter: str) -> None:
     def factory() -> tuple[Tensor, Tensor]:
         return torch.ones(3) * 2, torch.arange(4).float().sin()
@@ -101,7 +104,7 @@ def with_dynamic_rows(mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
-@every_emitter
+@some_emitters
 def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, dynamic=True, fullgraph=True)
     compiled(torch.rand(3, 8), torch.rand(8, 5))
@@ -113,7 +116,7 @@ def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
     assert metadata(results) == metadata(expected)
 
 
-@every_emitter
+@other_emitters
 def test_unbacked_sizes(fresh_dynamo: None, emitter: str) -> None:
     def positions(x: Tensor) -> Tensor:
         return x.nonzero() * 2
@@ -129,7 +132,7 @@ def test_unbacked_sizes(fresh_dynamo: None, emitter: str) -> None:
     assert (result.shape[1], result.dtype) == (1, torch.int64)
 
 
-@every_emitter
+@some_emitters
 def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
     def halve(x: Tensor) -> Tensor:
         return x.mul_(0.5).sum(0)
@@ -145,7 +148,7 @@ def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
     assert (real == 0.5).all()
 
 
-@every_emitter
+@other_emitters
 def test_jagged_nested_tensors(fresh_dynamo: None, emitter: str) -> None:
     def layer(x: Tensor, w: Tensor) -> Tensor:
         return (x @ w).relu().sin()

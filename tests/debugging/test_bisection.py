@@ -22,6 +22,7 @@ from fxwrap.errors import CompareError, DivergenceError, OptionError
 from fxwrap.lowering import RULES
 from fxwrap.options import Options
 from tests.support import seeded_bugs
+from tests.support.long_form import long_only
 from tests.support.seeded_bugs import BUGS
 
 
@@ -110,7 +111,7 @@ def test_a_bug_is_found(
     assert json.loads(bisection.to_json())["divergence"]["part"] == part
 
 
-@pytest.mark.parametrize("emitter", ["cpp", "fx"])
+@pytest.mark.parametrize("emitter", ["cpp", long_only("fx")])
 def test_without_a_bug_everything_agrees(emitter: str) -> None:
     bisection = bisect(emitter, training=True)
     assert bisection.agrees and bisection.graphs == 2

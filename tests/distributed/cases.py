@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from tests.support.long_form import LONG
+
 WORLD_SIZE = 2
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rewrite_serving_passes.py"
 """An example whose function `run(rank, group)` both ranks run."""
@@ -136,11 +138,17 @@ def _fsdp_and_tensor_parallel(rank: int) -> Case:
 CASES: Mapping[str, Callable[[int], Case]] = {
     "dtensor_in": _dtensor_in,
     "dtensor_out": _dtensor_out,
-    "tensor_parallel_forward": partial(_tensor_parallel, training=False),
     "tensor_parallel_training": partial(_tensor_parallel, training=True),
     "sequence_parallel_training": _sequence_parallel,
     "fsdp_and_tensor_parallel_training": _fsdp_and_tensor_parallel,
-    "fsdp_forward": partial(_fsdp, training=False),
     "fsdp_training": partial(_fsdp, training=True),
+    **(
+        {
+            "tensor_parallel_forward": partial(_tensor_parallel, training=False),
+            "fsdp_forward": partial(_fsdp, training=False),
+        }
+        if LONG
+        else {}
+    ),
 }
-"""The cases by name: each returns the part of a rank."""
+"""The cases by name: each returns the part of a rank. The first ones are inference, too."""

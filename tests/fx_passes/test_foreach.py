@@ -18,6 +18,7 @@ from fxwrap.fx_passes.decompositions import foreach_decompositions
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.torch_compat import OpOverload
 from tests.support.capture import recording_backend
+from tests.support.long_form import long_only
 
 SIZES = ((2, 3), (), (4,))
 DECOMPOSED = sorted(foreach_decompositions(), key=str)
@@ -103,7 +104,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler record function")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [long_only(name) if name in ("rmsprop", "sgd") else name for name in OPTIMIZERS])
 def test_an_optimizer_step_is_fully_fused(name: str) -> None:
     torch._dynamo.reset()
     actual, expected, compiled = stepped(OPTIMIZERS[name], clipped=name == "adamw")

@@ -22,6 +22,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, TensorType, Value, defined
 from tests.support.capture import recording_backend
 from tests.support.golden import check_golden, sections
+from tests.support.long_form import long_only
 
 GOLDENS = Path(__file__).parent / "golden"
 aten = torch.ops.aten
@@ -169,7 +170,7 @@ def test_a_dynamic_batch() -> None:
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("emitter", "dynamic"), [("cpp", False), ("python", True)])
+@pytest.mark.parametrize(("emitter", "dynamic"), [long_only("cpp", False), ("python", True)])
 def test_a_step_of_training(emitter: str, dynamic: bool) -> None:
     """Activations are saved channels-last, gradients and running statistics are eager's."""
     model, twin, seen = block().train(), block().train().double(), []

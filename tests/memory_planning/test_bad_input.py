@@ -20,6 +20,7 @@ from fxwrap.options import EMITTERS
 from fxwrap.torch_compat import allocation_trace, quiet_profiler
 from fxwrap.wrapper_ir import Block, Program, TensorType, Value
 from tests.memory_planning.programs import RULES, cache_line, parsed
+from tests.support.long_form import sample_size
 
 CHAIN = parsed(RULES["allocations_of_one_device_share_a_pool"])
 STACKED = parsed(RULES["sizes_without_a_common_factor_are_stacked"])
@@ -190,4 +191,4 @@ def test_a_failing_call_leaks_nothing(emitter: str, planning: str) -> None:
             compiled(*wrong)
 
     fail()
-    assert _live_after(fail, 1000) == 0
+    assert _live_after(fail, sample_size(1000, part=5)) == 0
