@@ -26,7 +26,7 @@ class ProductSum:
 
 
 @dataclass(frozen=True)
-class Contraction:
+class ContractionForm:
     """The form of a kernel that is a contraction.
 
     The parallel axes are split into those that no operand or both operands vary along (`batch`), those of the row
@@ -69,13 +69,15 @@ class Contraction:
         return all(stride is not None and stride.constant in (0, 1) for stride in strides)
 
 
-def find_contraction(kernel: Kernel) -> Contraction | None:
+def find_contraction(kernel: Kernel) -> ContractionForm | None:
     """Returns the form of a kernel that is a contraction, or None.
 
     Every reduction is a sum of floating-point products, no operand depends on another reduction, and nothing is written
     per element of the reduced axes.
     """
-    if not kernel.reductions or kernel.scans or any(store.mode != "set" for store in kernel.stores):
+    if not kernel.reductions or kernel.scans or kernel.reduces_in_steps:
+        return None
+    if any(store.mode != "set" for store in kernel.stores):
         return None
     dependent = _dependent_axes(kernel)
     forms: set[tuple[frozenset[Axis], frozenset[Axis]]] = set()
@@ -102,7 +104,7 @@ def find_contraction(kernel: Kernel) -> Contraction | None:
     ((rows, columns),) = forms
     if not columns or _writes_reduced(kernel):
         return None
-    return Contraction(
+    return ContractionForm(
         kernel,
         tuple([axis for axis in kernel.axes if axis not in rows and axis not in columns]),
         tuple([axis for axis in kernel.axes if axis in rows]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxwrap.loop_ir import (
     Atom,
     Axis,
-    Contraction,
+    ContractionForm,
     Index,
     IndexLike,
     Kernel,
@@ -38,7 +38,7 @@ MAX_PANEL_ELEMENTS = 1 << 22
 class ContractionPlan:
     """The loops of a contraction: tiles along `row_axis`, if there are rows, and `column_axis`; vectors along k."""
 
-    contraction: Contraction
+    contraction: ContractionForm
     row_axis: Axis | None
     column_axis: Axis
     vector_axis: Axis
@@ -69,7 +69,7 @@ def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
     return ContractionPlan(contraction, rows[-1] if rows else None, contraction.columns[-1], vectors[-1])
 
 
-def _is_contiguous(contraction: Contraction, operand: int, axis: Axis) -> bool:
+def _is_contiguous(contraction: ContractionForm, operand: int, axis: Axis) -> bool:
     loads = [contraction.kernel.operations[at] for at in contraction.prologue(operand)]
     depends = any(isinstance(item, Load) and axis in item.index.axes() for item in loads)
     return depends and contraction.is_contiguous(operand, axis)

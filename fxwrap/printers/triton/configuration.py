@@ -19,7 +19,7 @@ from fxwrap.loop_ir import (
     Axis,
     Compute,
     Constant,
-    Contraction,
+    ContractionForm,
     IndirectIndex,
     Kernel,
     Load,
@@ -271,12 +271,12 @@ def _is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
 # --- contractions -----------------------------------------------------------------------------------------------------
 
 
-def can_use_dot(contraction: Contraction) -> bool:
+def can_use_dot(contraction: ContractionForm) -> bool:
     """Whether Triton's dot has the dtype of the sums."""
     return contraction.dtype is torch.float32
 
 
-def _matvec_configurations(contraction: Contraction, hint: Hint) -> list[Configuration]:
+def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
     """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long."""
     kernel = contraction.kernel
     plain = _inner_reduction_configurations(kernel, hint)
@@ -288,7 +288,7 @@ def _matvec_configurations(contraction: Contraction, hint: Hint) -> list[Configu
     return [*blocks, *plain] if longest > _MAX_PERSISTENT_MATVEC else [*plain, *blocks]
 
 
-def _dot_configurations(contraction: Contraction, hint: Hint) -> list[Configuration]:
+def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
     rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
     columns, few = contraction.columns, contraction.rows

@@ -10,7 +10,7 @@ from fxwrap.loop_ir import (
     STORAGE_ONLY,
     Axis,
     Compute,
-    Contraction,
+    ContractionForm,
     Kernel,
     Load,
     ProductSum,
@@ -37,7 +37,7 @@ class DotPrinter(TritonPrinter):
         super().__init__(kernel, configuration, limits, {}, parameters)
         contraction = find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
-        self.contraction: Contraction = contraction
+        self.contraction: ContractionForm = contraction
         self.whole = self.tile
         self.side = ""
         self.zero_filled = frozenset([item for item in self._sources() if self._is_plain_load(item)])
