@@ -570,10 +570,15 @@ template <class Combine> struct Lanewise {
 
 // A tile of a product of matrices holds one vector of accumulators for each of its elements in registers.
 #ifdef __AVX512F__
-constexpr int VECTOR_BYTES = 64, TILE_ACCUMULATORS = 28;
+constexpr int VECTOR_BYTES = 64, VECTOR_COLUMNS = 4, TILE_ACCUMULATORS = 28;
 #else
-constexpr int VECTOR_BYTES = 32, TILE_ACCUMULATORS = 12;
+constexpr int VECTOR_BYTES = 32, VECTOR_COLUMNS = 2, TILE_ACCUMULATORS = 12;
 #endif
+// Vectors of the processor's registers. Accumulators are such values: as arrays, compilers would keep them in memory.
+template <class T> struct Vector {
+  typedef T Type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
+  static constexpr int elements = VECTOR_BYTES / sizeof(T);
+};
 
 // The columns of a tile with so many rows. Each column is read as a stream of its own, and up to eight of them use the
 // memory better than one.
@@ -593,14 +598,7 @@ template <int size, int rest, class Body> INLINE void for_tiles(int64_t count, B
   for (; start < count; start += rest) body(Constant<rest>{}, start);
 }
 
-// Vectors of accumulators, as values: as arrays, compilers would keep them in memory.
-template <class T> struct Vectors;
-template <> struct Vectors<float> {
-  typedef float Type __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-};
-template <> struct Vectors<double> {
-  typedef double Type __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
-};
+// a * b + c, rounded once where the processor can.
 INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 INLINE double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 template <class V> INLINE V multiply_add(V a, V b, V c) {
@@ -621,8 +619,8 @@ template <class V> INLINE V multiply_add(V a, V b, V c) {
 
 // Sums of products of rows and columns: sum[i][j] is the sum of row(i, k) * column(j, k) over k.
 template <class T, int rows, int columns> struct ProductTile {
-  using Vector = typename Vectors<T>::Type;
-  static constexpr int lanes = VECTOR_BYTES / sizeof(T);
+  using V = typename Vector<T>::Type;
+  static constexpr int lanes = Vector<T>::elements;
   static constexpr int64_t PART = 1024;  // elements that one set of accumulators adds, for the accuracy of long sums
   T sum[rows][columns];
   INLINE ProductTile() {
@@ -635,7 +633,7 @@ template <class T, int rows, int columns> struct ProductTile {
     constexpr int step = vectors * lanes;
     for (int64_t start = 0; start < count; start += PART) {
       const int64_t end = fxwrap::min(count, start + PART);
-      Vector partial[rows][columns] = {};
+      V partial[rows][columns] = {};
       int64_t k = start;
       for (; k + step <= end; k += step) {
         T values[columns][step];
@@ -647,10 +645,10 @@ template <class T, int rows, int columns> struct ProductTile {
         for (int vector = 0; vector < vectors; ++vector)
 #pragma GCC unroll 64
           for (int i = 0; i < rows; ++i) {
-            const Vector left = *reinterpret_cast<const Vector*>(row + i * stride + k + vector * lanes);
+            const V left = *reinterpret_cast<const V*>(row + i * stride + k + vector * lanes);
 #pragma GCC unroll 64
             for (int j = 0; j < columns; ++j) {
-              const Vector right = *reinterpret_cast<const Vector*>(&values[j][vector * lanes]);
+              const V right = *reinterpret_cast<const V*>(&values[j][vector * lanes]);
               partial[i][j] = multiply_add(left, right, partial[i][j]);
             }
           }
@@ -765,38 +763,7 @@ INLINE void scan_block(T* values, int64_t count, Running& running, T neutral, Co
   }
 }
 
-// --- contractions -----------------------------------------------------------------------------------------------------
-
-// Vectors of the processor's registers; elements of a tile's row are a multiple of 16.
-#ifdef __AVX512F__
-constexpr int VECTOR_BYTES = 64, VECTOR_COLUMNS = 4;
-#else
-constexpr int VECTOR_BYTES = 32, VECTOR_COLUMNS = 2;
-#endif
-template <class T> struct Vector {
-  typedef T Type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
-  static constexpr int elements = VECTOR_BYTES / sizeof(T);
-};
-
-// a * b + c, rounded once where the processor can.
-template <class V> INLINE V multiply_add(V a, V b, V c) {
-#if defined(__clang__)
-  return __builtin_elementwise_fma(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-#if !defined(__clang__) && defined(__AVX512F__)
-template <> INLINE Vector<float>::Type multiply_add(Vector<float>::Type a, Vector<float>::Type b, Vector<float>::Type c) {
-  typedef float V __attribute__((vector_size(64)));
-  return __builtin_ia32_vfmaddps512_mask(V(a), V(b), V(c), 0xffff, 4);
-}
-#elif !defined(__clang__) && defined(__FMA__)
-template <> INLINE Vector<float>::Type multiply_add(Vector<float>::Type a, Vector<float>::Type b, Vector<float>::Type c) {
-  typedef float V __attribute__((vector_size(32)));
-  return __builtin_ia32_vfmaddps256(V(a), V(b), V(c));
-}
-#endif
+// --- streaming reductions --------------------------------------------------------------------------------------------
 
 // result[n][i] = result[n][i] * scale[i] + the sum over k < depth of left[k][i] * right[n * across + k * along], for four
 // rows n and the vectors at `column`; without `scale`, the sum alone. Rows of `left` and `result` have `lanes` elements.
