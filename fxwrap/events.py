@@ -168,6 +168,22 @@ class KernelFailed(Event):
 
 
 @dataclass(frozen=True)
+class MatmulTuned(Event):
+    """A kernel with matmuls was timed beside library calls and the kernels that these leave."""
+
+    logger = "fxwrap.tuning"
+    kernel: str
+    seconds: float
+    library_seconds: float
+
+    def message(self, name: str) -> str:
+        return (
+            f"kernel {self.kernel[:16]} with matmuls takes {self.seconds * 1e6:.1f} us, "
+            f"the library {self.library_seconds * 1e6:.1f} us"
+        )
+
+
+@dataclass(frozen=True)
 class KernelTuned(Event):
     """Configurations of a kernel were timed; `seconds` is the time of the fastest, `default_seconds` the default's."""
 

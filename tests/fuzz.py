@@ -121,6 +121,7 @@ class Case:
             "overlap_collectives": choose.random() < 0.5,
             "reorder_for_peak_memory": choose.random() < 0.5,
             "combo_kernels": choose.random() < 0.5,
+            "matmul_kernels": choose.choice(["auto", "library", "generated"]),
             "check_memory": emitter == "interpreter" and choose.random() < 0.5,
         }
         compiled = choose.random() < COMPILED_SHARE or emitter == "cpp"

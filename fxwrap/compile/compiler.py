@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,7 +42,7 @@ from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDecline
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
-from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, Options
+from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, MatmulKernels, Options
 from fxwrap.report import dump_folder, graph_text
 from fxwrap.signature.exported import check_examples
 from fxwrap.torch_compat import FakeTensor, without_fake_mode
@@ -153,7 +153,7 @@ def _compile_request(
     context = steps.CompileContext(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
         gpu_tuner() if options.autotune else None, graphs=() if history is None else history.graphs,
-        signature=_signature(graph), events=request.events,
+        signature=_signature(graph), events=request.events, compile_region=partial(_compile_region, options),
     )  # fmt: skip
     compiled, is_reproducible = _compile(context)
     compiled.is_reproducible = is_reproducible
@@ -161,6 +161,17 @@ def _compile_request(
     if slot is not None and is_new and is_reproducible:
         slot.store(compiled.program, compiled.emitted, compiled.coverage, compiled.plan)
     return compiled
+
+
+def _compile_region(options: Options, part: GraphModule, matmul_kernels: MatmulKernels) -> Callable[..., object]:
+    """Compiles a part of a graph for timing: as emitted Python, without the user's passes."""
+    options = options.replace(
+        matmul_kernels=matmul_kernels, emitter="python", passes=(), on_graph=None, dump=None, debug=None,
+        check_values=None, check_memory=False, check_inputs=False, cuda_graphs=False, compile_cache=False,
+        profile_ranges=False, fallback="error",
+    )  # fmt: skip
+    request = CompileRequest(part, None, options, {}, "region", (), (), EventLog("region"))
+    return _compile_request(request, None, None).flat
 
 
 _NO_KEYWORDS = ("a GraphModule has no keyword arguments", "Pass one example input for each placeholder")

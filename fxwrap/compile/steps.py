@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
+from torch.fx import GraphModule
+
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
 from fxwrap.converters.emission import emit, emit_interpreter
@@ -15,6 +17,7 @@ from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.debugging import insert_observations
+from fxwrap.devices import CPU, CUDA
 from fxwrap.errors import FusionWarning
 from fxwrap.events import EventLog, WarningIssued
 from fxwrap.fx_passes import GraphSource, PreparedGraph
@@ -27,6 +30,7 @@ from fxwrap.options import (
     IR_BEFORE_PLANNING,
     PASS_POINTS,
     PLANNERS,
+    MatmulKernels,
     Options,
     Pass,
     Step,
@@ -48,7 +52,7 @@ from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
 from fxwrap.printers import print_kernel
 from fxwrap.torch_compat import FakeTensor
-from fxwrap.tuning import Tuner
+from fxwrap.tuning import Tuner, has_gpu
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
 from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
 
@@ -69,6 +73,8 @@ class CompileContext:
         graphs: the imported graph, and those after FX passes, by the name of the pass, for the option `debug`.
         signature: that of the exported program that is compiled, None for a GraphModule.
         events: the log of the compile.
+        compile_region: compiles a part of the graph, with matmuls as kernels or as library calls; None where no matmuls
+            are timed.
     """
 
     prepared: PreparedGraph | Program
@@ -82,6 +88,15 @@ class CompileContext:
     graphs: Sequence[tuple[str, GraphSource]] = ()
     signature: ExportedSignature | None = None
     events: EventLog = field(default_factory=lambda: EventLog("program"))
+    compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]] | None = None
+
+    @property
+    def tuned_devices(self) -> frozenset[str]:
+        """The types of devices on which matmuls are timed beside the library's."""
+        if self.tuner is None or not self.autotunes_now or self.compile_region is None:
+            return frozenset()
+        is_cpu_timed = self.options.cpu_kernels == CPU.kernel_language
+        return frozenset([*([CPU.device_type] if is_cpu_timed else []), *([CUDA.device_type] if has_gpu() else [])])
 
     @property
     def autotunes_now(self) -> bool:
@@ -134,17 +149,36 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
         return CompileState(prepared)
     lower = partial(
         lower_prepared, prepared, context.options, context.ownership,
-        print_kernel=print_kernel if tuner is None else tuner.print_kernel,
+        print_kernel=print_kernel if tuner is None else tuner.print_kernel, tuned_devices=context.tuned_devices,
     )  # fmt: skip
     lowered: Lowered = lower(declined_nodes=context.declined_nodes)
-    if tuner is not None and context.autotunes_now and tuner.tune(context.events):
-        lowered = lower(declined_nodes=lowered.declined_nodes)
+    if tuner is not None and context.autotunes_now:
+        lowered = _tune(lowered, prepared, lower, tuner, context)
     program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
     if not context.options.verify:
         verify(program)  # the passes rely on the rules of the IR, so the first program is verified in any case
     for text in lowered.warnings:
         context.events.record(WarningIssued(FusionWarning.__name__, text))
     return CompileState(program, lowered.coverage, lowered.declined_nodes, bool(lowered.warnings))
+
+
+def _tune(
+    lowered: Lowered, prepared: PreparedGraph, lower: Callable[..., Lowered], tuner: Tuner, context: CompileContext
+) -> Lowered:
+    """Times configurations of kernels, then kernels with matmuls beside library calls; lowers again after changes."""
+    if tuner.tune(context.events):
+        lowered = lower(declined_nodes=lowered.declined_nodes)
+    if context.options.matmul_kernels != "auto" or context.compile_region is None:
+        return lowered
+    library_calls = tuner.choose_matmuls(
+        lowered.program, prepared.graph_module.graph, prepared.fakes.get, context.compile_region, context.events
+    )
+    if not library_calls:
+        return lowered
+    lowered = lower(declined_nodes=lowered.declined_nodes, library_calls=library_calls)
+    if tuner.tune(context.events):
+        lowered = lower(declined_nodes=lowered.declined_nodes, library_calls=library_calls)
+    return lowered
 
 
 def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:

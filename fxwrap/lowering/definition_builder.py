@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import aliased_operands, has_ordered_effect, launches_user_kernel, mutated_operands
 from fxwrap.loop_ir import KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
@@ -49,7 +50,7 @@ from fxwrap.lowering.graph_definitions import (
     as_definition,
     library_call_reason,
 )
-from fxwrap.lowering.rules import RULES, Declined, LoweringResult, OperatorCall
+from fxwrap.lowering.rules import MATMUL_RULES, RULES, Declined, LoweringResult, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
@@ -68,6 +69,7 @@ class DefinitionBuilder:
         self.builder = builder
         self.options = request.options
         self.declined_nodes = request.declined_nodes
+        self.library_calls, self.tuned_devices = request.library_calls, request.tuned_devices
         self.reinplacing = reinplacing
         self.operands: dict[Node, DefinitionOperand] = {}
         self.steps: list[CallStep] = []
@@ -190,10 +192,11 @@ class DefinitionBuilder:
         spec = self._specs[first.device.type]
         positional, keywords = arguments
         call = OperatorCall(
-            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero
-        )
+            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
+            self.options.matmul_kernels, first.device.type in self.tuned_devices,
+        )  # fmt: skip
         try:
-            return schema, RULES[schema.name](call), reads
+            return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads
         except Declined as declined:
             return str(declined)
 
@@ -222,17 +225,22 @@ class DefinitionBuilder:
         if not self.options.fuse:
             return "fusion is off"
         if self.builder.qualified(node) in self.declined_nodes:
+            if schema.name in MATMUL_RULES:
+                return "a library call: no schedule of a kernel fits it"
             return "its kernel could not be generated"
+        if self.builder.qualified(node) in self.library_calls:
+            return "a library call: it was measured to be faster than a kernel"
         if str(node.target) in self.options.lowerings:
             return "a user's lowering replaces it"
         if schema.name in self.options.preserve_ops:
             return "the options preserve it"
-        library_call = None if schema.name in RULES else library_call_reason(schema.name)
+        has_rule = schema.name in RULES or schema.name in MATMUL_RULES
+        library_call = None if has_rule else library_call_reason(schema.name)
         if library_call is not None:  # attention may draw random numbers, too
             return library_call
         if not schema.is_pure:
             return "it writes its operands, draws random numbers or has another effect"
-        if schema.name not in RULES:
+        if not has_rule:
             return "it has no lowering rule yet"
         results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
         tensors = [*results, *definitions_in(arguments)]
@@ -240,6 +248,8 @@ class DefinitionBuilder:
         if len(devices) != 1:
             return "its tensors are on several devices"
         device = next(iter(devices))
+        if schema.name in MATMUL_RULES and language_traits(self._specs[device.type].kernel_language).takes_regions:
+            return library_call_reason(schema.name)
         if not self._has_kernels(device) or schema.name in self._specs[device.type].prefer_extern_ops:
             return "the device has no kernels for it"
         return None

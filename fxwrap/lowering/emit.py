@@ -35,9 +35,10 @@ from fxwrap.lowering.kernel_calls import kernel_calls
 from fxwrap.lowering.kernel_nodes import KernelContext, RegionCut
 from fxwrap.lowering.launches import KernelDeclined, define_kernel, symbol_limits
 from fxwrap.lowering.region_builder import BuiltRegion, build_region
+from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
-from fxwrap.printers import KernelRequest, PrintedKernel
+from fxwrap.printers import KernelRequest, PrintedKernel, can_schedule_contraction
 from fxwrap.regions import Region
 from fxwrap.symbolic import Size, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator
@@ -346,6 +347,7 @@ class LineEmitter:
         language = self._options.text_language(plan.device_type)
         values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)
         split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None
+        self._check_contraction(built, language)
         kernels = (built.kernel,) if split is None else split.kernels
         for buffer in split.temporaries if split is not None else ():
             type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), plan.members[0].definition.device)
@@ -364,6 +366,13 @@ class LineEmitter:
             if split is None:
                 origin = replace(origin, calls=kernel_calls(self._context, plan, stored, arguments, outs))
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
+
+    def _check_contraction(self, built: BuiltKernel, language: str) -> None:
+        """Raises KernelDeclined for the matmuls of a kernel that the language's printer cannot schedule."""
+        matmuls = tuple([item for item in built.computed if self.plan.operator_of(item) in MATMUL_RULES])
+        if matmuls and not can_schedule_contraction(built.kernel, language):
+            nodes = frozenset([name for name in self._origin(matmuls).nodes if name])
+            raise KernelDeclined(nodes, "no schedule of a contraction fits it", expected=True)
 
     def _print_kernel(
         self,

@@ -128,16 +128,18 @@ def lower_prepared(
     *,
     declined_nodes: frozenset[str] = frozenset(),
     print_kernel: KernelPrinter = print_kernel,
+    tuned_devices: frozenset[str] = frozenset(),
+    library_calls: frozenset[str] = frozenset(),
 ) -> Lowered:
     """Lowers a graph that `prepare_graph` returned.
 
     `declined_nodes` are names of nodes that become extern calls although they have lowering rules; `print_kernel`
-    chooses how kernels are printed.
+    chooses how kernels are printed; `tuned_devices` and `library_calls` are those of a `LoweringRequest`.
     """
     issued: list[str] = []
     while True:
         try:
-            request = LoweringRequest(options, declined_nodes, print_kernel)
+            request = LoweringRequest(options, declined_nodes, print_kernel, tuned_devices, library_calls)
             expanded = expand_declined_attention(prepared, options, declined_nodes)
             return replace(_ProgramLowering(expanded, request, ownership or {}).lowered(), warnings=tuple(issued))
         except KernelDeclined as error:

@@ -25,6 +25,8 @@ Planner: TypeAlias = Literal["auto", "greedy_by_size", "greedy_by_duration", "sq
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
 """The algorithms of offset assignment in memory pools."""
 
+MatmulKernels: TypeAlias = Literal["auto", "library", "generated"]
+
 FIRST_CALL: Literal["first_call"] = "first_call"
 """The value of the option `autotune` that times kernels at a program's first call."""
 
@@ -79,6 +81,9 @@ class Options:
         autotune: whether to time several configurations of each Triton kernel on its GPU; the cache folder keeps the
             choices. True times them at compile time, for the traced sizes or hints; "first_call" at the first call, for
             its sizes, unbacked ones included.
+        matmul_kernels: which matmuls are generated kernels, that fuse with the operators around them: "auto" those for
+            which the device's kernels are known to be faster (`DeviceSpec.generated_matvec_dtypes`); "library" none;
+            "generated" all that a printer can schedule.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
@@ -141,6 +146,7 @@ class Options:
     cuda_graph_limit: int = 8
     cuda_graph_exclude: frozenset[str] = frozenset()
     autotune: bool | Literal["first_call"] = False
+    matmul_kernels: MatmulKernels = "auto"
     combo_kernels: bool = True
     bucket_collectives: bool = True
     collective_speeds: Mapping[str, tuple[float, float]] | None = None

@@ -10,10 +10,10 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.devices import KernelCombiner, Printer, get_language
+from fxwrap.devices import CPP, TRITON, KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel
-from fxwrap.printers.cpp import print_cpp_kernel
+from fxwrap.loop_ir import Kernel, find_contraction
+from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
     combine_triton_kernels,
@@ -106,6 +106,17 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     region = request.region
     assert region is not None, "lowering passes the region to a language that takes regions"
     return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
+
+
+def can_schedule_contraction(kernel: Kernel, language: str) -> bool:
+    """Returns whether a language's printer computes a contraction in tiles, instead of element by element."""
+    match language:
+        case CPP.name:
+            return plan_contraction(kernel) is not None
+        case TRITON.name:
+            return find_contraction(kernel) is not None
+        case _:
+            return False
 
 
 TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)

@@ -181,6 +181,11 @@ def gpu_name(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device)
 
 
+def has_gpu() -> bool:
+    """Returns whether this process can time kernels on a GPU."""
+    return torch.cuda.is_available()
+
+
 def time_on_gpu(tasks: Sequence[TuningTask]) -> list[list[list[float]]]:
     """Returns, for each task and configuration, samples of the seconds of a launch; none if it cannot be launched.
 

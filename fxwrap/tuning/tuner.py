@@ -9,20 +9,34 @@ import statistics
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.fx import Graph, GraphModule, Node
 from typing_extensions import Self
 
 from fxwrap.converters.base import Handler
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable, disable_autograd_and_autocast
 from fxwrap.converters.interpreter import Interpreter
 from fxwrap.errors import FxwrapError, TuningWarning
-from fxwrap.events import EventLog, KernelTuned
+from fxwrap.events import EventLog, KernelTuned, MatmulTuned
 from fxwrap.lines import ExtensionLine
+from fxwrap.options import MatmulKernels
 from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.runtime.cache_folder import cache_folders
-from fxwrap.torch_compat import DisableAutocast, is_dispatch_intercepted
+from fxwrap.torch_compat import DisableAutocast, is_dispatch_intercepted, without_fake_mode
+from fxwrap.tuning.regions import (
+    MatmulRegion,
+    RegionTimer,
+    is_faster,
+    matmul_regions,
+    median_seconds,
+    region_device,
+    region_graph,
+    region_inputs,
+    region_key,
+    time_alternatives,
+)
 from fxwrap.tuning.task import (
     Timer,
     TuningRecord,
@@ -38,6 +52,9 @@ from fxwrap.wrapper_ir import Block, Program
 _FORMAT = 1
 MIN_SECONDS = 1e-6
 """Kernels with a shorter estimate are not timed: about the cost of a launch in a CUDA graph."""
+_GENERATED: Literal["generated"] = "generated"
+_LIBRARY: Literal["library"] = "library"
+"""The fingerprints of records of matmuls."""
 _MIN_RELATIVE_GAIN = 0.02
 """The relative gain over the default configuration that a faster one must have, beyond the spread of the samples."""
 
@@ -56,10 +73,11 @@ class Tuner:
         device_name: Callable[[torch.device], str | None],
         records: TuningRecords,
         min_seconds: float = MIN_SECONDS,
+        time_regions: RegionTimer = time_alternatives,
     ) -> None:
         """`device_name` returns the name of a device, or None for one without timing.
 
-        Kernels estimated below `min_seconds` keep the default configuration.
+        Kernels estimated below `min_seconds` keep the default configuration. `time_regions` times programs in turn.
         """
         self._timer = timer
         self._min_seconds = min_seconds
@@ -69,6 +87,7 @@ class Tuner:
         self._stale: set[str] = set()
         self._tasks: dict[str, TuningTask] = {}
         self._used: dict[str, str] = {}
+        self._time_regions = time_regions
         self.has_alternatives = False
 
     @property
@@ -119,6 +138,47 @@ class Tuner:
             changed |= record.fingerprint != fingerprint(task.candidates[0])
             events.record(KernelTuned(task.key, len(task.candidates), record.seconds, record.default_seconds))
         return changed
+
+    def choose_matmuls(
+        self, program: Program, graph: Graph, fakes: Callable[[Node], object],
+        compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog | None = None,
+    ) -> frozenset[str]:  # fmt: skip
+        """Returns the matmuls of a program, by node, for which the library is faster, and writes records.
+
+        Each kernel with matmuls is compared with the library's calls and the kernels that then remain. `graph` is the
+        one that was lowered, `compile_region` compiles a part of it. Matmuls that cannot be timed stay library calls.
+        """
+        events = events or EventLog("kernels")
+        library: set[str] = set()
+        for region in matmul_regions(program, graph):
+            part = region_graph(graph, fakes, region.nodes)
+            record = None if part is None else self._region_record(region, part, compile_region, events)
+            if record is None or record.fingerprint == _LIBRARY:
+                library |= region.matmuls
+        return frozenset(library)
+
+    def _region_record(
+        self, region: MatmulRegion, part: GraphModule,
+        compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog,
+    ) -> TuningRecord | None:  # fmt: skip
+        """Returns the record of a region, after timing it if there is none; None if it cannot be timed."""
+        key = region_key(region, part, (str(_FORMAT), region_device(part), _triton_version(), torch.__version__))
+        record = self._known.get(key) or self._records.read(key)
+        if record is None or record.fingerprint not in (_LIBRARY, _GENERATED):
+            try:
+                with without_fake_mode(), torch.no_grad():
+                    programs = [compile_region(part, choice) for choice in (_GENERATED, _LIBRARY)]
+                    mine, theirs = self._time_regions(programs, region_inputs(part))
+            except (FxwrapError, torch.OutOfMemoryError):
+                return None
+            seconds, library_seconds = median_seconds(mine), median_seconds(theirs)
+            choice = _GENERATED if is_faster(mine, theirs) else _LIBRARY
+            record = TuningRecord(choice, min(seconds, library_seconds), library_seconds)
+            record = self._records.commit(key, record, replacing=record is not None)
+            events.record(MatmulTuned(region.kernel, seconds, library_seconds))
+        self._known[key] = record
+        self._used[key] = record.fingerprint
+        return record
 
     def add_tuning_header(self, program: Program) -> Program:
         """Returns the program with a hash of all selected configurations in its header, if it has tuned kernels."""

@@ -15,6 +15,7 @@ from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, pointwise
+from fxwrap.options import MatmulKernels
 from fxwrap.symbolic import Number, Size
 from fxwrap.torch_compat import operator_overload, torch_schema
 
@@ -48,7 +49,8 @@ class OperatorCall:
     `arguments` and `keywords` are those of the FX node, with definitions for tensors; other arguments are literals,
     sympy expressions, dtypes or sequences. `fake` is the fake tensor of the result, or a sequence of them; an unused
     gradient is None. `spec` describes the type of `device`; `may_be_zero` returns whether the ranges of symbols allow a
-    size to be 0.
+    size to be 0; `matmul_kernels` is the option of that name; `tunes_matmuls` is whether kernels of matmuls on the
+    device are timed beside the library's calls.
     """
 
     name: str
@@ -59,6 +61,8 @@ class OperatorCall:
     sizes_of: Callable[[torch.Tensor], tuple[Size, ...]] = field(repr=False)
     spec: DeviceSpec
     may_be_zero: Callable[[Size], bool] = field(default=lambda size: size == 0, repr=False)
+    matmul_kernels: MatmulKernels = "library"
+    tunes_matmuls: bool = False
 
     @property
     def operator(self) -> str:
@@ -105,6 +109,9 @@ F = TypeVar("F", bound=Callable[..., LoweringResult])
 RULES: dict[str, Rule] = {}
 """Rules by overload name ("aten.add.Tensor"). `lowering_rule` registers them when their modules are imported."""
 
+MATMUL_RULES: dict[str, Rule] = {}
+"""Rules of matmuls, which stay library calls unless kernels are expected to be faster: graph passes see calls."""
+
 
 def lowering_rule(
     *names: str,
@@ -112,6 +119,7 @@ def lowering_rule(
     equal: Sequence[str] = (),
     index_argument: int | None = None,
     index_dtypes: Sequence[torch.dtype] = INDEX_DTYPES,
+    rules: dict[str, Rule] = RULES,
 ) -> Callable[[F], F]:
     """Registers `function(call, *arguments)` as the rule of overloads.
 
@@ -125,6 +133,7 @@ def lowering_rule(
         equal: names of arguments that eager mode requires to have one dtype; None and numbers have none.
         index_argument: the position of an index tensor.
         index_dtypes: the dtypes that eager mode accepts for it.
+        rules: the table of the rule.
     """
 
     def register(function: F) -> F:
@@ -148,9 +157,9 @@ def lowering_rule(
 
         rule.__module__, rule.__doc__ = function.__module__, function.__doc__
         for name in names:
-            if name in RULES:
+            if name in rules:
                 raise ValueError(f"two rules for {name}")
-            RULES[name] = rule
+            rules[name] = rule
         return function
 
     return register

@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     find_streaming_reduction,
     map_operation,
 )
+from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
@@ -33,8 +34,8 @@ INCLUDE = '#include "kernel.h"\n'
 """The first line of every generated kernel."""
 
 _RESERVED_WORDS = """
-kernel lane lanes key keys rows scores maxima factors next weights tile part start end count offset op combine fxwrap to
-update bitcast literal infinity nan for_lanes
+kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
+count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
 zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
@@ -67,6 +68,9 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
 
 def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:
     kernel = plan.kernel
+    contraction = plan_contraction(kernel)
+    if contraction is not None:
+        return ContractionPrinter(plan, contraction, writer, origin_comments)
     if not kernel.reduced:
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:

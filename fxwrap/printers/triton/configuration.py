@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     Axis,
     Compute,
     Constant,
+    ContractionForm,
     IndirectIndex,
     Kernel,
     Load,
@@ -26,6 +27,7 @@ from fxwrap.loop_ir import (
     Reduce,
     ReductionResult,
     Store,
+    find_contraction,
     operands,
 )
 from fxwrap.symbolic import Size, evaluate
@@ -39,6 +41,31 @@ MAX_PERSISTENT_ELEMENTS = 16384
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
+_MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
+"""Columns, elements of a column, warps and stages of products with one row."""
+
+_MAX_PERSISTENT_MATVEC = 8192
+"""The longest row of a product that is read at once."""
+
+MIN_DOT_BLOCK = 16
+"""The smallest size of a block that Triton's dot multiplies."""
+
+_MAX_FEW_ROWS = 64
+_MAX_SUMMED_ROWS = 2
+"""The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
+
+_FEW_ROWS_TILES = (
+    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4), (64, 256, 4, 3), (32, 128, 4, 5), (128, 128, 8, 3),
+    (16, 512, 4, 3), (64, 64, 4, 5),
+)  # fmt: skip
+"""Columns, elements of a column, warps and stages of products with few rows."""
+
+_DOT_TILES = (
+    (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
+    (128, 128, 32, 4, 4),
+)  # fmt: skip
+"""Rows, columns, elements of a row, warps and stages of products with many rows."""
+
 _WAVE = 264
 """Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
 
@@ -50,7 +77,7 @@ class Configuration:
     Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
     elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
     The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
-    a loop for each stage; otherwise one block has all of them.
+    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands.
     """
 
     x: tuple[Axis, ...] = ()
@@ -61,6 +88,7 @@ class Configuration:
     looped: bool = False
     num_warps: int = 4
     num_stages: int = 1
+    dot: bool = False
 
 
 def _default_hint(size: Size) -> int:
@@ -71,8 +99,13 @@ def _default_hint(size: Size) -> int:
 def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
     """Returns candidate configurations of a kernel, the default one first; all are correct."""
     hint = hint or _default_hint
+    contraction = find_contraction(kernel)
     if not kernel.reduced:
         candidates = _pointwise_configurations(kernel, hint)
+    elif contraction is not None and contraction.rows and can_use_dot(contraction):
+        candidates = _dot_configurations(contraction, hint)
+    elif contraction is not None and not contraction.rows and not _is_outer_reduction(kernel, hint):
+        candidates = _matvec_configurations(contraction, hint)
     elif _is_outer_reduction(kernel, hint):
         candidates = _outer_reduction_configurations(kernel, hint)
     else:
@@ -233,6 +266,50 @@ def _is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
     scores = _contiguity_scores(kernel, hint)
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
     return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
+
+
+# --- contractions -----------------------------------------------------------------------------------------------------
+
+
+def can_use_dot(contraction: ContractionForm) -> bool:
+    """Whether Triton's dot has the dtype of the sums."""
+    return contraction.dtype is torch.float32
+
+
+def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long."""
+    kernel = contraction.kernel
+    plain = _inner_reduction_configurations(kernel, hint)
+    longest = next_power_of_2(hint(kernel.reduced_count))
+    blocks = [
+        Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
+        for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
+    ]  # fmt: skip
+    return [*blocks, *plain] if longest > _MAX_PERSISTENT_MATVEC else [*plain, *blocks]
+
+
+def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
+    rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
+    columns, few = contraction.columns, contraction.rows
+    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
+    if rows > _MAX_FEW_ROWS:
+        return [
+            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+            for y_block, x_block, r_block, warps, stages in _DOT_TILES
+        ]
+    padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
+    dots = [
+        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in _FEW_ROWS_TILES
+    ]
+    if rows > _MAX_SUMMED_ROWS:
+        return dots
+    summed = [
+        Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
+        for stages in (3, 1)
+    ]
+    return [*summed, *dots]
 
 
 # --- properties of kernels ------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class TritonPrinter:
         self.stable_names: dict[str, str] = {}
         self.varying_dimensions: dict[int, frozenset[int]] = {}
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
+        self.zero_filled: frozenset[int] = frozenset()
         self.row_position = ""
         self.row_lanes = ""
 
@@ -175,9 +176,7 @@ class TritonPrinter:
     def _emit_program_offsets(self) -> None:
         """Prints the program's offsets along the axes."""
         if self.use_int64:
-            for symbol, name in self.symbols.items():
-                if symbol_kind(symbol.name) == "int":
-                    self._line(f"{name} = tl.cast({name}, tl.int64)")
+            self._emit_int64_symbols()
         parts: list[Dimension | Axis] = [*self.tile.parallel, *reversed(self.tile.outer)]
         rest = f"{self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}"
         if len(parts) > 1:
@@ -197,6 +196,11 @@ class TritonPrinter:
         r = self.tile.reduced
         if r is not None and not self.configuration.looped:
             self._emit_block_offsets(self.tile.dimensions[r], "")
+
+    def _emit_int64_symbols(self) -> None:
+        for symbol, name in self.symbols.items():
+            if symbol_kind(symbol.name) == "int":
+                self._line(f"{name} = tl.cast({name}, tl.int64)")
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         """Prints the positions of a block along a dimension, its axes, and its mask."""
@@ -449,11 +453,16 @@ class TritonPrinter:
         arguments = [address, *([f"mask={mask}"] if mask else [])]
         if operation.mask is not None:
             arguments.append(f"other={_literal(operation.other, operation.dtype)}")
+        elif mask and position in self.zero_filled:
+            arguments.append(f"other={_literal(0, operation.dtype)}")
         again = looped and position in self.schedule.reloaded and self.tile.reduced in span
-        policy = eviction_policy(self.kernel, operation, again, last_use) if span else ""
+        policy = self._eviction_policy(operation, again, last_use) if span else ""
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         self._assign(position, operation, operation.buffer, f"tl.load({', '.join(arguments)})")
+
+    def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
+        return eviction_policy(self.kernel, operation, again, last_use)
 
     def _store(self, position: int, operation: Store, looped: bool) -> None:
         own = self._index_dimensions(operation.index)

@@ -9,6 +9,7 @@ from functools import cached_property
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.configuration import Configuration, configurations
+from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
@@ -28,6 +29,8 @@ class ScheduledKernel:
     def text(self, parameters: BodyParameters) -> TritonKernelText:
         """Prints the kernel."""
         kernel, selected = collapse_bool_casts(self.kernel), dict[int, SelectedElement]()
+        if self.configuration.dot:
+            return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
         return TritonPrinter(kernel, self.configuration, self.limits, selected, parameters).print()

@@ -119,7 +119,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         *(text for source in sources for text in (source.text, *source.flags)),
         *(f"{file} {hashlib.sha256(content).hexdigest()}" for source in sources for file, content in source.files),
         *[_kernel_header() for source in sources if _KERNEL_HEADER in source.text],
-        _cpu_description() if any("-march=native" in source.flags for source in sources) else "",
+        cpu_description() if any("-march=native" in source.flags for source in sources) else "",
     )
 
     def build(folder: Path) -> None:
@@ -152,7 +152,7 @@ def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
     emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
         return run_compiler(_unit_command(compiler, source, path), path.parent)
-    key = native_digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), _cpu_description())
+    key = native_digest(_toolchain_key(compiler), source.text, *KERNEL_FLAGS, _kernel_header(), cpu_description())
 
     def build(folder: Path) -> None:
         unit = folder / _UNIT
@@ -242,7 +242,7 @@ def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
 def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     compiler = find_compiler()
     common = native_digest(
-        _toolchain_key(compiler), _interface_digest(), _kernel_header(), *KERNEL_FLAGS, _cpu_description()
+        _toolchain_key(compiler), _interface_digest(), _kernel_header(), *KERNEL_FLAGS, cpu_description()
     )
     return [f"kernels/{native_digest(common, symbol)}" for symbol in symbols]
 
@@ -401,7 +401,7 @@ def _kernel_header() -> str:
 
 
 @cache
-def _cpu_description() -> str:
+def cpu_description() -> str:
     """Returns the processor's model and instruction sets, which -march=native depends on."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -466,5 +466,5 @@ def _version(text: object) -> tuple[int, ...]:
 
 
 def _cpu_instruction_sets() -> list[str]:
-    line = next((s for s in _cpu_description().splitlines() if s.startswith(("flags", "Features"))), "")
+    line = next((s for s in cpu_description().splitlines() if s.startswith(("flags", "Features"))), "")
     return sorted(set(line.partition(":")[2].split()))

@@ -2,7 +2,7 @@
 
 The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
-combine elements one by one in Python; the patches combine whole slices.
+combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
     return (
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
+        (interpreter.InterpreterBuilder, "create_dot", _dot),
         torch_compat.interpreter_tensor_patch(_add_index_method),
         (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
@@ -91,6 +92,18 @@ def _splat(builder: Any, result: Any, scalar: Any) -> Any:
     """Broadcasts a scalar to a block with the dtype of its data; the declared dtype of comparisons is wrong."""
     handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
     return handle(_numpy().full(result.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+
+def _dot(_builder: Any, left: Any, right: Any, sums: Any, _precision: Any, _max_imprecise: Any) -> Any:
+    """Multiplies blocks in the dtype of the sums, with bfloat16 widened: the interpreter has its bits as integers."""
+    handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+    blocks = []
+    for item in (left, right):
+        data = item.data
+        if item.dtype.scalar.is_bf16():
+            data = (data.view("uint16").astype("uint32") << 16).view("float32")
+        blocks.append(data)
+    return handle(_numpy().matmul(*blocks, dtype=sums.data.dtype) + sums.data, sums.dtype.scalar)
 
 
 def _reduce(operations: Any, inputs: Any) -> Any:

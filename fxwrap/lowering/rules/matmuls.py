@@ -1,0 +1,129 @@
+"""Rules of matmuls: sums of products, which the printers of kernels schedule as contractions.
+
+A library is faster for most shapes, so that a rule declines a call unless a kernel is expected to be faster on the
+device, or the option `matmul_kernels` asks for it. Sums are in float32 (float64 for float64), and results are rounded
+once, after what is fused with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxwrap.loop_ir import Scalar
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, broadcast_indices, reduction
+from fxwrap.lowering.graph_definitions import library_call_reason
+from fxwrap.lowering.rules.registry import (
+    MATMUL_RULES,
+    Declined,
+    LoweringResult,
+    NumberOrSymbol,
+    OperatorCall,
+    lowering_rule,
+)
+from fxwrap.symbolic import Size
+
+MAX_TUNED_ROWS = 16
+"""The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
+
+Element = Callable[[Indices, Indices], Indices]
+"""The indices of an operand's element by those of the result's element and those of the reduced axis."""
+
+
+def _sum_of_products(
+    call: OperatorCall,
+    left: Definition,
+    right: Definition,
+    sizes: tuple[Size, ...],
+    left_at: Element,
+    right_at: Element,
+) -> Reduced:
+    """Returns the sum over the last dimension of `left` for each element of a result of these sizes."""
+    dtype = left.compute_dtype
+
+    def body(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
+        return reader.load(left, left_at(at, reduced)) * reader.load(right, right_at(at, reduced))
+
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, body, (call.dtype,))
+    return total
+
+
+def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
+    """Declines a product that stays a library call. `rows` is the number of rows that multiply one matrix."""
+    match call.matmul_kernels:
+        case "library":
+            raise Declined(library_call_reason(call.name) or "a library call")
+        case "auto" if not _is_candidate(call, left, rows):
+            raise Declined(library_call_reason(call.name) or "a library call")
+        case _:
+            pass
+    if left.dtype is not right.dtype or left.dtype is not call.dtype:
+        raise Declined("its operands and its result are of several dtypes")
+
+
+def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
+    """Whether a kernel is expected to be faster, or will be timed beside the library."""
+    if call.tunes_matmuls:
+        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
+    return rows == 1 and left.dtype in call.spec.generated_matvec_dtypes
+
+
+def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:
+    """Returns the product of two matrices, or of two batches of matrices."""
+    batch, (rows, _), (_, columns) = left.sizes[:-2], left.sizes[-2:], right.sizes[-2:]
+    _check(call, left, right, rows)
+    return _sum_of_products(
+        call, left, right, (*batch, rows, columns),
+        lambda at, reduced: (*at[:-1], *reduced), lambda at, reduced: (*at[:-2], *reduced, at[-1]),
+    )  # fmt: skip
+
+
+def _with_addend(
+    call: OperatorCall, addend: Definition, product: Definition, beta: NumberOrSymbol, alpha: NumberOrSymbol
+) -> LoweringResult:
+    """Returns `beta * addend + alpha * product`; with a beta of 0 the addend does not matter, as in eager mode."""
+    if addend.dtype is not product.dtype:
+        raise Declined("its operands and its result are of several dtypes")
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        value = reader.load(product, indices)
+        if alpha != 1:
+            value = value * reader.number(alpha, product.dtype)
+        if beta == 0:
+            return value
+        added = reader.load(addend, broadcast_indices(addend.sizes, indices))
+        return value + (added if beta == 1 else added * reader.number(beta, product.dtype))
+
+    return call.define(body)
+
+
+@lowering_rule("aten.mm.default", "aten.bmm.default", dtypes="float", rules=MATMUL_RULES)
+def _mm(call: OperatorCall, left: Definition, right: Definition) -> LoweringResult:
+    return _matrix_product(call, left, right)
+
+
+@lowering_rule("aten.addmm.default", "aten.baddbmm.default", dtypes="float", rules=MATMUL_RULES)
+def _addmm(
+    call: OperatorCall, addend: Definition, left: Definition, right: Definition, *, beta: NumberOrSymbol,
+    alpha: NumberOrSymbol,
+) -> LoweringResult:  # fmt: skip
+    return _with_addend(call, addend, _matrix_product(call, left, right), beta, alpha)
+
+
+def _matrix_vector_product(call: OperatorCall, matrix: Definition, vector: Definition) -> Reduced:
+    _check(call, matrix, vector, 1)
+    return _sum_of_products(
+        call, matrix, vector, matrix.sizes[:1], lambda at, reduced: (*at, *reduced), lambda _, reduced: reduced
+    )
+
+
+@lowering_rule("aten.mv.default", dtypes="float", rules=MATMUL_RULES)
+def _mv(call: OperatorCall, matrix: Definition, vector: Definition) -> LoweringResult:
+    return _matrix_vector_product(call, matrix, vector)
+
+
+@lowering_rule("aten.addmv.default", dtypes="float", rules=MATMUL_RULES)
+def _addmv(
+    call: OperatorCall, addend: Definition, matrix: Definition, vector: Definition, *, beta: NumberOrSymbol,
+    alpha: NumberOrSymbol,
+) -> LoweringResult:  # fmt: skip
+    return _with_addend(call, addend, _matrix_vector_product(call, matrix, vector), beta, alpha)

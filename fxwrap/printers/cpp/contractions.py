@@ -1,0 +1,207 @@
+"""Loops of contractions with few rows: tiles of rows and columns, whose sums stay in registers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fxwrap.loop_ir import (
+    Atom,
+    Axis,
+    ContractionForm,
+    Index,
+    IndexLike,
+    Kernel,
+    Load,
+    ProductSum,
+    as_index,
+    find_contraction,
+    linearize_index,
+)
+from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, LoopPlan
+from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
+from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
+from fxwrap.symbolic import Size, product
+
+MAX_TILE_ROWS = 8
+"""The largest number of rows of a tile: their accumulators fill the registers."""
+
+SYMBOLIC_TILE_ROWS = 4
+"""The rows of a tile where their number is symbolic."""
+
+MAX_PANEL_ELEMENTS = 1 << 22
+"""The largest number of elements of a row operand, which is computed into memory before the columns are read."""
+
+
+@dataclass(frozen=True)
+class ContractionPlan:
+    """The loops of a contraction: tiles along `row_axis`, if there are rows, and `column_axis`; vectors along k."""
+
+    contraction: ContractionForm
+    row_axis: Axis | None
+    column_axis: Axis
+    vector_axis: Axis
+
+    @property
+    def tile_rows(self) -> tuple[int, int]:
+        """The rows of a tile, and those of the tiles of the rest."""
+        size = 1 if self.row_axis is None else self.row_axis.size
+        if not isinstance(size, int):
+            return SYMBOLIC_TILE_ROWS, 1
+        rows = math.ceil(size / math.ceil(size / MAX_TILE_ROWS)) if size else 1
+        return rows, size % rows or 1
+
+
+def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
+    """Returns the plan of a kernel that is a contraction with contiguous columns; None for any other kernel."""
+    contraction = find_contraction(kernel)
+    if contraction is None or 0 in [axis.size for axis in (*kernel.axes, *kernel.reduced)]:
+        return None
+    operands = [item.column_operand for item in contraction.sums]
+    vectors = [
+        axis for axis in kernel.reduced if all(_is_contiguous(contraction, operand, axis) for operand in operands)
+    ]
+    panel = product([contraction.row_count, kernel.reduced_count, *[axis.size for axis in contraction.batch]])
+    if not vectors or (isinstance(panel, int) and panel > MAX_PANEL_ELEMENTS):
+        return None
+    rows = sorted(contraction.rows, key=lambda axis: axis.size if isinstance(axis.size, int) else math.inf)
+    return ContractionPlan(contraction, rows[-1] if rows else None, contraction.columns[-1], vectors[-1])
+
+
+def _is_contiguous(contraction: ContractionForm, operand: int, axis: Axis) -> bool:
+    loads = [contraction.kernel.operations[at] for at in contraction.prologue(operand)]
+    depends = any(isinstance(item, Load) and axis in item.index.axes() for item in loads)
+    return depends and contraction.is_contiguous(operand, axis)
+
+
+class ContractionPrinter(LoopPrinter):
+    """A contraction: each parallel iteration computes a tile of columns for all rows.
+
+    Row operands are computed once, into panels. An element of a column is loaded once for all rows of a tile.
+    """
+
+    def __init__(self, plan: LoopPlan, tiles: ContractionPlan, writer: CppSourceWriter, origin_comments: bool) -> None:
+        super().__init__(plan, writer, origin_comments)
+        self.tiles = tiles
+        self.contraction = tiles.contraction
+        self.panels: dict[int, tuple[str, Index]] = {}
+        reduced = self.kernel.reduced
+        self.outer_reduced = [axis for axis in reduced if axis is not tiles.vector_axis]
+
+    def print(self) -> None:
+        """Writes the panels and the loops over tiles."""
+        tiles, contraction = self.tiles, self.contraction
+        for operand in dict.fromkeys(item.row_operand for item in contraction.sums):
+            self.panels[operand] = self.direct_rows(operand) or self.write_panel(operand)
+        columns, (rows, rest) = tiles.column_axis, tiles.tile_rows
+        self.writer.line(f"constexpr int width = tile_columns({rows});")
+        outer = [axis for axis in (*contraction.batch, *contraction.columns) if axis is not columns]
+        count = f"({print_size(columns.size)} + width - 1) / width"
+        heads = [*[loop_head(axis) for axis in outer], f"for (int64_t tile = 0; tile < {count}; ++tile)"]
+        with self.writer.nest(heads, self.parallel()):
+            start = f"{columns.name}_0"
+            with self.writer.block(f"const auto run = [&](auto columns, int64_t {start})", "};"):
+                others = [axis for axis in contraction.rows if axis is not tiles.row_axis]
+                with self.writer.nest([loop_head(axis) for axis in others]):
+                    self.print_rows(rows, rest)
+            self.writer.line("const int64_t first = tile * width;")
+            self.writer.line(f"if (first + width <= {print_size(columns.size)}) run(Constant<width>{{}}, first);")
+            with self.writer.nest([f"else for (int64_t j = first; j < {print_size(columns.size)}; ++j)"]):
+                self.writer.line("run(Constant<1>{}, j);")
+
+    def print_rows(self, rows: int, rest: int) -> None:
+        """Writes the loop over tiles of rows, or the only row."""
+        axis = self.tiles.row_axis
+        if axis is None:
+            self.writer.line("constexpr Constant<1> rows;")
+            self.print_tile()
+            return
+        head = f"for_tiles<{rows}, {rest}>({print_size(axis.size)}, [&](auto rows, int64_t {axis.name}_0)"
+        with self.writer.block(head, "});"):
+            self.print_tile()
+
+    def print_tile(self) -> None:
+        """Writes the sums of a tile, and the loops over its elements that store the results."""
+        names = {item.reduction: f"{self.statements.name(item.reduction)}_tile" for item in self.contraction.sums}
+        for item in self.contraction.sums:
+            kind = CPP_TYPES[self.statements.dtype(item.reduction)]
+            self.writer.line(f"ProductTile<{kind}, rows, columns> {names[item.reduction]};")
+            with self.writer.nest([loop_head(axis) for axis in self.outer_reduced]):
+                self.print_sum(item, names[item.reduction])
+        row, column = self.tiles.row_axis, self.tiles.column_axis
+        heads = ["for (int i = 0; i < rows; ++i)", "for (int j = 0; j < columns; ++j)"]
+        with self.writer.nest(heads):
+            if row is not None:
+                self.writer.line(f"const int64_t {row.name} = {row.name}_0 + i;")
+            self.writer.line(f"const int64_t {column.name} = {column.name}_0 + j;")
+            known: EmittedValues = {position: f"{name}.sum[i][j]" for position, name in names.items()}
+            self.write_device_asserts(self.device_asserts, known)
+            self.write_stores(self.kernel.stores, known)
+
+    def print_sum(self, item: ProductSum, tile: str) -> None:
+        """Writes the call that adds the products along the vectorised axis."""
+        tiles, vector = self.tiles, self.tiles.vector_axis
+        panel, index = self.panels[item.row_operand]
+        start: dict[Atom, IndexLike] = {vector: 0}
+        stride: Index | None = as_index(0)
+        if tiles.row_axis is not None:
+            stride = index.stride(tiles.row_axis)
+            start[tiles.row_axis] = Axis(f"{tiles.row_axis.name}_0", tiles.row_axis.size)
+        assert stride is not None, "panels and direct rows have strides"
+        text = self.statements.index({})
+        first = text(index.substitute(start))
+        column = tiles.column_axis.name
+        operand = item.column_operand
+        head = (
+            f"{tile}.template add<{self.vectors(operand)}>({print_size(vector.size)}, {panel} + {first},"
+            f" {text(stride)}, [&](int j, int64_t {vector.name})"
+        )
+        with self.writer.block(head, "});" + self.statements.comment(self.kernel.operations[item.reduction])):
+            self.writer.line(f"const int64_t {column} = {column}_0 + j;")
+            known: EmittedValues = {}
+            self.statements.write([operand], known)
+            self.writer.line(f"return {known[operand]};")
+
+    def vectors(self, operand: int) -> int:
+        """Returns the number of vectors of a sum that the narrowest vector of a column's elements widens to."""
+        loads = [self.kernel.operations[at] for at in self.contraction.prologue(operand)]
+        narrowest = min([item.dtype.itemsize for item in loads if isinstance(item, Load)])
+        return max(self.statements.dtype(operand).itemsize // narrowest, 1)
+
+    # --- row operands -----------------------------------------------------------------------------------------------
+
+    def direct_rows(self, operand: int) -> tuple[str, Index] | None:
+        """Returns the buffer and index of a row operand that is contiguous in memory, in the dtype of the sums."""
+        load = self.kernel.operations[operand]
+        if (
+            not isinstance(load, Load)
+            or load.mask is not None
+            or load.index.stride(self.tiles.vector_axis) != as_index(1)
+        ):
+            return None
+        if self.tiles.row_axis is not None and load.index.stride(self.tiles.row_axis) is None:
+            return None
+        return load.buffer, load.index
+
+    def write_panel(self, operand: int) -> tuple[str, Index]:
+        """Writes the loops that compute a row operand into a panel; returns its name, and the index of an element."""
+        name, kind = f"{self.statements.name(operand)}_panel", self.statements.type(operand)
+        axes = [axis for axis in (*self.contraction.batch, *self.contraction.rows) if axis in self.dependences(operand)]
+        space = [*axes, *self.outer_reduced, self.tiles.vector_axis]
+        sizes: list[Size] = [axis.size for axis in space]
+        self.writer.line(f"PartialResults<{kind}> {name}({print_size(product(sizes))});")
+        index = linearize_index(space, sizes)
+        heads = [loop_head(axis) for axis in space[:-1]]
+        count = product(sizes)
+        parallel = heads and (not isinstance(count, int) or count >= MIN_PARALLEL_WORK)
+        pragma = "#pragma omp parallel for COLLAPSE schedule(static)" if parallel else ""
+        with self.writer.nest(heads, pragma), self.writer.nest([loop_head(space[-1])], "#pragma omp simd"):
+            known: EmittedValues = {}
+            self.statements.write([operand], known)
+            self.writer.line(f"{name}[{self.statements.index({})(index)}] = {known[operand]};")
+        return f"{name}.at", index
+
+    def dependences(self, operand: int) -> frozenset[Axis]:
+        """Returns the axes that an operand depends on."""
+        return self.plan.dependent_axes[operand]

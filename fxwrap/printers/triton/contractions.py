@@ -1,0 +1,195 @@
+"""Contractions as Triton kernels: each program computes a tile of rows and columns with `tl.dot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fxwrap.loop_ir import (
+    STORAGE_ONLY,
+    Axis,
+    Compute,
+    ContractionForm,
+    Kernel,
+    Load,
+    ProductSum,
+    find_contraction,
+    operation_dtype,
+)
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.printer import TritonPrinter
+from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
+
+
+class DotPrinter(TritonPrinter):
+    """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
+
+    Operands are blocks of (y, r) and (r, x), results blocks of (y, x). The current one of these three determines the
+    dimensions of the values that are printed.
+    """
+
+    def __init__(
+        self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
+    ) -> None:
+        super().__init__(kernel, configuration, limits, {}, parameters)
+        contraction = find_contraction(kernel)
+        assert contraction is not None, "only contractions have configurations with dot"
+        self.contraction: ContractionForm = contraction
+        self.whole = self.tile
+        self.side = ""
+        self.zero_filled = frozenset([item for item in self._sources() if self._is_plain_load(item)])
+        self.dimension_masks: dict[str, str] = {}
+
+    def _emit_program_offsets(self) -> None:
+        """Prints the positions of the tile along y and x, and of the program along the other axes."""
+        if self.use_int64:
+            self._emit_int64_symbols()
+        y, x = [self._dimension(name) for name in "yx"]
+        parts: list[Dimension | Axis] = [y, x, *reversed(self.whole.outer)]
+        program = self.names.create_name("program")
+        self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
+        self._enter("yx")
+        for number, part in enumerate(parts):
+            last = number == len(parts) - 1
+            blocks = self.index_printer.size_operand(part.blocks if isinstance(part, Dimension) else part.size)
+            offset = program if last else f"{program} % {blocks}"
+            if isinstance(part, Axis):
+                self._line(f"{self.axis_names[part]} = {offset}")
+            else:
+                start = f"{offset if last else parenthesize(offset)} * {part.block_constant}"
+                self._emit_block_offsets(part, start)
+            if not last:
+                self._line(f"{program} = {program} // {blocks}")
+        self.dimension_masks = {self.tile.dimensions[number].name: name for number, name in self.masks.items()}
+
+    def _dimension(self, name: str) -> Dimension:
+        return next(item for item in self.whole.dimensions if item.name == name)
+
+    def _enter(self, names: str) -> None:
+        """Makes a block of two dimensions the current one."""
+        dimensions = tuple([self._dimension(name) for name in names])
+        self.tile = Tile(dimensions, self.whole.outer)
+        self.dimension_of = {axis: number for number, item in enumerate(dimensions) for axis in item.axes}
+        self.masks = {
+            number: self.dimension_masks[item.name]
+            for number, item in enumerate(dimensions) if item.name in self.dimension_masks
+        }  # fmt: skip
+        self._analyze_dimensions()
+
+    def _emit_looped(self) -> None:
+        kernel, sums = self.kernel, self.contraction.sums
+        row_operands = {self._left_right(item)[0] for item in sums}, {self._left_right(item)[1] for item in sums}
+        prologues = [self._prologue(operands) for operands in row_operands]
+        for position in sorted(set().union(*prologues)):
+            if not kernel.varying[position]:
+                self._operation(position, looped=True)
+        for item in sums:
+            (name,) = self._result_names(item.reduction)
+            y, x = self._dimension("y"), self._dimension("x")
+            dtype = TRITON_DTYPES[operation_dtype(kernel.operations[item.reduction])]
+            self._line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
+        r = self._dimension("r")
+        start = self._stable_name("start")
+        size = self.index_printer.size(r.size)
+        self._line(f"for {start} in tl.range(0, {size}, {r.block_constant}, num_stages=LOOP_STAGES):")
+        self.depth += 1
+        left = self._emit_operands("yr", row_operands[0], prologues[0], start)
+        right = self._emit_operands("rx", row_operands[1], prologues[1], start)
+        for item in sums:
+            (name,) = self._result_names(item.reduction)
+            first, second = self._left_right(item)
+            precision = "" if self._dot_dtype(item) in STORAGE_ONLY else ', input_precision="ieee"'
+            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
+            self._line(text, kernel.operations[item.reduction].origin)
+        self.depth -= 1
+        self.origin = ""
+        self._enter("yx")
+        done = set().union(*prologues) | {item.reduction for item in sums}
+        for position in range(len(kernel.operations)):
+            if position not in done and not kernel.varying[position]:
+                self._operation(position, looped=True)
+        self.tile = self.whole
+
+    def _emit_operands(self, block: str, targets: Iterable[int], prologue: set[int], start: str) -> dict[int, str]:
+        """Prints the operands of one side, and returns the text of each as an operand of the dot."""
+        r = self._dimension("r")
+        self._enter(block)
+        self.side = block
+        names = {axis: self._stable_name(axis.name) for axis in r.axes}
+        self.axis_names = {**self.axis_names, **names}
+        self.index_printer = TritonIndexPrinter(
+            self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
+        )
+        self._emit_block_offsets(r, start)
+        varying = [position for position in sorted(prologue) if self.kernel.varying[position]]
+        for position in varying:
+            self.results.pop(position, None)
+            self._operation(position, looped=True)
+        shape = f"({', '.join([item.block_constant for item in self.tile.dimensions])})"
+        texts = {}
+        for target in targets:
+            text, dtype = self._operand(target)
+            if dtype is not operation_dtype(self.kernel.operations[self._source(target)]):
+                text = f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
+            mask = self.masks.get(self.tile.dimensions.index(r))
+            if mask is not None and self._source(target) not in self.zero_filled:
+                text = f"tl.where({mask}, {text}, 0.0)"
+            if len(self.varying_dimensions[self._source(target)]) < 2:
+                text = f"tl.broadcast_to({text}, {shape})"
+            texts[target] = text
+        self.side = ""
+        return texts
+
+    def _stable_name(self, wanted: str) -> str:
+        return super()._stable_name(f"{wanted}_{self.side}" if self.side else wanted)
+
+    def _operand(self, target: int) -> tuple[str, torch.dtype]:
+        """Returns the text of an operand, and the dtype in which it is multiplied."""
+        item = next(item for item in self.contraction.sums if target in (item.row_operand, item.column_operand))
+        return self._value(self._source(target)), self._dot_dtype(item)
+
+    def _dot_dtype(self, item: ProductSum) -> torch.dtype:
+        """Returns the dtype of products: half precision if an operand is in memory so, as a matmul's operands are."""
+        for operand in (item.row_operand, item.column_operand):
+            dtype = operation_dtype(self.kernel.operations[self._source(operand)])
+            if dtype in STORAGE_ONLY:
+                return dtype
+        return operation_dtype(self.kernel.operations[item.reduction])
+
+    def _source(self, operand: int) -> int:
+        """Returns the load that an operand widens, or the operand itself."""
+        operation = self.kernel.operations[operand]
+        if isinstance(operation, Compute) and operation.name == "cast":
+            source = self.kernel.operations[operation.operands[0]]
+            if isinstance(source, Load) and source.dtype in STORAGE_ONLY:
+                return operation.operands[0]
+        return operand
+
+    def _sources(self) -> list[int]:
+        sums = self.contraction.sums
+        return [self._source(operand) for item in sums for operand in (item.row_operand, item.column_operand)]
+
+    def _is_plain_load(self, position: int) -> bool:
+        operation = self.kernel.operations[position]
+        return isinstance(operation, Load) and operation.mask is None
+
+    def _prologue(self, targets: Iterable[int]) -> set[int]:
+        return backward_slice(self.kernel, [self._source(target) for target in targets])
+
+    def _left_right(self, item: ProductSum) -> tuple[int, int]:
+        """Returns the operands that vary along y and along x."""
+        by_rows = self._dimension("y").axes == self.contraction.rows
+        pair = (item.row_operand, item.column_operand)
+        return pair if by_rows else pair[::-1]
+
+    def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
+        """Returns the policy of a load: elements that one program reads leave the cache first."""
+        axes = operation.index.axes()
+        is_streamed = [
+            self._dimension(name).blocks == 1 and not axes.isdisjoint(self._dimension(other).axes)
+            for name, other in ("xy", "yx")
+        ]
+        return "evict_first" if any(is_streamed) and not axes.isdisjoint(self.kernel.reduced) else ""

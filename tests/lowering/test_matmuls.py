@@ -1,0 +1,121 @@
+"""Matmuls as kernels: which ones are, what fuses with them, and their results beside eager mode's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.lines import ExternCall, Launch
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def programs_of(function: Callable[..., Any], inputs: list[torch.Tensor], **options: Any) -> fxwrap.Compiled:
+    """The compiled function, with matmuls as kernels unless the options say otherwise."""
+    graph = make_fx(function)(*inputs)
+    return fxwrap.compile_graph(graph, inputs, options=Options(**{"matmul_kernels": "generated", **options}))
+
+
+def called(compiled: fxwrap.Compiled) -> list[str]:
+    return [line.target for line in compiled.program.lines() if isinstance(line, ExternCall)]
+
+
+def launches(compiled: fxwrap.Compiled) -> list[str]:
+    return [line.kernel for line in compiled.program.lines() if isinstance(line, Launch)]
+
+
+def random(dtype: torch.dtype, *sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+def every_matmul(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, batch: torch.Tensor) -> list[torch.Tensor]:
+    """Matmuls of 3 x 40 by 40 x 24, and of batches, in the forms that models write."""
+    linear = torch.nn.functional.linear
+    return [
+        torch.mm(x, w.t()), torch.addmm(b, x, w.t(), beta=0.5, alpha=2.0), torch.addmm(b / 0, x, w.t(), beta=0),
+        torch.mv(w, x[0]), torch.addmv(b, w, x[1]), linear(x, w, b), linear(x[0], w),
+        torch.bmm(batch, batch.transpose(1, 2)), torch.baddbmm(b[:4], batch, batch.transpose(1, 2)),
+        batch @ w.t(), x[:, 1::2] @ w[:, 1::2].t(), linear(x * 2 + 1, w), x[:0] @ w.t(),
+        torch.nn.functional.gelu(linear(x, w, b)) + b, linear(x.t().contiguous().t(), w),
+        x.unsqueeze(0).expand(5, 3, 40) @ w.t(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+def test_results_are_as_exact_as_those_of_eager_mode(dtype: torch.dtype) -> None:
+    inputs = [random(dtype, 3, 40), random(dtype, 24, 40), random(dtype, 24), random(dtype, 2, 4, 40)]
+    compiled = programs_of(every_matmul, inputs)
+    assert called(compiled) == ["aten.mm.default"] * 2, "one whose columns are not contiguous, and an empty one"
+    exact = every_matmul(*[item.double() for item in inputs])
+    for want, eager, result in zip(exact, every_matmul(*inputs), compiled(*inputs), strict=True):
+        assert result.dtype is dtype and result.shape == eager.shape and result.stride() == eager.stride()
+        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps / 8 * want.norm()
+        assert (result.double() - want).norm() <= allowed
+
+
+def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x @ gate.t()) * (x @ up.t()) + residual
+
+
+def test_two_products_of_one_tensor_fuse_with_their_epilogue() -> None:
+    inputs = [random(F32, 2, 40), random(F32, 24, 40), random(F32, 24, 40), random(F32, 2, 24)]
+    compiled = programs_of(swiglu, inputs)
+    assert len(launches(compiled)) == 1
+    assert called(compiled) == []
+    torch.testing.assert_close(compiled(*inputs)[0], swiglu(*inputs))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_every_emitter_launches_them(emitter: str) -> None:
+    inputs = [random(F32, 1, 40), random(F32, 24, 40)]
+    compiled = programs_of(lambda x, w: torch.relu(x @ w.t()), inputs, emitter=emitter)
+    torch.testing.assert_close(compiled(*inputs)[0], torch.relu(inputs[0] @ inputs[1].t()))
+
+
+def test_the_default_generates_products_of_one_row_where_the_device_prefers_that() -> None:
+    row, rows, w = random(F32, 1, 40), random(F32, 2, 40), random(F32, 24, 40)
+
+    def function(row: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(row @ w.t()), torch.relu(rows @ w.t())
+
+    compiled = programs_of(function, [row, rows, w], matmul_kernels="auto")
+    assert called(compiled) == ["aten.mm.default"]
+    assert launches(compiled) == ["mm_relu_0", "relu_0"]
+    assert called(programs_of(function, [row, rows, w], matmul_kernels="library")) == ["aten.mm.default"] * 2
+
+
+def test_a_symbolic_number_of_rows() -> None:
+    w = random(F32, 24, 40)
+    graph = make_fx(lambda x, w: x @ w.t(), tracing_mode="symbolic")(random(F32, 5, 40), w)
+    compiled = fxwrap.compile_graph(graph, options=Options(matmul_kernels="generated"))
+    assert called(compiled) == []
+    for rows in (2, 9, 30):
+        x = random(F32, rows, 40)
+        torch.testing.assert_close(compiled(x, w)[0], x @ w.t())
+
+
+def test_a_matmul_that_no_schedule_fits_is_called_and_the_rest_fuses() -> None:
+    inputs = [random(F32, 1, 40), random(F32, 40, 24)]
+    compiled = programs_of(lambda x, w: torch.relu(x @ w), inputs)
+    assert called(compiled) == ["aten.mm.default"]
+    assert launches(compiled) == ["relu_0"]
+    assert [item.reason for item in compiled.coverage if item.kind == "call"] == [
+        "a library call: no schedule of a kernel fits it"
+    ]
+
+
+def test_matmuls_of_operands_that_overlap_or_are_misaligned() -> None:
+    base = random(F32, 200)
+
+    def function(base: torch.Tensor) -> torch.Tensor:
+        return base.as_strided((2, 33), (7, 1), 3) @ base.as_strided((5, 33), (11, 1), 1).t()
+
+    compiled = programs_of(function, [base])
+    assert called(compiled) == []
+    torch.testing.assert_close(compiled(base)[0], function(base))

@@ -1,0 +1,94 @@
+"""Contractions in C++ against the loop IR's evaluator."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxwrap.loop_ir import Kernel, parse_kernel
+from fxwrap.printers.cpp import plan_contraction
+from tests.printers.cpp_kernels import check
+from tests.printers.test_cpp_printer_loops import compiled_together
+
+
+def matmul(rows: int | str, columns: int | str, reduced: int | str, dtype: str = "f32", epilogue: str = "") -> Kernel:
+    """The product of a matrix and a transposed one, both contiguous, with a pointwise epilogue of %6."""
+    wide = "f64" if dtype == "f64" else "f32"
+    return parse_kernel(
+        f"""kernel(a: {dtype}[{rows}*{reduced}], b: {dtype}[{columns}*{reduced}]) -> \
+(out: {dtype}[{rows}*{columns}]) for [i: {rows}, j: {columns}] reduce [k: {reduced}] {{
+  %0 = {dtype} load a[{reduced}*i + k]
+  %1 = {wide} cast %0
+  %2 = {dtype} load b[{reduced}*j + k]
+  %3 = {wide} cast %2
+  %4 = {wide} mul %1 %3
+  %5 = {wide} reduce sum %4
+  %6 = {wide} {epilogue or "neg %5"}
+  %7 = {dtype} cast %6
+  store out[{columns}*i + j] %7
+}}
+"""
+    )
+
+
+BATCHED = """kernel(a: f32[2*3*5*33], b: f32[2*7*5*33], c: f32[7]) -> (out: f32[42], other: f32[42]) \
+for [n: 2, i: 3, j: 7] reduce [g: 5, k: 33] {
+  %0 = f32 load a[495*n + 165*i + 33*g + k]
+  %1 = f32 exp %0
+  %2 = f32 load b[1155*n + 33*j + 231*g + k]
+  %3 = f32 mul %2 %1
+  %4 = f32 reduce sum %3
+  %5 = f32 abs %2
+  %6 = f32 mul %1 %5
+  %7 = f32 reduce sum %6
+  %8 = f32 load c[j]
+  %9 = f32 add %4 %8
+  %10 = f32 mul %9 %7
+  store out[21*n + 7*i + j] %10
+  store other[21*n + 3*j + i] %7
+}
+"""
+"""Two products of a computed operand in one kernel, over two reduced axes, with a bias and two results."""
+
+QUANTISED = """kernel(a: bf16[2*70], b: i8[9*70], scale: f32[9]) -> (out: f32[18]) for [i: 2, j: 9] reduce [k: 70] {
+  %0 = bf16 load a[70*i + k]
+  %1 = f32 cast %0
+  %2 = i8 load b[70*j + k]
+  %3 = f32 cast %2
+  %4 = f32 load scale[j]
+  %5 = f32 mul %3 %4
+  %6 = f32 mul %1 %5
+  %7 = f32 reduce sum %6
+  store out[9*i + j] %7
+}
+"""
+
+
+def kernels() -> list[Kernel]:
+    """Kernels whose sizes are and are not multiples of tiles and vectors."""
+    return [
+        *[matmul(*case) for case in [(1, 40, 1100), (2, 9, 64), (5, 8, 33), (11, 13, 5), (8, 30, 96, "bf16")]],
+        matmul(3, 17, 70, "bf16"), matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"),
+        matmul("s0", "s1", "s2"), parse_kernel(BATCHED), parse_kernel(QUANTISED),
+    ]  # fmt: skip
+
+
+compiled_kernels = compiled_together(kernels)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize("position", range(len(kernels())))
+def test_contractions(position: int) -> None:
+    kernel = kernels()[position]
+    assert plan_contraction(kernel) is not None
+    for numbers in [{"s0": 7, "s1": 9, "s2": 40}, {"s0": 0, "s1": 3, "s2": 2}, {"s0": 2, "s1": 3, "s2": 0}]:
+        values = {symbol.name: numbers[symbol.name] for symbol in kernel.symbols}
+        assert "ProductTile" in check(kernel, values, rtol=1e-4)
+        if not values:
+            break
+
+
+def test_other_contractions_have_no_plan() -> None:
+    strided = str(matmul(5, 9, 33)).replace("b[33*j + k]", "b[9*k + j]")
+    assert plan_contraction(parse_kernel(strided)) is None, "columns are not contiguous"
+    assert plan_contraction(matmul(0, 9, 33)) is None, "nothing is computed"
+    assert plan_contraction(matmul(4096, 8192, 2048)) is None, "the row operand does not fit"

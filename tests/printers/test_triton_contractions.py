@@ -1,0 +1,59 @@
+"""Contractions in Triton: interpreted beside the evaluator, and compiled for a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxwrap.loop_ir import Kernel, parse_kernel
+from fxwrap.printers.triton import Configuration, configurations
+from tests.printers.test_cpp_printer_contractions import BATCHED, QUANTISED, matmul
+from tests.printers.triton_kernels import check
+
+
+def dot(kernel: Kernel, rows_first: bool, r_block: int = 32) -> Configuration:
+    """Small tiles of the dot, with rows or columns as the left operand."""
+    rows, columns = kernel.axes[-2:-1], kernel.axes[-1:]
+    y, x = (rows, columns) if rows_first else (columns, rows)
+    return Configuration(x, y, 16, 32, r_block, looped=True, num_stages=2, dot=True)
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "columns", "reduced", "dtype"), [(5, 40, 70, "bf16"), (40, 33, 64, "f16"), (3, 17, 31, "f32")], ids=str
+)
+def test_dots_of_blocks(rows: int, columns: int, reduced: int, dtype: str, rows_first: bool) -> None:
+    kernel = matmul(rows, columns, reduced, dtype)
+    text = check(kernel, dot(kernel, rows_first))
+    assert ('input_precision="ieee"' in text) == (dtype == "f32")
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_two_products_of_a_computed_operand_over_two_axes(rows_first: bool) -> None:
+    kernel = parse_kernel(BATCHED)
+    assert check(kernel, dot(kernel, rows_first), tolerance=1e-4).count("tl.dot") == 2
+
+
+def test_computed_operands_are_rounded_as_in_memory() -> None:
+    kernel = parse_kernel(QUANTISED)
+    assert "mul.to(tl.bfloat16)" in check(kernel, dot(kernel, rows_first=False), tolerance=0.5)
+
+
+def test_symbolic_sizes() -> None:
+    kernel = matmul("s0", "s1", "s2", "f16")
+    for numbers in ({"s0": 17, "s1": 35, "s2": 50}, {"s0": 1, "s1": 2, "s2": 0}):
+        check(kernel, dot(kernel, rows_first=True), numbers=numbers)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12, 100])
+def test_every_configuration_is_correct(rows: int) -> None:
+    kernel = matmul(rows, 24, 40, "f16")
+    found = configurations(kernel)
+    assert any(item.dot for item in found)
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
+        check(kernel, item)
+
+
+def test_sums_in_float64_have_no_dot() -> None:
+    assert not any(item.dot for item in configurations(matmul(8, 24, 40, "f64")))

@@ -1,0 +1,109 @@
+"""The choice between kernels of matmuls and library calls, with a timer that times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.compile import compiler
+from fxwrap.lines import ExternCall
+from fxwrap.tuning import Tuner, TuningRecords, is_faster, region_graph, time_alternatives
+
+INPUTS = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(10, 24)]
+
+
+def two_layers(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(torch.relu(x @ w.t()).view(3, 24) @ v.t())
+
+
+class RegionTimer:
+    """Reports the given seconds of kernels and of the library, for each region in order."""
+
+    def __init__(self, *seconds: tuple[float, float]) -> None:
+        self.seconds = list(seconds)
+        self.regions = 0
+
+    def __call__(self, programs: Sequence[Callable[..., Any]], inputs: Sequence[Sequence[torch.Tensor]]) -> Any:
+        results = [program(*inputs[0])[0] for program in programs]
+        torch.testing.assert_close(*results)
+        self.regions += 1
+        return [[seconds] * 3 for seconds in self.seconds.pop(0)]
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path, timer: RegionTimer, **options: Any) -> fxwrap.Compiled:
+    tuner = Tuner(lambda tasks: [], lambda _: None, TuningRecords(folder), time_regions=timer)
+    monkeypatch.setattr(compiler, "gpu_tuner", lambda: tuner)
+    graph = make_fx(two_layers)(*INPUTS)
+    result = fxwrap.compile_graph(
+        graph, INPUTS, options=Options(**{"autotune": True, "compile_cache": False, **options})
+    )
+    torch.testing.assert_close(result(*INPUTS)[0], two_layers(*INPUTS))
+    return result
+
+
+def called(program: fxwrap.Program) -> list[str]:
+    return [line.target for line in program.lines() if isinstance(line, ExternCall)]
+
+
+def test_each_region_is_timed_once_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timer = RegionTimer((1.0, 2.0), (1.0, 1.01))
+    first = compiled(monkeypatch, tmp_path, timer)
+    assert called(first.program) == ["aten.mm.default"]
+    reasons = [(item.node, item.reason) for item in first.coverage if item.kind == "call"]
+    assert reasons == [("mm_1", "a library call: it was measured to be faster than a kernel")]
+    again = compiled(monkeypatch, tmp_path, RegionTimer())
+    assert str(again.program) == str(first.program)
+    assert "tuning" in dict(first.program.header)
+    assert timer.regions == 2
+
+
+def test_records_of_another_device_are_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled(monkeypatch, tmp_path, RegionTimer((1.0, 2.0), (1.0, 2.0)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        timer = RegionTimer((3.0, 2.0), (3.0, 2.0))
+        other = compiled(monkeypatch, tmp_path, timer)
+    finally:
+        torch.set_num_threads(threads)
+    assert (timer.regions, called(other.program)) == (2, ["aten.mm.default"] * 2)
+
+
+def test_the_options_that_say_it_are_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert called(compiled(monkeypatch, tmp_path, RegionTimer(), matmul_kernels="generated").program) == []
+    library = compiled(monkeypatch, tmp_path, RegionTimer(), matmul_kernels="library")
+    assert called(library.program) == ["aten.mm.default"] * 2
+
+
+def test_a_kernel_is_faster_by_three_percent() -> None:
+    assert is_faster([0.96, 0.97, 0.95], [1.0, 1.0, 1.0])
+    assert not is_faster([0.98, 0.98, 0.5], [1.0, 1.0, 1.0])
+    assert not is_faster([], [])
+
+
+def test_the_programs_are_run_in_turn() -> None:
+    order: list[str] = []
+    samples = time_alternatives(
+        [lambda *_: order.append("a"), lambda *_: order.append("b")], [[torch.ones(1)], [torch.ones(1)]]
+    )
+    assert [len(item) for item in samples] == [9, 9]
+    assert "abba" in "".join(order)
+
+
+def test_a_region_has_the_views_between_its_nodes() -> None:
+    graph: GraphModule = make_fx(two_layers)(*INPUTS)
+    by_name = {node.name: node for node in graph.graph.nodes}
+    part = region_graph(graph.graph, lambda node: node.meta.get("val"), ["mm", "relu", "mm_1"])
+    assert part is not None
+    names = [node.name for node in part.graph.nodes if node.op == "call_function"]
+    assert names == ["mm", "relu", "view", "mm_1"]
+    assert {node.name for node in part.graph.find_nodes(op="placeholder")} < set(by_name)
+    assert region_graph(graph.graph, lambda node: node.meta.get("val"), ["absent"]) is None
