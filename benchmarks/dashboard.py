@@ -42,15 +42,15 @@ import torch
 
 from benchmarks.dashboard_jobs import MODE_OPTIONS, DashboardJob
 from benchmarks.dashboard_models import names
+from benchmarks.dashboard_tables import EAGER_FAILS, INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
-from benchmarks.results import REPOSITORY, Cell, Report, add_record_option, cell_text, environment
+from benchmarks.results import REPOSITORY, Cell, add_record_option, cell_text, environment, result_path, write_result
 
 SCRIPT = Path(__file__).parent / "dashboard_jobs.py"
 STEPS, PRECISIONS, BATCHES = ("inference", "training"), ("bfloat16", "amp", "float32"), ("static", "dynamic")
 MODES = ("inference-bfloat16-static", "training-amp-static", "inference-bfloat16-dynamic", "training-bfloat16-static")
+FACTS = ("script", "arguments", "commit", "date", "machine", "versions")
 SIDES = ("inductor", "fxwrap", "inductor:max-autotune-no-cudagraphs", "fxwrap:max-autotune-no-cudagraphs")
-
-INDUCTOR, OWN = "inductor", "fxwrap"
 
 
 def value_of(row: Mapping[str, Any], side: str, measure: str) -> float | None:
@@ -68,12 +68,12 @@ def value_of(row: Mapping[str, Any], side: str, measure: str) -> float | None:
 
 
 def status(row: Mapping[str, Any], side: str) -> str:
-    """Returns "pass", "wrong", the text of a failure, or "-" where eager fails."""
+    """Returns "pass", "wrong", the text of a failure, or `EAGER_FAILS`."""
     measures = row["sides"].get(side, {})
     if "failure" in measures:
         return str(measures["failure"]["text"])
     if "accuracy" not in row["sides"].get("eager", {}):
-        return "-"
+        return EAGER_FAILS
     if "accuracy" not in measures:
         return row["failure"] or "not measured"
     return "pass" if measures["accuracy"]["passes"] else "wrong"
@@ -109,11 +109,20 @@ class Dashboard:
         """Returns library, model and mode of this shard's rows that are not there."""
         rows = [(*item, mode) for mode in self.chosen.modes for item in names() if re.search(self.chosen.only, item[1])]
         part, parts = self.chosen.shard
-        return [row for row in rows[part - 1 :: parts] if not self.path(row[1], row[2]).exists()]
+        return [row for row in rows[part - 1 :: parts] if not self._is_done(row[1], row[2])]
+
+    def _is_done(self, model: str, mode: str) -> bool:
+        path = self.path(model, mode)
+        return path.exists() and set(self.chosen.sides) <= set(json.loads(path.read_text())["chosen sides"])
+
+    @property
+    def rows_folder(self) -> Path:
+        """The folder of rows of this device and these sizes."""
+        return self.chosen.rows / f"{self.chosen.device}{'-small' if self.chosen.small else ''}"
 
     def path(self, model: str, mode: str) -> Path:
         """Returns the file of a row."""
-        return self.chosen.rows / f"{model}--{mode}.json"
+        return self.rows_folder / f"{model}--{mode}.json"
 
     def measure(self, library: str, model: str, mode: str) -> None:
         """Measures a row and writes its file; a row that the end of the time interrupts has none."""
@@ -127,7 +136,8 @@ class Dashboard:
             return
         row = {
             "library": library, "model": model, "mode": mode, "failure": failure, "sides": sides,
-            "seconds": round(time.monotonic() - start, 1), **environment(torch.device(self.chosen.device)),
+            "chosen sides": self.chosen.sides, "seconds": round(time.monotonic() - start, 1),
+            **environment(torch.device(self.chosen.device)),
         }  # fmt: skip
         write_atomically(self.path(model, mode), json.dumps(row))
         cells = table_cells(row, self.chosen.sides)
@@ -158,13 +168,24 @@ class Dashboard:
         return _measures(output), failure
 
     def collect(self) -> None:
-        """Prints and records the rows that are there."""
-        rows = [json.loads(path.read_text()) for path in sorted(self.chosen.rows.glob("*--*.json"))]
-        machines = sorted({f"{row['machine']['device']}, commit {row['commit'][:8]}" for row in rows})
-        note = f"{'small models' if self.chosen.small else 'base sizes'}; measured on {'; '.join(machines)}"
-        report = Report("dashboard", self.chosen, self.chosen.device, note)
-        for row in sorted(rows, key=lambda row: (self.chosen.modes.index(row["mode"]), row["library"], row["model"])):
-            report.add(table_cells(row, self.chosen.sides), row)
+        """Prints and records the rows that are there, with the facts of the newest run."""
+        rows = [json.loads(path.read_text()) for path in sorted(self.rows_folder.glob("*--*.json"))]
+        if not rows:
+            print(f"no rows in {self.rows_folder}")
+            return
+        rows.sort(key=lambda row: (row["mode"], row["library"], row["model"]))
+        tables = [table_cells(row, self.chosen.sides) for row in rows]
+        for line in summary(tables):
+            print(" | ".join(f"{name} {cell_text(cell)}" for name, cell in line.items()))
+        for side in [side for side in self.chosen.sides if side.startswith(OWN)]:
+            slowest = [f"{name} {ratio:.2f}" for name, ratio in worst(tables, side)]
+            print(f"{side}, slowest beside Inductor: {', '.join(slowest)}")
+        path = result_path("dashboard", self.chosen)
+        if path is not None:
+            runs = sorted({f"{row['machine']['device']}, commit {row['commit'][:8]}" for row in rows})
+            facts = {name: max(rows, key=lambda row: row["date"])[name] for name in FACTS}
+            note = f"{'small models' if self.chosen.small else 'base sizes'}; rows of {'; '.join(runs)}"
+            write_result(path, {**facts, "note": note, "rows": tables, "raw": [row["sides"] for row in rows]})
 
 
 def _measures(output: str) -> dict[str, dict[str, Any]]:
