@@ -45,6 +45,7 @@ from benchmarks.dashboard_models import names
 from benchmarks.dashboard_tables import EAGER_FAILS, INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
 from benchmarks.results import REPOSITORY, Cell, add_record_option, cell_text, environment, result_path, write_result
+from fxwrap.runtime.native import build_bridge
 
 SCRIPT = Path(__file__).parent / "dashboard_jobs.py"
 STEPS, PRECISIONS, BATCHES = ("inference", "training"), ("bfloat16", "amp", "float32"), ("static", "dynamic")
@@ -133,6 +134,8 @@ class Dashboard:
         start = time.monotonic()
         sides, failure = self._run(model, mode, seconds)
         if failure.startswith("stopped") and seconds < self.chosen.limit:
+            reported = [f"{side} {', '.join(measures)}" for side, measures in sides.items()]
+            print(f"{model} {mode}: interrupted after {seconds:.0f} s, with {'; '.join(reported)}", flush=True)
             return
         row = {
             "library": library, "model": model, "mode": mode, "failure": failure, "sides": sides,
@@ -266,6 +269,11 @@ def main() -> None:
         if chosen.collect:
             dashboard.collect()
             return
+        start = time.monotonic()
+        build_bridge()  # else each row would build it
+        print(
+            f"{len(dashboard.missing())} rows to measure; the bridge took {time.monotonic() - start:.0f} s", flush=True
+        )
         with ThreadPoolExecutor(chosen.parallel) as pool:
             list(pool.map(lambda row: dashboard.measure(*row), dashboard.missing()))
         left = len(dashboard.missing())

@@ -37,6 +37,7 @@ from fxwrap.runtime.kernel_operators import (
     cpp_kernel_functionalised,
 )
 from fxwrap.runtime.kernel_table import register_kernel_texts
+from fxwrap.runtime.prepacked_weights import prepacked_linear, prepacked_linear_fake
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
@@ -196,6 +197,10 @@ _OPERATORS = (
     _Operator("wait_event(Tensor event, Device device, int stream) -> ()", wait_event, has_side_effect=True),
     _Operator(
         "record_stream(Tensor tensor, Device device, int stream) -> ()", devices.record_stream, has_side_effect=True
+    ),
+    _Operator(
+        "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
+        prepacked_linear, prepacked_linear_fake,
     ),
     _Operator("synchronize(int place) -> ()", synchronize, has_side_effect=True),
     _Operator("synchronize_device(Device? device=None) -> ()", synchronize_device, has_side_effect=True),

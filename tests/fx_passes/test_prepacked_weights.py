@@ -1,0 +1,138 @@
+"""With `freeze`, weights of matmuls stay in the library's layout, and writes into them are seen."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.devices import CPU
+from fxwrap.lines import ExternCall
+from fxwrap.runtime import prepacked_weights
+from fxwrap.torch_compat import prepacked_linear
+
+PREPACKED = "fxwrap.prepacked_linear.default"
+FROZEN = Options(freeze=True)
+
+
+class Layers(nn.Module):
+    """A linear layer, one without bias, and one whose weight is stored as GPT-2's are: rows are terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 384), nn.Linear(384, 256, bias=False)
+        self.third, self.bias = nn.Parameter(torch.randn(256, 320) / 16), nn.Parameter(torch.randn(320))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.second(torch.relu(self.first(x))), self.third)
+
+
+def extern_targets(program: fxwrap.Program) -> list[str]:
+    return [line.target for line in program.body.lines if isinstance(line, ExternCall)]
+
+
+def compiled_programs(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[list[Any], Any]:
+    """Returns the programs of a function through torch.compile, and the compiled function, called once."""
+    programs: list[Any] = []
+
+    def record(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="fxwrap", options={"freeze": True, "passes": (record,), **options})
+    compiled(*inputs)
+    return programs, compiled
+
+
+@pytest.mark.parametrize(
+    ("emitter", "dtype"),
+    [("python", torch.float32), ("cpp", torch.float32), ("cpp", torch.bfloat16), ("fx", torch.bfloat16),
+     ("interpreter", torch.float32)],
+)  # fmt: skip
+def test_writes_into_frozen_weights_are_seen(emitter: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(left: Tensor, *rest: Any) -> Tensor:
+        calls.append(left.shape[0])
+        return prepacked_linear(left, *rest)
+
+    monkeypatch.setattr(prepacked_weights, "library_linear", counted)
+    torch.manual_seed(0)
+    model, x = Layers().to(dtype), torch.randn(64, 256).to(dtype)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x, emitter=emitter)
+        assert [extern_targets(program) for program in programs] == [[PREPACKED] * 3]
+        for _ in range(2):
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 1.5 * eager
+            model.second.weight.mul_(3)
+            exact.second.weight.mul_(3)
+    assert calls == [64] * 9
+
+
+def test_weights_that_may_change_are_not_prepacked() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(64, 256)
+    programs, _ = compiled_programs(model, x)  # a training step updates its weights
+    assert len(programs) >= 1 and PREPACKED not in [
+        target for program in programs for target in extern_targets(program)
+    ]
+
+    def writes(left: Tensor) -> Tensor:
+        model.second.weight.mul_(2)
+        return model.second(left)
+
+    with torch.no_grad():
+        programs, _ = compiled_programs(writes, torch.randn(64, 384))
+        assert PREPACKED not in extern_targets(programs[0])
+        programs, _ = compiled_programs(lambda left, right: left @ right, torch.randn(64, 256), torch.randn(256, 256))
+        assert PREPACKED not in extern_targets(programs[0])
+
+
+@pytest.mark.parametrize("rows", [8, "s0"])
+def test_few_or_symbolic_rows_are_not_prepacked(rows: int | str) -> None:
+    x = torch.randn(8 if rows == 8 else 64, 256)
+    dims = None if rows == 8 else ({0: torch.export.Dim("rows", min=32, max=512)},)
+    program = fxwrap.lower(torch.export.export(Layers(), (x,), dynamic_shapes=dims), options=FROZEN)
+    assert PREPACKED not in extern_targets(program)
+
+
+def test_other_devices_are_not_prepacked() -> None:
+    options = Options(freeze=True, devices=(dataclasses.replace(CPU, prepacked_gemm_dtypes=frozenset()),))
+    program = fxwrap.lower(torch.export.export(Layers(), (torch.randn(64, 256),)), options=options)
+    assert PREPACKED not in extern_targets(program)
+
+
+def test_constants_of_exported_and_saved_programs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(64, 256)
+    compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=Options(freeze=True, emitter="cpp"))
+    assert extern_targets(compiled.program) == [PREPACKED] * 3
+    compiled.save(tmp_path / "model.fxw")
+    loaded = fxwrap.load(tmp_path / "model.fxw")
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> None:
+    gc.collect()
+    weight, before = torch.randn(256, 256), len(prepacked_weights._cache)
+    for rows in range(16, 16 + prepacked_weights._MOST_ROWS + 3):
+        left = torch.randn(rows, 256)
+        torch.testing.assert_close(torch.ops.fxwrap.prepacked_linear(left, weight, None, True), left @ weight.t())
+    assert len(prepacked_weights._cache) == before + 1
+    assert len(prepacked_weights._cache[weight].by_rows) == prepacked_weights._MOST_ROWS
+    del weight
+    gc.collect()
+    assert len(prepacked_weights._cache) == before
