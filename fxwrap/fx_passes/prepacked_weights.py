@@ -23,7 +23,7 @@ _LEAST_OPERATIONS = 1 << 23
 
 def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph whose matmuls with frozen weights are calls that keep the weights in the library's layout."""
-    frozen = _frozen_nodes(graph, context)
+    frozen = frozen_nodes(graph, context)
     matmuls = [item for item in matmuls_of(graph, context) if _benefits(item, graph.fakes, context, frozen)]
     if not matmuls:
         return graph
@@ -38,7 +38,7 @@ def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGra
     return copy.finish()
 
 
-def _frozen_nodes(graph: PreparedGraph, context: FxPassContext) -> set[Node]:
+def frozen_nodes(graph: PreparedGraph, context: FxPassContext) -> set[Node]:
     """Returns the parameters, buffers and constants that no call of the graph writes."""
     written = written_storages(graph.nodes, graph.fakes)
     inputs = [node for node in graph.nodes if node.op == "placeholder" and node.name not in graph.constants]

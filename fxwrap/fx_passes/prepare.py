@@ -12,6 +12,7 @@ from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
+from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
@@ -73,6 +74,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "optimize_layouts", "make tensors around convolutions channels-last; adapt to strides of example inputs",
         optimize_layouts, "layout",
+    ),
+    Step(
+        "freeze_convolutions", "fold batch norms into frozen weights of convolutions, in the library's layout",
+        freeze_convolutions, "freeze", lambda options: options.freeze,
     ),
     Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse", _fuses),
 )  # fmt: skip

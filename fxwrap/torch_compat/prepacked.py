@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,4 +36,49 @@ def prepacked_linear(
         result = torch.ops.mkl._mkl_linear(left, packed, weight, bias, left.shape[0])
     else:
         result = torch.ops.mkldnn._linear_pointwise(left, packed, bias, "none", [], "")
+    return result
+
+
+@dataclass(frozen=True)
+class ConvolutionGeometry:
+    """The numbers of a convolution that is not transposed: one of each for each dimension of the image, and groups."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def prepack_convolution_weight(
+    weight: torch.Tensor, geometry: ConvolutionGeometry, image_sizes: Sequence[int]
+) -> torch.Tensor | None:
+    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN. The result is opaque.
+
+    Why: as for `prepack_linear_weight`.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
+        weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes
+    )
+    return packed
+
+
+def prepacked_convolution(
+    image: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: ConvolutionGeometry,
+    residual: torch.Tensor | None,
+    relu: bool,
+) -> torch.Tensor:
+    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`."""
+    operators: Any = torch.ops.mkldnn
+    numbers = (geometry.padding, geometry.stride, geometry.dilation, geometry.groups)
+    result: torch.Tensor
+    if residual is None:
+        result = operators._convolution_pointwise(image, packed, bias, *numbers, "relu" if relu else "none", [], "")
+    else:
+        epilogue = ("add", 1.0, "relu" if relu else None, [], None)
+        result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
     return result

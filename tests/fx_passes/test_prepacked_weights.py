@@ -1,4 +1,4 @@
-"""With `freeze`, weights of matmuls stay in the library's layout, and writes into them are seen."""
+"""With `freeze`, weights stay in the library's layout, batch norms are folded, and writes into weights are seen."""
 
 from __future__ import annotations
 
@@ -128,11 +128,70 @@ def test_constants_of_exported_and_saved_programs(tmp_path: Path) -> None:
 def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> None:
     gc.collect()
     weight, before = torch.randn(256, 256), len(prepacked_weights._cache)
-    for rows in range(16, 16 + prepacked_weights._MOST_ROWS + 3):
+    for rows in range(16, 16 + prepacked_weights._MOST_FORMS + 3):
         left = torch.randn(rows, 256)
         torch.testing.assert_close(torch.ops.fxwrap.prepacked_linear(left, weight, None, True), left @ weight.t())
     assert len(prepacked_weights._cache) == before + 1
-    assert len(prepacked_weights._cache[weight].by_rows) == prepacked_weights._MOST_ROWS
+    assert len(prepacked_weights._cache[weight]) == prepacked_weights._MOST_FORMS
     del weight
     gc.collect()
     assert len(prepacked_weights._cache) == before
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+CONVOLUTION = "fxwrap.frozen_convolution.default"
+
+
+class Block(nn.Module):
+    """Convolutions with batch norms, a residual that is one of them, a bias, groups, and one that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.BatchNorm2d(16)
+        self.short, self.short_norm = nn.Conv2d(8, 16, 1, stride=2, bias=False), nn.BatchNorm2d(16)
+        self.last = nn.Conv2d(16, 16, 3, dilation=2, padding=2, groups=4)
+        for norm in (self.norm, self.short_norm):
+            nn.init.normal_(norm.weight, 1, 0.3)
+            nn.init.normal_(norm.bias)
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(x)) + self.short_norm(self.short(x)))
+        last = self.last(hidden)
+        return last * torch.sigmoid(last)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(2, 8, 12, 12).contiguous(memory_format=memory_format)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x, emitter=emitter)
+        assert extern_targets(programs[0]) == [CONVOLUTION] * 3
+        assert len(programs[0].kernels) <= 2  # the sigmoid, and its layout
+        for _ in range(2):
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 3 * eager
+            model.norm.running_var.mul_(4)
+            exact.norm.running_var.mul_(4)
+
+
+def test_batch_norms_in_train_mode_and_shared_convolutions_are_not_folded() -> None:
+    torch.manual_seed(0)
+    model, x = Block().train(), torch.randn(2, 8, 12, 12)
+    with torch.no_grad():
+        programs, compiled = compiled_programs(copy.deepcopy(model), x)
+        targets = extern_targets(programs[0])
+        assert targets.count(CONVOLUTION) == 3  # weights are frozen, statistics are not
+
+        def twice(image: Tensor) -> Tensor:
+            convolved = model.first(image)
+            return model.norm.eval()(convolved) + convolved
+
+        programs, compiled = compiled_programs(twice, x)
+        torch.testing.assert_close(compiled(x), twice(x))
