@@ -89,13 +89,16 @@ def _match(
     residual, position = _residual(end, fakes, aliases, context, claimed)
     if position is not None:
         absorbed, end = (*absorbed, position), position
-    user = _only_user(end)
-    relu = (
-        user is not None and user.target is _aten.relu.default and "aten.relu.default" not in context.extern_operators
-    )
-    if relu and user is not None:
-        absorbed = (*absorbed, user)
-    return _Convolution(node, image, weight, bias, norm, epsilon, residual, relu, absorbed)
+    relu = _relu(end, context)
+    absorbed += () if relu is None else (relu,)
+    return _Convolution(node, image, weight, bias, norm, epsilon, residual, relu is not None, absorbed)
+
+
+def _relu(node: Node, context: FxPassContext) -> Node | None:
+    """Returns the node of the positive part of a node's tensor, its only use."""
+    user = _only_user(node)
+    is_relu = user is not None and user.target is _aten.relu.default
+    return user if is_relu and "aten.relu.default" not in context.extern_operators else None
 
 
 def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:

@@ -79,6 +79,6 @@ def prepacked_convolution(
     if residual is None:
         result = operators._convolution_pointwise(image, packed, bias, *numbers, "relu" if relu else "none", [], "")
     else:
-        epilogue = ("add", 1.0, "relu" if relu else None, [], None)
+        epilogue: tuple[object, ...] = ("add", 1.0, "relu" if relu else None, [], None)
         result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
     return result
