@@ -2,7 +2,8 @@
 
     python benchmarks/dashboard.py --device cuda --shard 1/4 --seconds 500     # again, until it prints "all rows done"
     python benchmarks/dashboard.py --device cuda --collect --record cuda       # rows to results/dashboard-cuda.json
-    python benchmarks/dashboard.py --small --only 'T5Small|resnet50' --modes inference-float32-static
+    python benchmarks/dashboard.py --batch 2 --length 128 --only 'GPT2LM|BertFor|T5Small|resnet50' \\
+        --modes inference-float32-static --sides inductor,fxwrap,inductor:freezing,fxwrap:freezing   # on a CPU
 
 A mode is STEP-PRECISION-BATCH, such as training-amp-static. Each model and mode is a row: all sides are measured in
 one process, times in interleaved rounds. A row is a file in the folder `--rows`, written when it is complete; rows that
@@ -41,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.dashboard_jobs import MODE_OPTIONS, DashboardJob
-from benchmarks.dashboard_models import names
+from benchmarks.dashboard_models import Sizes, names
 from benchmarks.dashboard_tables import EAGER_FAILS, INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
 from benchmarks.results import REPOSITORY, Cell, add_record_option, cell_text, environment, result_path, write_result
@@ -119,7 +120,19 @@ class Dashboard:
     @property
     def rows_folder(self) -> Path:
         """The folder of rows of this device and these sizes."""
-        return self.chosen.rows / f"{self.chosen.device}{'-small' if self.chosen.small else ''}"
+        return self.chosen.rows / f"{self.chosen.device}-{self.sizes_text.replace(' ', '-')}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of models and inputs."""
+        return Sizes(self.chosen.small, self.chosen.batch, self.chosen.length)
+
+    @property
+    def sizes_text(self) -> str:
+        """The sizes in words."""
+        chosen = {name: getattr(self.chosen, name) for name in ("batch", "length")}
+        changed = [f"{name} {size}" for name, size in chosen.items() if size]
+        return " ".join(["small models" if self.chosen.small else "base models", *changed])
 
     def path(self, model: str, mode: str) -> Path:
         """Returns the file of a row."""
@@ -150,7 +163,7 @@ class Dashboard:
         """Returns the measures by side that a process reports, and why it ended early, if so."""
         step, precision, batch = mode.split("-")
         job = DashboardJob(
-            model, step, precision, batch, tuple(self.chosen.sides), self.chosen.device, self.chosen.small,
+            model, step, precision, batch, tuple(self.chosen.sides), self.chosen.device, self.sizes,
             self.chosen.rounds, self.chosen.threads, self.chosen.options, str(self.folder / "lock"),
         )  # fmt: skip
         caches = Processes(self.folder, True, None).caches(warm=False)
@@ -187,7 +200,7 @@ class Dashboard:
         if path is not None:
             runs = sorted({f"{row['machine']['device']}, commit {row['commit'][:8]}" for row in rows})
             facts = {name: max(rows, key=lambda row: row["date"])[name] for name in FACTS}
-            note = f"{'small models' if self.chosen.small else 'base sizes'}; rows of {'; '.join(runs)}"
+            note = f"{self.sizes_text}; rows of {'; '.join(runs)}"
             write_result(path, {**facts, "note": note, "rows": tables, "raw": [row["sides"] for row in rows]})
 
 
@@ -247,6 +260,8 @@ def parsed_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("--modes", type=_modes, default=list(MODES), help="STEP-PRECISION-BATCH, with commas")
     parser.add_argument("--sides", type=_sides, default=list(SIDES), help="BACKEND or BACKEND:MODE, with commas")
     parser.add_argument("--small", action="store_true", help="few layers and channels, two samples")
+    parser.add_argument("--batch", type=int, help="samples, instead of each model's own number")
+    parser.add_argument("--length", type=int, help="words of a sample, instead of each model's own number")
     parser.add_argument("--rows", type=Path, default=REPOSITORY / "build" / "dashboard", help="the folder of rows")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="a part of the rows")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")

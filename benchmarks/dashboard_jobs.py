@@ -28,7 +28,7 @@ from torch._dynamo.utils import same
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.dashboard_models import DashboardModel, dashboard_model
+from benchmarks.dashboard_models import DashboardModel, Sizes, dashboard_model
 from benchmarks.gpu_jobs import report
 from benchmarks.measure_kernels import Contender, first_line, interleaved_host_times, leaves, synchronize
 from benchmarks.model_jobs import exclusive_lock
@@ -72,7 +72,7 @@ class DashboardJob:
     batch: str
     sides: tuple[str, ...]
     device: str
-    small: bool
+    sizes: Sizes
     rounds: int
     threads: int
     options: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Subject:
     def __init__(self, job: DashboardJob) -> None:
         self.job = job
         torch.manual_seed(0)
-        self.source: DashboardModel = dashboard_model(job.model, job.small)
+        self.source: DashboardModel = dashboard_model(job.model, job.sizes)
         model = self.source.build().to(job.device, self.dtype)
         self.model = model.train() if job.step == "training" else model.eval()
         self.state = {name: item.clone() for name, item in model.state_dict().items()}
@@ -247,7 +247,8 @@ def measure(subject: Subject, functions: Mapping[str, Callable[..., Any]]) -> No
 
 def main() -> None:
     """Runs the job."""
-    job = DashboardJob(**json.loads(sys.argv[1]))
+    fields = json.loads(sys.argv[1])
+    job = DashboardJob(**{**fields, "sizes": Sizes(**fields["sizes"])})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(job.threads)
     with exclusive_lock(job.lock, shared=True):

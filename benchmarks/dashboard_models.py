@@ -139,16 +139,27 @@ def names() -> list[tuple[str, str]]:
     return [item for _, item in ordered]
 
 
-def dashboard_model(name: str, small: bool) -> DashboardModel:
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of models and inputs: base or small ones; `batch` and `length` of words replace a row's own."""
+
+    small: bool = False
+    batch: int | None = None
+    length: int | None = None
+
+
+def dashboard_model(name: str, sizes: Sizes) -> DashboardModel:
     """Returns a model by name. Raises KeyError for an unknown name."""
+    small = sizes.small
     if name in TIMM:
-        batch = BATCH if small else TIMM[name]
+        batch = sizes.batch or (BATCH if small else TIMM[name])
         build = functools.partial(_build_timm, name)
         return DashboardModel("timm", name, batch, build, functools.partial(_images, batch, small))
     row = TRANSFORMERS[name]
     batch, length = (BATCH, LENGTH) if small else (row.batch, row.length)
     build = functools.partial(_build_transformer, row.name or name, row, small)
-    return DashboardModel("transformers", name, batch, build, functools.partial(_words, batch, length))
+    inputs = functools.partial(_words, sizes.batch or batch, sizes.length or length)
+    return DashboardModel("transformers", name, sizes.batch or batch, build, inputs)
 
 
 def _build_transformer(class_name: str, row: LanguageModel, small: bool) -> nn.Module:
