@@ -21,40 +21,40 @@ BATCH, LENGTH, VOCABULARY, WIDTH, INNER, HEADS, HEAD, LAYERS, IMAGE = 2, 16, 256
 
 Inputs: TypeAlias = dict[str, Tensor]
 
-FIELDS: Mapping[int, str] = {
-    WIDTH: (
+FIELDS: Sequence[tuple[int, str]] = (
+    (WIDTH, (
         "hidden_size d_model n_embd embed_dim hidden_dim dim embedding_size text_hidden_size out_hidden_size "
         "lru_width output_hidden_size encoder_hidden_size decoder_hidden_size word_embed_proj_dim embedding_dim "
         "attention_hidden_size projection_dim projector_hidden_size decoder_hidden_dim encoder_hidden_dim"
-    ),
-    INNER: (
+    )),
+    (INNER, (
         "intermediate_size ffn_dim d_ff n_inner mlp_dim d_inner moe_intermediate_size encoder_ffn_dim "
         "decoder_ffn_dim shared_expert_intermediate_size dense_intermediate_size"
-    ),
-    HEADS: (
+    )),
+    (HEADS, (
         "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads "
         "attention_heads index_n_heads linear_num_value_heads num_experts num_local_experts n_routed_experts "
         "moe_num_experts window_size time_step_rank num_conv_pos_embedding_groups"
-    ),
-    HEAD: (
+    )),
+    (HEAD, (
         "head_dim d_kv v_head_dim qk_nope_head_dim qk_rope_head_dim index_head_dim linear_key_head_dim "
         "kv_lora_rank linear_value_head_dim q_lora_rank attention_head_size num_mel_bins mamba_d_state "
         "ssm_state_size state_size rotary_dim num_conv_pos_embeddings hidden_size_per_layer_input"
-    ),
-    LAYERS: (
+    )),
+    (LAYERS, (
         "num_hidden_layers n_layer n_layers num_layers depth encoder_layers decoder_layers num_decoder_layers "
         "num_encoder_layers num_hidden_groups num_experts_per_tok num_key_value_heads n_head_kv num_kv_heads "
         "linear_num_key_heads multi_query_group_num"
-    ),
-    VOCABULARY: (
+    )),
+    (VOCABULARY, (
         "vocab_size vocab_size_per_layer_input entity_vocab_size text_vocab_size encoder_hash_byte_group_vocab"
-    ),
-    64: "max_position_embeddings n_positions max_source_positions n_ctx max_target_positions codebook_size",
-    IMAGE: "image_size input_size pretrain_image_size",
-    8: "patch_size sliding_window attention_window num_queries index_topk mamba_n_heads",
-    1: "n_group topk_group n_groups first_k_dense_replace",
-}
-LIMITS = {name: limit for limit, names in FIELDS.items() for name in names.split()}
+    )),
+    (64, "max_position_embeddings n_positions max_source_positions n_ctx max_target_positions codebook_size"),
+    (IMAGE, "image_size input_size pretrain_image_size"),
+    (8, "patch_size sliding_window attention_window num_queries index_topk mamba_n_heads"),
+    (1, "n_group topk_group n_groups first_k_dense_replace"),
+)  # fmt: skip
+LIMITS = {name: limit for limit, names in FIELDS for name in names.split()}
 """The largest value that an integer field of a configuration keeps, by name."""
 
 SMALL_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -109,7 +109,7 @@ def _transformers_models() -> list[SweepModel]:
 def _build_transformer(name: str) -> tuple[nn.Module, Inputs]:
     from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
-    config: Any = _small_config(CONFIG_MAPPING[name], OVERRIDES.get(name, {}))
+    config: Any = small_config(CONFIG_MAPPING[name], OVERRIDES.get(name, {}))
     config._attn_implementation = "sdpa"
     classes = MODEL_MAPPING[type(config)]
     model_class = classes[0] if isinstance(classes, tuple) else classes
@@ -123,7 +123,7 @@ def _build_transformer(name: str) -> tuple[nn.Module, Inputs]:
     return model, _transformer_inputs(model, config)
 
 
-def _small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
+def small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
     """Returns a configuration with each known field at most its limit, inner configurations likewise."""
     defaults = config_class()
     fields: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def _small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
         default = getattr(defaults, field, None)
         if field in config_class.sub_configs:
             if default is not None:
-                fields[field] = _small_config(type(default), {}).to_dict()
+                fields[field] = small_config(type(default), {}).to_dict()
         elif isinstance(default, bool):
             fields.update({field: False} if field == "use_cache" else {})
         elif isinstance(default, int) and (field in LIMITS or field.endswith("_token_id")):

@@ -1,8 +1,8 @@
-"""Renders the tables of `benchmarks/README.md` and `README.md` from the result files.
+"""Renders the tables of `README.md` and of the documents in `benchmarks/` from the result files.
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`. NAME is a result file, or one of `SUMMARIES`.
 
-    python -m benchmarks.tables           # write both documents
+    python -m benchmarks.tables           # write the documents
     python -m benchmarks.tables --check   # only compare; the exit status is 1 if a document is out of date
 """
 
@@ -19,9 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.dashboard_tables import details, summary
 from benchmarks.results import FOLDER, REPOSITORY, Cell, Row, cell_text, describe, geometric_mean
 
-DOCUMENTS = (REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md")
+DOCUMENTS = (
+    REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md", REPOSITORY / "benchmarks" / "dashboard.md"
+)  # fmt: skip
 BLOCK = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Ratio = tuple[str, str]
@@ -123,7 +126,26 @@ def index() -> list[str]:
     return markdown([{"script": f"`{script}`", "results": ", ".join(links)} for script, links in files.items()])
 
 
-SUMMARIES: Mapping[str, Callable[[], list[str]]] = {"comparison": comparison, "operators": operators, "index": index}
+def dashboard() -> list[str]:
+    """Returns the figures of each recorded run of `dashboard.py`."""
+    lines: list[str] = []
+    for path in sorted(FOLDER.glob("dashboard-*.json")):
+        data, rows = result(path.stem), rows_of(path.stem)
+        lines += [
+            f"## {path.stem.removeprefix('dashboard-')}",
+            "",
+            f"{describe(data)}.",
+            "",
+            *markdown(summary(rows)),
+            "",
+        ]
+        lines += [*markdown(details(rows)), ""]
+    return lines or ["No run is recorded."]
+
+
+SUMMARIES: Mapping[str, Callable[[], list[str]]] = {
+    "comparison": comparison, "operators": operators, "index": index, "dashboard": dashboard,
+}  # fmt: skip
 
 
 def rendered(text: str) -> str:

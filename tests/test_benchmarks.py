@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.dashboard import Dashboard, parsed_arguments, table_cells
+from benchmarks.dashboard_tables import details, summary, worst
 from benchmarks.distributed import uncovered
 from benchmarks.results import FOLDER, Report, cell_text
 from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
@@ -86,3 +90,63 @@ def test_exposed_communication_is_outside_of_all_kernels() -> None:
     """Overlapping collectives count once, and covers may overlap each other."""
     assert uncovered([(0, 4), (2, 6), (10, 12)], [(1, 3), (2, 5), (11, 20)]) == 1 + 1 + 1
     assert uncovered([], [(0, 1)]) == uncovered([(0, 1)], [(0, 2)]) == 0
+
+
+def _dashboard(folder: Path, *arguments: str) -> Dashboard:
+    common = ["--only", "^(T5Small|resnet50)$", "--modes", "inference-float32-static", "--rows", str(folder)]
+    return Dashboard(parsed_arguments([*common, "--sides", "inductor,fxwrap", *arguments]), folder, float("inf"))
+
+
+def _measured(seconds: float, passes: bool = True) -> dict[str, object]:
+    compile_, memory = {"seconds": 10 * seconds}, {"peak": 1e6 * seconds}
+    return {"compile": compile_, "accuracy": {"passes": passes}, "memory": memory, "time": {"seconds": [seconds] * 3}}
+
+
+def test_dashboard_rows_that_are_there_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter([({"eager": _measured(0.1)}, "exit code -11: "), ({}, "stopped after 5 s")])
+    monkeypatch.setattr(Dashboard, "_run", lambda *_: next(outcomes))
+    dashboard = _dashboard(tmp_path)
+    assert [row[1] for row in dashboard.missing()] == ["resnet50", "T5Small"]
+    assert [row[1] for part in ("1/2", "2/2") for row in _dashboard(tmp_path, "--shard", part).missing()] == [
+        "resnet50", "T5Small",
+    ]  # fmt: skip
+    dashboard.measure(*dashboard.missing()[0])
+    assert [row[1] for row in dashboard.missing()] == ["T5Small"], "a crash is a row"
+    row = json.loads(dashboard.path("resnet50", "inference-float32-static").read_text())
+    assert table_cells(row, ["fxwrap"])["fxwrap: status"] == "exit code -11: "
+    late = replace(dashboard, until=time.monotonic() + 300)
+    late.measure(*dashboard.missing()[0])
+    assert [row[1] for row in dashboard.missing()] == ["T5Small"], "a row that the end of the time interrupts is none"
+    assert list(tmp_path.rglob("*.tmp")) == []
+    assert len(_dashboard(tmp_path, "--sides", "inductor,fxwrap,fxwrap:freezing").missing()) == 2
+
+
+def test_dashboard_figures_are_of_rows_that_both_sides_pass() -> None:
+    def row(model: str, **sides: object) -> dict[str, object]:
+        cells = {"library": "timm", "model": model, "mode": "inference-float32-static", "failure": "", "sides": sides}
+        return table_cells(cells, ["inductor", "fxwrap"])
+
+    eager, failed = _measured(0.4), {"failure": {"text": "RuntimeError: no"}}
+    rows = [
+        row("a", eager=eager, inductor=_measured(0.2), fxwrap=_measured(0.1)),
+        row("b", eager=eager, inductor=_measured(0.2), fxwrap=_measured(0.1, passes=False)),
+        row("c", eager=eager, inductor=failed, fxwrap=_measured(0.4)),
+        row("d", eager=failed),
+    ]
+    inductor, own = summary(rows)
+    assert inductor["passing"] == own["passing"] == "2 of 3"
+    assert own["speedup"] == pytest.approx(2.0) and own["speedup / Inductor"] == pytest.approx(2.0)
+    assert own["compile / Inductor"] == own["memory / Inductor"] == pytest.approx(0.5)
+    assert [line["fxwrap"] for line in details(rows)] == [4.0, "wrong", 1.0, "-"]
+    assert worst(rows, "fxwrap") == [("a inference-float32-static", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--shard", "3/2"], "'3/2' is not a part such as 1/4"), (["--sides", "inductor,tvm"], "unknown sides: tvm"),
+     (["--modes", "training-amp"], "unknown modes: training-amp")],
+)  # fmt: skip
+def test_dashboard_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed_arguments(arguments)
+    assert message in capsys.readouterr().err

@@ -166,7 +166,7 @@ class _GraphCompiler:
         outputs = graph_module.graph.output_node().args[0]
         info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
         static_inputs = self._static_inputs(graph_module, info)
-        options = self.options.replace(check_inputs=False)
+        options = self.options.replace(check_inputs=False, freeze=self.options.freeze and self.kind == "inference")
         if options.autotune == FIRST_CALL and (options.on_graph is not None or is_precompiling()):
             options = options.replace(autotune=True)  # `on_graph` or torch gets the graph before any call
         compiled = self.compile_with(

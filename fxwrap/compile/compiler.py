@@ -212,8 +212,8 @@ def _prepare(request: CompileRequest, history: GraphHistory | None) -> PreparedG
         history.add("import_graph", source)
     return prepare_graph(
         source, example_inputs, options, fused_operators=RULES,
-        flexible_stride_outputs=request.flexible_stride_outputs, events=request.events,
-        on_change=None if history is None else history.add,
+        flexible_stride_outputs=request.flexible_stride_outputs, static_inputs=request.static_inputs,
+        events=request.events, on_change=None if history is None else history.add,
     )  # fmt: skip
 
 

@@ -84,6 +84,9 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matvec_dtypes: dtypes in which a generated product of one row and a matrix is faster than a library's.
+        prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
+            layout.
+        prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
             matmuls of one tensor with several weights.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
@@ -126,6 +129,8 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matvec_dtypes: frozenset[torch.dtype] = frozenset()
+    prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
     instructions_per_byte: int = 0
@@ -189,6 +194,8 @@ CPU = DeviceSpec(
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
     generated_matvec_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    prepacked_convolution_dtypes=frozenset({torch.float32}),
     asserts_raise=True,
     cpu_rounding=True,
     supports_all_atomics=True,

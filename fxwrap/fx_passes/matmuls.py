@@ -44,7 +44,7 @@ _MAX_FORMULA_LENGTH = 16
 
 
 @dataclass(frozen=True)
-class _Matmul:
+class Matmul:
     """A matmul of two matrices; `bias`, if any, is a vector added to each row."""
 
     node: Node
@@ -53,20 +53,21 @@ class _Matmul:
     bias: Node | None
 
 
-def _match_matmul(node: Node, fakes: NodeValues, context: FxPassContext) -> _Matmul | None:
+def _match_matmul(node: Node, fakes: NodeValues, context: FxPassContext) -> Matmul | None:
     if node.target not in MATMULS or node.kwargs or str(node.target) in context.extern_operators:
         return None
     match node.target, node.args:
         case _aten.mm.default, (Node() as left, Node() as right):
-            return _Matmul(node, left, right, None)
+            return Matmul(node, left, right, None)
         case _aten.addmm.default, (Node() as bias, Node() as left, Node() as right):
             fake = fakes.get(bias)
-            return _Matmul(node, left, right, bias) if isinstance(fake, FakeTensor) and fake.ndim == 1 else None
+            return Matmul(node, left, right, bias) if isinstance(fake, FakeTensor) and fake.ndim == 1 else None
         case _:
             return None
 
 
-def _matmuls(graph: PreparedGraph, context: FxPassContext) -> list[_Matmul]:
+def matmuls_of(graph: PreparedGraph, context: FxPassContext) -> list[Matmul]:
+    """Returns the matmuls of matrices, with and without a bias, that passes may rewrite."""
     matches = [_match_matmul(node, graph.fakes, context) for node in graph.nodes]
     return [matmul for matmul in matches if matmul is not None]
 
@@ -114,7 +115,7 @@ def is_outer_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) ->
 class _Epilogue:
     """An activation that is the only reader of a matmul: `matmul_output`, the matmul or a view of it, is its input."""
 
-    matmul: _Matmul
+    matmul: Matmul
     matmul_output: Node
     formula: tuple[Node, ...]
     is_gelu: bool
@@ -129,7 +130,7 @@ def fuse_epilogues(graph: PreparedGraph, context: FxPassContext) -> PreparedGrap
     """Returns a graph in which a matmul and the activation after it are one call."""
     specs = context.options.device_specs()
     epilogues = [
-        epilogue for matmul in _matmuls(graph, context) if _supports_epilogue(matmul, graph.fakes, specs)
+        epilogue for matmul in matmuls_of(graph, context) if _supports_epilogue(matmul, graph.fakes, specs)
         and (epilogue := _match_epilogue(matmul, graph.fakes, context.options)) is not None
     ]  # fmt: skip
     if not epilogues:
@@ -145,7 +146,7 @@ def _spec_of(fake: object, specs: Mapping[str, DeviceSpec]) -> DeviceSpec | None
     return specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
 
 
-def _supports_epilogue(matmul: _Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+def _supports_epilogue(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
     """Whether a library applies an activation before it rounds: its kernels for aligned rows do."""
     fake = fakes.get(matmul.node)
     spec = _spec_of(fake, specs)
@@ -155,7 +156,7 @@ def _supports_epilogue(matmul: _Matmul, fakes: NodeValues, specs: Mapping[str, D
     return all(type(length) is int and length * fake.dtype.itemsize % ROW_ALIGNMENT == 0 for length in lengths)
 
 
-def _match_epilogue(matmul: _Matmul, fakes: NodeValues, options: Options) -> _Epilogue | None:
+def _match_epilogue(matmul: Matmul, fakes: NodeValues, options: Options) -> _Epilogue | None:
     """Returns the activation that is the only reader of a matmul, if a library has it."""
     matmul_output = matmul.node
     while len(matmul_output.users) == 1 and (user := next(iter(matmul_output.users))).target in _VIEWS:
@@ -270,7 +271,7 @@ def _fuse_epilogue(copy: GraphCopy, epilogue: _Epilogue, zeros: dict[Hashable, N
 class _PackableMatmul:
     """A matmul whose right operand is `weight`, an input or constant of the graph, or its transpose."""
 
-    matmul: _Matmul
+    matmul: Matmul
     weight: Node
     transposed: bool
 
@@ -280,7 +281,7 @@ class _PackableMatmul:
         return (self.matmul.left, self.transposed, self.matmul.bias is not None)
 
 
-def _packable(matmul: _Matmul) -> _PackableMatmul | None:
+def _packable(matmul: Matmul) -> _PackableMatmul | None:
     if matmul.bias is not None and matmul.bias.op == "call_function":
         return None
     weight = transpose_operand(matmul.right)
@@ -306,7 +307,7 @@ def pack_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
         return graph
     fakes, views = graph.fakes, StorageAliases(graph, context)
     groups: dict[Hashable, list[_PackableMatmul]] = {}
-    for matmul in _matmuls(graph, context):
+    for matmul in matmuls_of(graph, context):
         packable = _packable(matmul)
         if packable is not None:
             groups.setdefault(packable.group, []).append(packable)
@@ -383,7 +384,7 @@ def _pack(copy: GraphCopy, members: Sequence[_PackableMatmul]) -> None:
 def unfuse_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which the kernels that read matmuls add their biases."""
     specs = context.options.device_specs()
-    matmuls = [matmul for matmul in _matmuls(graph, context) if _prefers_unfused_bias(matmul, graph.fakes, specs)]
+    matmuls = [matmul for matmul in matmuls_of(graph, context) if _prefers_unfused_bias(matmul, graph.fakes, specs)]
     if not matmuls:
         return graph
     views = StorageAliases(graph, context)
@@ -399,7 +400,7 @@ def unfuse_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph
     return copy.finish()
 
 
-def _prefers_unfused_bias(matmul: _Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+def _prefers_unfused_bias(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
     """Whether a library adds a bias more slowly than the kernel that reads the result."""
     fake = fakes.get(matmul.node)
     spec = _spec_of(fake, specs)

@@ -12,10 +12,12 @@ from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
+from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
+from fxwrap.fx_passes.prepacked_weights import prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
@@ -64,10 +66,18 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     ),
     Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse", _fuses),
     Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse", _fuses),
+    Step(
+        "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
+        prepack_weights, "freeze", lambda options: options.freeze,
+    ),
     Step("unfuse_biases", "let the kernels that read matmuls add their biases", unfuse_biases, "fuse", _fuses),
     Step(
         "optimize_layouts", "make tensors around convolutions channels-last; adapt to strides of example inputs",
         optimize_layouts, "layout",
+    ),
+    Step(
+        "freeze_convolutions", "fold batch norms into frozen weights of convolutions, in the library's layout",
+        freeze_convolutions, "freeze", lambda options: options.freeze,
     ),
     Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse", _fuses),
 )  # fmt: skip
@@ -82,6 +92,7 @@ def prepare_graph(
     *,
     fused_operators: Collection[str] = frozenset(),
     flexible_stride_outputs: Collection[int] = (),
+    static_inputs: Collection[int] = (),
     events: EventLog | None = None,
     on_change: Callable[[str, PreparedGraph], None] | None = None,
 ) -> PreparedGraph:
@@ -96,6 +107,7 @@ def prepare_graph(
         name: the program's name.
         fused_operators: names of the overloads with a lowering rule.
         flexible_stride_outputs: positions of outputs whose strides may change.
+        static_inputs: positions of inputs whose address never changes.
         events: the log of the compile.
         on_change: receives the name of each pass that ran, and the graph after it, which later passes may change.
 
@@ -107,7 +119,7 @@ def prepare_graph(
     if options.output_strides == "any":
         flexible_stride_outputs = range(len(tree_flatten(source.output.args)[0]))
     prepared = _with_fakes(source, example_inputs, flexible_stride_outputs)
-    context = FxPassContext(options, fused_operators, example_inputs)
+    context = FxPassContext(options, fused_operators, example_inputs, static_inputs)
     events.end_step("propagate_fakes")
     for step in enabled_steps(FX_PASSES, options):
         events.begin_step(step.name)

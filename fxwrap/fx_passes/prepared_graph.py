@@ -74,11 +74,13 @@ class FxPassContext:
         options: the options of the compile.
         fused_operators: names of the overloads with a lowering rule ("aten.add.Tensor").
         example_inputs: one value for each placeholder, or None.
+        static_inputs: positions of inputs whose address never changes (parameters and buffers).
     """
 
     options: Options
     fused_operators: Collection[str] = frozenset()
     example_inputs: Sequence[object] | None = None
+    static_inputs: Collection[int] = ()
 
     @cached_property
     def extern_operators(self) -> frozenset[str]:

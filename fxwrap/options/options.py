@@ -63,6 +63,9 @@ class Options:
             "functional", in which they return new tensors, inputs are written at the end, and memory is not planned
             before `fxwrap.fx.in_place`.
         fuse: whether to generate fused kernels; without, every operator is a call.
+        freeze: whether parameters, buffers and constants are taken to stay as they are: inference on a CPU converts
+            weights to the library's layout once (prepacking), beside the weights themselves. A write that torch's
+            version counters show converts them again; one through `.data` is not seen.
         layout: "auto" makes tensors around convolutions channels-last where a cost model expects a gain, and converts
             inputs; "preserve" does not change layouts.
         output_strides: "eager" keeps the strides of eager outputs, by copies if necessary; "any" allows the fastest
@@ -137,6 +140,7 @@ class Options:
     on_graph: Callable[..., Any] | None = None
     fx_form: Literal["in_place", "functional"] = "in_place"
     fuse: bool = True
+    freeze: bool = False
     layout: Literal["auto", "preserve"] = "auto"
     output_strides: Literal["eager", "any"] = "eager"
     cpu_kernels: Literal["cpp", "triton"] = "cpp"

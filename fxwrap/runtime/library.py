@@ -37,6 +37,12 @@ from fxwrap.runtime.kernel_operators import (
     cpp_kernel_functionalised,
 )
 from fxwrap.runtime.kernel_table import register_kernel_texts
+from fxwrap.runtime.prepacked_weights import (
+    frozen_convolution,
+    frozen_convolution_fake,
+    prepacked_linear,
+    prepacked_linear_fake,
+)
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
 
@@ -196,6 +202,15 @@ _OPERATORS = (
     _Operator("wait_event(Tensor event, Device device, int stream) -> ()", wait_event, has_side_effect=True),
     _Operator(
         "record_stream(Tensor tensor, Device device, int stream) -> ()", devices.record_stream, has_side_effect=True
+    ),
+    _Operator(
+        "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
+        prepacked_linear, prepacked_linear_fake,
+    ),
+    _Operator(
+        "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
+        "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu) -> Tensor",
+        frozen_convolution, frozen_convolution_fake,
     ),
     _Operator("synchronize(int place) -> ()", synchronize, has_side_effect=True),
     _Operator("synchronize_device(Device? device=None) -> ()", synchronize_device, has_side_effect=True),

@@ -1,0 +1,140 @@
+"""Matmuls and convolutions with frozen weights, which are converted to the library's layout at their first call.
+
+The converted forms are cached by the weight, and by the memory and the version of all tensors that they were computed
+from. So a write into a weight converts it again, unless the write evades torch's version counter
+(`weight.data.add_(1)`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fxwrap.torch_compat import (
+    ConvolutionGeometry,
+    prepack_convolution_weight,
+    prepack_linear_weight,
+    prepacked_convolution,
+    version_of,
+)
+from fxwrap.torch_compat import prepacked_linear as library_linear
+
+_MOST_FORMS = 4
+"""The converted forms of a weight, such as those for several numbers of rows, that are cached at a time."""
+
+_Content: TypeAlias = tuple[tuple[int, int], ...]
+_Form: TypeAlias = tuple[torch.Tensor | None, ...]
+
+_lock = threading.Lock()
+_cache: MutableMapping[torch.Tensor, OrderedDict[Hashable, tuple[_Content, _Form]]] = WeakTensorKeyDictionary()
+
+
+def _form(sources: Sequence[torch.Tensor], variant: Hashable, convert: Callable[[], _Form]) -> _Form:
+    """Returns the converted form of a weight, the first of `sources`; it is cached while none of them is written."""
+    content = tuple([(item.data_ptr(), 0 if item.is_inference() else version_of(item)) for item in sources])
+    with _lock:
+        forms = _cache.get(sources[0])
+        if forms is None:
+            forms = _cache[sources[0]] = OrderedDict()
+        cached = forms.get(variant)
+        if cached is not None and cached[0] == content:
+            return cached[1]
+        with torch.no_grad():
+            form = convert()
+        forms[variant] = content, form
+        if len(forms) > _MOST_FORMS:
+            forms.popitem(last=False)
+        return form
+
+
+def prepacked_linear(
+    left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """Returns `left @ weight + bias`, of `weight.t()` if `transposed`: contiguous matrices, and a vector or None."""
+    rows, columns_first = left.shape[0], weight if transposed else weight.t()
+    (packed,) = _form([weight], (rows, transposed), lambda: (prepack_linear_weight(columns_first, rows),))
+    with torch.no_grad():
+        if packed is not None:
+            return library_linear(left, packed, columns_first, bias)
+        right = columns_first.t()
+        return left @ right if bias is None else torch.addmm(bias, left, right)
+
+
+def prepacked_linear_fake(
+    left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    """The fake implementation: a contiguous matrix."""
+    return left.new_empty(left.shape[0], weight.shape[0 if transposed else 1])
+
+
+def frozen_convolution(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Sequence[torch.Tensor],
+    epsilon: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    residual: torch.Tensor | None,
+    relu: bool,
+) -> torch.Tensor:
+    """Returns a convolution, with batch norm's statistics and affine parameters `norm` folded into its weight and bias.
+
+    `norm` holds weight, bias, mean and variance, or nothing. Then adds `residual`, which has the result's layout, and
+    takes the positive part if `relu`.
+    """
+    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    sizes = tuple(image.shape)
+
+    def convert() -> _Form:
+        folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
+        return prepack_convolution_weight(folded, geometry, sizes), folded, shift
+
+    sources = [weight, *([] if bias is None else [bias]), *norm]
+    packed, folded, shift = _form(sources, (geometry, sizes, epsilon), convert)
+    with torch.no_grad():
+        if packed is not None:
+            return prepacked_convolution(image, packed, shift, geometry, residual, relu)
+        assert folded is not None, "the weight is a tensor"
+        result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
+        if residual is not None:
+            result.add_(residual)
+        return result.relu_() if relu else result
+
+
+def folded_batch_norm(
+    weight: torch.Tensor, bias: torch.Tensor | None, norm: Sequence[torch.Tensor], epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias of the convolution that computes a convolution and the batch norm after it."""
+    if not norm:
+        return weight, bias
+    scale, offset, mean, variance = [item.double() for item in norm]
+    factor = scale * (variance + epsilon).rsqrt()
+    shift = offset - mean * factor if bias is None else offset + (bias.double() - mean) * factor
+    folded = (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
+    return folded.contiguous(memory_format=torch.preserve_format), shift.to(weight.dtype)
+
+
+def frozen_convolution_fake(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    _norm: Sequence[torch.Tensor],
+    _epsilon: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    _residual: torch.Tensor | None,
+    _relu: bool,
+) -> torch.Tensor:
+    """The fake implementation: the layout of the convolution."""
+    zeros = [0] * len(padding)
+    return torch.convolution(image, weight, bias, stride, padding, dilation, False, zeros, groups)

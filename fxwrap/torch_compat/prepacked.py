@@ -1,0 +1,84 @@
+"""Weights in the layout of the CPU's libraries, oneDNN and MKL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def prepack_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """Returns a weight of shape (columns, terms) in a library's layout for matmuls with so many rows.
+
+    None if torch has no library for its dtype. The result is opaque: only `prepacked_linear` reads it.
+
+    Why: torch has public operators for neither library's packed matmuls.
+    """
+    mkl: Any = torch.ops.mkl
+    onednn: Any = torch.ops.mkldnn
+    packed: torch.Tensor | None = None
+    if weight.dtype is torch.float32 and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        packed = mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
+    elif weight.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if onednn._is_mkldnn_bf16_supported():
+            packed = onednn._reorder_linear_weight(weight.contiguous(), rows)
+    return packed
+
+
+def prepacked_linear(
+    left: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns `left @ weight.t() + bias` by the packed form of the weight, which is for as many rows as `left` has."""
+    result: torch.Tensor
+    if weight.dtype is torch.float32:
+        result = torch.ops.mkl._mkl_linear(left, packed, weight, bias, left.shape[0])
+    else:
+        result = torch.ops.mkldnn._linear_pointwise(left, packed, bias, "none", [], "")
+    return result
+
+
+@dataclass(frozen=True)
+class ConvolutionGeometry:
+    """The numbers of a convolution that is not transposed: one of each for each dimension of the image, and groups."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def prepack_convolution_weight(
+    weight: torch.Tensor, geometry: ConvolutionGeometry, image_sizes: Sequence[int]
+) -> torch.Tensor | None:
+    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN. The result is opaque.
+
+    Why: as for `prepack_linear_weight`.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
+        weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes
+    )
+    return packed
+
+
+def prepacked_convolution(
+    image: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: ConvolutionGeometry,
+    residual: torch.Tensor | None,
+    relu: bool,
+) -> torch.Tensor:
+    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`."""
+    operators: Any = torch.ops.mkldnn
+    numbers = (geometry.padding, geometry.stride, geometry.dilation, geometry.groups)
+    result: torch.Tensor
+    if residual is None:
+        result = operators._convolution_pointwise(image, packed, bias, *numbers, "relu" if relu else "none", [], "")
+    else:
+        epilogue: tuple[object, ...] = ("add", 1.0, "relu" if relu else None, [], None)
+        result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
+    return result

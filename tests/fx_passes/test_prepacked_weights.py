@@ -1,0 +1,197 @@
+"""With `freeze`, weights stay in the library's layout, batch norms are folded, and writes into weights are seen."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.devices import CPU
+from fxwrap.lines import ExternCall
+from fxwrap.runtime import prepacked_weights
+from fxwrap.torch_compat import prepacked_linear
+
+PREPACKED = "fxwrap.prepacked_linear.default"
+FROZEN = Options(freeze=True)
+
+
+class Layers(nn.Module):
+    """A linear layer, one without bias, and one whose weight is stored as GPT-2's are: rows are terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 384), nn.Linear(384, 256, bias=False)
+        self.third, self.bias = nn.Parameter(torch.randn(256, 320) / 16), nn.Parameter(torch.randn(320))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, self.second(torch.relu(self.first(x))), self.third)
+
+
+def extern_targets(program: fxwrap.Program) -> list[str]:
+    return [line.target for line in program.body.lines if isinstance(line, ExternCall)]
+
+
+def compiled_programs(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[list[Any], Any]:
+    """Returns the programs of a function through torch.compile, and the compiled function, called once."""
+    programs: list[Any] = []
+
+    def record(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    torch.compiler.reset()
+    compiled = torch.compile(function, backend="fxwrap", options={"freeze": True, "passes": (record,), **options})
+    compiled(*inputs)
+    return programs, compiled
+
+
+@pytest.mark.parametrize(
+    ("emitter", "dtype"),
+    [("python", torch.float32), ("cpp", torch.float32), ("cpp", torch.bfloat16), ("fx", torch.bfloat16),
+     ("interpreter", torch.float32)],
+)  # fmt: skip
+def test_writes_into_frozen_weights_are_seen(emitter: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(left: Tensor, *rest: Any) -> Tensor:
+        calls.append(left.shape[0])
+        return prepacked_linear(left, *rest)
+
+    monkeypatch.setattr(prepacked_weights, "library_linear", counted)
+    torch.manual_seed(0)
+    model, x = Layers().to(dtype), torch.randn(64, 256).to(dtype)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x, emitter=emitter)
+        assert [extern_targets(program) for program in programs] == [[PREPACKED] * 3]
+        for _ in range(2):
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 1.5 * eager
+            model.second.weight.mul_(3)
+            exact.second.weight.mul_(3)
+    assert calls == [64] * 9
+
+
+def test_weights_that_may_change_are_not_prepacked() -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(64, 256)
+    programs, _ = compiled_programs(model, x)  # a training step updates its weights
+    assert len(programs) >= 1 and PREPACKED not in [
+        target for program in programs for target in extern_targets(program)
+    ]
+
+    def writes(left: Tensor) -> Tensor:
+        model.second.weight.mul_(2)
+        return model.second(left)
+
+    with torch.no_grad():
+        programs, _ = compiled_programs(writes, torch.randn(64, 384))
+        assert PREPACKED not in extern_targets(programs[0])
+        programs, _ = compiled_programs(lambda left, right: left @ right, torch.randn(64, 256), torch.randn(256, 256))
+        assert PREPACKED not in extern_targets(programs[0])
+
+
+@pytest.mark.parametrize("rows", [8, "s0"])
+def test_few_or_symbolic_rows_are_not_prepacked(rows: int | str) -> None:
+    x = torch.randn(8 if rows == 8 else 64, 256)
+    dims = None if rows == 8 else ({0: torch.export.Dim("rows", min=32, max=512)},)
+    program = fxwrap.lower(torch.export.export(Layers(), (x,), dynamic_shapes=dims), options=FROZEN)
+    assert PREPACKED not in extern_targets(program)
+
+
+def test_other_devices_are_not_prepacked() -> None:
+    options = Options(freeze=True, devices=(dataclasses.replace(CPU, prepacked_gemm_dtypes=frozenset()),))
+    program = fxwrap.lower(torch.export.export(Layers(), (torch.randn(64, 256),)), options=options)
+    assert PREPACKED not in extern_targets(program)
+
+
+def test_constants_of_exported_and_saved_programs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(64, 256)
+    compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=Options(freeze=True, emitter="cpp"))
+    assert extern_targets(compiled.program) == [PREPACKED] * 3
+    compiled.save(tmp_path / "model.fxw")
+    loaded = fxwrap.load(tmp_path / "model.fxw")
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> None:
+    gc.collect()
+    weight, before = torch.randn(256, 256), len(prepacked_weights._cache)
+    for rows in range(16, 16 + prepacked_weights._MOST_FORMS + 3):
+        left = torch.randn(rows, 256)
+        torch.testing.assert_close(torch.ops.fxwrap.prepacked_linear(left, weight, None, True), left @ weight.t())
+    assert len(prepacked_weights._cache) == before + 1
+    assert len(prepacked_weights._cache[weight]) == prepacked_weights._MOST_FORMS
+    del weight
+    gc.collect()
+    assert len(prepacked_weights._cache) == before
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+CONVOLUTION = "fxwrap.frozen_convolution.default"
+
+
+class Block(nn.Module):
+    """Convolutions with batch norms, a residual that is one of them, a bias, groups, and one that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.BatchNorm2d(16)
+        self.short, self.short_norm = nn.Conv2d(8, 16, 1, stride=2, bias=False), nn.BatchNorm2d(16)
+        self.last = nn.Conv2d(16, 16, 3, dilation=2, padding=2, groups=4)
+        for norm in (self.norm, self.short_norm):
+            nn.init.normal_(norm.weight, 1, 0.3)
+            nn.init.normal_(norm.bias)
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(x)) + self.short_norm(self.short(x)))
+        last = self.last(hidden)
+        return last * torch.sigmoid(last)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_format: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(2, 8, 12, 12).contiguous(memory_format=memory_format)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x, emitter=emitter)
+        assert extern_targets(programs[0]) == [CONVOLUTION] * 3
+        assert len(programs[0].kernels) <= 2  # the sigmoid, and its layout
+        for _ in range(2):
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 3 * eager
+            model.norm.running_var.mul_(4)
+            exact.norm.running_var.mul_(4)
+
+
+def test_batch_norms_in_train_mode_and_shared_convolutions_are_not_folded() -> None:
+    torch.manual_seed(0)
+    model, x = Block().train(), torch.randn(2, 8, 12, 12)
+    with torch.no_grad():
+        programs, compiled = compiled_programs(copy.deepcopy(model), x)
+        targets = extern_targets(programs[0])
+        assert targets.count(CONVOLUTION) == 3  # weights are frozen, statistics are not
+
+        def twice(image: Tensor) -> Tensor:
+            convolved = model.first(image)
+            return model.norm.eval()(convolved) + convolved
+
+        programs, compiled = compiled_programs(twice, x)
+        torch.testing.assert_close(compiled(x), twice(x))
