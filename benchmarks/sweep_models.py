@@ -138,6 +138,8 @@ def small_config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
             fields[field] = min(default, LIMITS.get(field, VOCABULARY - 1))
         elif isinstance(default, float) and "drop" in field:
             fields[field] = 0.0
+        elif isinstance(default, list | tuple) and LIMITS.get(field) == IMAGE:
+            fields[field] = [min(size, IMAGE * (1 + (size > min(default)))) for size in default]
         elif isinstance(default, list | tuple) and field in EXTENTS:
             fields[field] = [1] * len(default)
         elif isinstance(default, list | tuple) and field in WIDTHS:

@@ -32,7 +32,7 @@ from fxwrap.lowering.rules.registry import (
     check_equal_dtypes,
     lowering_rule,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 
 def _space(call: OperatorCall, x: Definition) -> NormalizationSpace:
@@ -228,6 +228,8 @@ def _training_forward(
     epsilon: float,
 ) -> LoweringResult:
     """Normalizes with the batch's statistics; the last results are the new running statistics, if there are any."""
+    if call.may_be_zero(product(x.sizes)):
+        raise Declined("its input may be empty, for which eager raises")
     space = batch_norm_space(x.sizes)
     mean, squares = moments(call, space, x)
     rstd = reciprocal_std(call, space, squares, epsilon)

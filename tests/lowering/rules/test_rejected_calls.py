@@ -24,6 +24,7 @@ FLOATS, DOUBLES, HALVES = torch.ones(3), torch.ones(3, dtype=torch.float64), tor
 SHORT = INTS.int()
 CUBE = torch.ones(1, 1, 4, 4, 4, dtype=torch.float16)
 ROWS, GROUPS, HALF_ROWS = torch.ones(2, 3), torch.ones(1, 3, 2), torch.ones(2, 3, dtype=torch.float16)
+NO_ROWS = torch.ones(0, 3)
 STATISTICS = torch.ones(2, 1)
 NORM_MASK = [True, True, True]
 
@@ -68,6 +69,11 @@ REJECTED: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.masked_fill.Scalar, (HALVES, BOOLS, 1e6), {}),
     (aten.constant_pad_nd.default, (BYTES, [1, 1], -2.5), {}),
     (aten.clamp_min.default, (FLOATS, 1e60), {}),
+    *[(operator.default, (NO_ROWS, [0]), {}) for operator in (aten.amax, aten.amin)],
+    *[(operator.dim, (NO_ROWS, 0), {}) for operator in (aten.max, aten.min)],
+    *[(operator.default, (NO_ROWS, 0), {}) for operator in (aten.argmax, aten.argmin)],
+    *[(operator.default, (NO_ROWS,), {}) for operator in (aten.max, aten.min, aten.argmax, aten.argmin)],
+    (aten._native_batch_norm_legit.no_stats, (NO_ROWS, None, None, True, 0.1, 1e-5), {}),
 ]  # fmt: skip
 
 
