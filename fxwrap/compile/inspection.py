@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from fxwrap.artifact.loaded import LoadedProgram
 from fxwrap.compile.compiled import Compiled, Stage
+from fxwrap.converters.fx import EmittedGraph
 from fxwrap.errors import InspectionError
 from fxwrap.events import Event, EventLog, GraphLoaded, step_seconds
 from fxwrap.lowering import NodeCoverage
@@ -150,11 +151,13 @@ class CompileRecord:
         """Returns the content of the report; `times` are those of a profile (`Profile.times`)."""
         compiled = self.compiled
         emitter = compiled.options.emitter if isinstance(compiled, Compiled) else compiled.emitter
+        emitted = compiled.emitted if isinstance(compiled, Compiled) else None
+        readable = emitted.graph_module.print_readable(print_output=False) if isinstance(emitted, EmittedGraph) else ""
         return ReportContent(
             name=self.name, kind=self.kind, compile_id=self.compile_id, graph=self.graph, options=self.options,
             emitter=emitter, source=compiled.source, cached=self.cached,
             stages=tuple([(stage.pass_name, stage.program) for stage in self.stages]), coverage=self.coverage,
-            plan=self.plan, events=self._details.events, times=times,
+            plan=self.plan, events=self._details.events, times=times, emitted_graph=readable,
         )  # fmt: skip
 
     def write_report(self, path: str | Path, times: Mapping[str, LineTime] = MappingProxyType({})) -> None:

@@ -35,6 +35,7 @@ class ReportContent:
         options: the options that are not at their default.
         emitter: the name of the emitter that runs.
         source: the emitted text that runs.
+        emitted_graph: an emitted FX graph as torch prints it, with places in the model; "" for other emitters.
         cached: whether the program came from a cache.
         stages: the programs after each step that changed them, by step; the last one runs.
         coverage: the outcome of each call of the graph.
@@ -56,6 +57,7 @@ class ReportContent:
     plan: MemoryPlan | None
     events: EventLog
     times: Mapping[str, LineTime] = field(default_factory=dict)
+    emitted_graph: str = ""
 
     @property
     def program(self) -> Program:

@@ -32,6 +32,8 @@ def compile_texts(content: ReportContent) -> Iterator[tuple[str, str]]:
         yield f"stages/{number:02}_{file_name(name)}.txt", print_program(shown, origins=True)
     yield "program.txt", str(content.program)
     yield f"source{LANGUAGE_SUFFIXES[content.emitter]}", content.source
+    if content.emitted_graph:
+        yield "emitted_graph.txt", content.emitted_graph
     if content.plan is not None:
         yield "plan.json", plan_to_json(content.plan)
     yield "provenance.json", provenance(content.program).to_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ compiled = torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options=option
 compiled(torch.randn(2, 4)).sum().backward()
 torch.compiler.reset()
 torch.compile(torch.nn.Linear(4, 3), backend="fxwrap", options=options)(torch.randn(2, 4))
+torch.compile(lambda x: x.relu(), backend="fxwrap", options={**options, "emitter": "fx"})(torch.ones(2))
 graph = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
 fxwrap.compile_graph(graph, options=fxwrap.Options(**options), name="two words/caf\\udce9")
 """
@@ -33,14 +35,17 @@ def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
         metadata = json.loads(line[line.index("{") :]) if "{" in line else {}
         if str(metadata.get("artifact", {}).get("name", "")).startswith("fxwrap_"):
             found.append((metadata, "\n".join(payload[::-1])))
+            assert hashlib.md5(found[-1][1].encode()).hexdigest() == metadata["has_payload"]  # tlparse compares it
         payload = []
     return found[::-1]
 
 
 def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "FXWRAP_CACHE_DIR": str(tmp_path / "cache")}
-    environment["FXWRAP_COMPILE_CACHE"] = "1"
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment)
+    environment |= {"FXWRAP_COMPILE_CACHE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    subprocess.run([sys.executable, script], check=True, env=environment)
     found = artifacts(tmp_path / "trace")
     names = [item["artifact"]["name"] for item, _ in found]
     for kind in ("forward", "backward"):
@@ -53,4 +58,6 @@ def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> No
     events = [item for item in found if item[0]["artifact"]["name"] == "fxwrap_forward_events"]
     assert [item["artifact"]["encoding"] for item, _ in events] == ["json", "json"]
     assert {row["event"] for row in json.loads(events[1][1])} & {"CacheHit", "GraphLoaded"}
+    (graph,) = [text for item, text in found if item["artifact"]["name"] == "fxwrap_inference_emitted_graph"]
+    assert f"# File: {script}:" in graph and "torch.relu(" in graph  # the place in the model
     assert "fxwrap_two-words-caf_program" in names and not any("frame_id" in item for item, _ in found[-3:])

@@ -189,6 +189,28 @@ def test_a_file_that_others_can_write_is_not_used(folder: Path, caplog: pytest.L
     assert stat.S_IMODE(library.stat().st_mode) & 0o022 == 0
 
 
+def test_files_are_synced_before_they_are_renamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stops would otherwise leave entries that have their names and no content."""
+    synced, entries, sync, replace = set[int](), [], os.fsync, os.replace
+
+    def record_sync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        sync(handle)
+
+    def record_replace(source: Path, target: Path) -> None:
+        paths = [path for path in (Path(source), *Path(source).rglob("*")) if path.is_file()]
+        hashed = [path for path in paths if path.suffix in (".so", ".tmp", ".json")]
+        assert all(path.stat().st_ino in synced for path in hashed), hashed
+        entries.append(hashed)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    compile_cpp(DOUBLE, name="double")
+    write_module("module", "x = 1")
+    assert {path.suffix for paths in entries for path in paths} >= {".so", ".tmp"}
+
+
 def test_the_umask_does_not_matter(folder: Path) -> None:
     before = os.umask(0)
     try:

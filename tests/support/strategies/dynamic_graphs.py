@@ -165,6 +165,15 @@ class Tracing(GraphDraw):
         parts = value if isinstance(value, tuple | list) else (value,)
         return [self._entry(None, part, exact) for part in parts]
 
+    def step(self) -> None:
+        """Adds a step. Raises NoCandidate if torch does not broadcast a size from 0 on that only happens to be 1."""
+        try:
+            self.choice(self.choice(FAMILIES))(self)
+        except RuntimeError as error:
+            if "Attempting to broadcast a dimension" not in str(error):
+                raise
+            raise NoCandidate from None
+
 
 # --- steps over symbols -----------------------------------------------------------------------------------------------
 
@@ -296,7 +305,7 @@ def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
             b.placeholder(value)
         for _ in range(b.integer(steps // 3, steps)):
             with suppress(NoCandidate, GuardOnDataDependentSymNode):
-                b.choice(b.choice(FAMILIES))(b)
+                b.step()
         computed = b.entries[len(inputs) :] or b.entries
         outputs = [b.choice(computed).value for _ in range(b.integer(1, 4))]
         return (*outputs, computed[-1].value)
