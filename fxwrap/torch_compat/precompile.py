@@ -50,9 +50,10 @@ def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callab
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
     from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 
-    from fxwrap.torch_compat.precompiled import PrecompiledGraph, bundle_precompiled_graphs
+    from fxwrap.torch_compat.precompiled import PrecompiledGraph, bundle_precompiled_graphs, hash_no_inductor_backends
 
     bundle_precompiled_graphs()
+    hash_no_inductor_backends(_KEY_ATTRIBUTE)
     compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_graph)
     return compiler
 

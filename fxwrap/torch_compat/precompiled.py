@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cache, wraps
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 from torch._functorch import config
 from torch._functorch._aot_autograd.aot_autograd_result import OutputCode  # type: ignore[attr-defined]
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCacheDetails
 
 Entry = Callable[[list[object]], object]
 
@@ -83,6 +84,40 @@ def bundle_precompiled_graphs() -> None:
             return make_entry(*arguments, **keywords)
 
     AOTAutogradCache.make_entry = staticmethod(make_bundled_entry)  # type: ignore[method-assign, assignment]
+
+
+@cache
+def hash_no_inductor_backends(key_attribute: str) -> None:
+    """Leaves Inductor's code generators out of AOTAutograd's keys of graph modules with this attribute; once a process.
+
+    Why: the key hashes passes that are registered for them, and imports them all to register them, which takes a third
+    of the time until a compiled graph is loaded. Graphs of another backend never reach these passes.
+    """
+    make: Callable[..., None] = AOTAutogradCacheDetails.__init__
+    inductor: dict[str, Any] = getattr(vars(AOTAutogradCacheDetails.__mro__[1]).get("__init__"), "__globals__", {})
+    register = inductor.get("init_backend_registration")
+    if register is None:  # another release
+        return
+    is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
+
+    def register_for_inductor() -> None:
+        if not is_ours.get():
+            register()
+
+    @wraps(make)
+    def make_details(details: Any, graph_module: torch.fx.GraphModule, *arguments: Any, **keywords: Any) -> None:
+        if not hasattr(graph_module, key_attribute):
+            make(details, graph_module, *arguments, **keywords)
+            return
+        token = is_ours.set(True)
+        try:
+            make(details, graph_module, *arguments, **keywords)
+        finally:
+            is_ours.reset(token)
+        details.custom_backend_passes, details.custom_backend_codegen_configs = (), {}
+
+    inductor["init_backend_registration"] = register_for_inductor
+    AOTAutogradCacheDetails.__init__ = make_details  # type: ignore[method-assign, assignment]
 
 
 class PrecompiledCallable(SerializableCallable):

@@ -137,6 +137,7 @@ def load(folder: Path) -> dict[str, dict[str, object]]:
     torch.compiler.load_cache_artifacts((folder / "caches.bin").read_bytes())
     results |= {f"cached-{emitter}": load_cached(emitter) for emitter in EMITTERS}
     results["precompiled"] = load_precompiled()
+    results["inductor"] = {"code_generators": "torch._inductor.select_algorithm" in sys.modules}
     return results
 
 

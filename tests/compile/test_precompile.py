@@ -87,6 +87,10 @@ def test_caching_precompile(loaded: dict[str, Any]) -> None:
     check_loaded(loaded["precompiled"], 3)
 
 
+def test_keys_import_no_code_generators_of_inductor(loaded: dict[str, Any]) -> None:
+    assert loaded["inductor"] == {"code_generators": False}
+
+
 def compiles_of(options: dict[str, Any]) -> int:
     """Returns the number of graphs that a compile of the model lowered."""
     torch.compiler.reset()
