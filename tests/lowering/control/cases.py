@@ -92,15 +92,19 @@ class Case:
 
 @contextmanager
 def eager_operators() -> Iterator[None]:
-    """Eager mode calls blocks as they are; otherwise torch compiles each call of an operator for its backend "eager".
-
-    Gradients need that.
+    """Eager mode calls the blocks of `cond` and `while_loop` as they are; otherwise torch compiles each call of an
+    operator for its backend "eager". Gradients need that, and the trees of scans.
     """
+    original = getattr(operators, "_hop_compile_and_call", None)
+
+    def call(run: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        if run.__module__ in ("torch._higher_order_ops.cond", "torch._higher_order_ops.while_loop"):
+            return run(*args, **(kwargs or {}))
+        return original(run, args, kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(operators, "_hop_compile_and_call"):
-            patch.setattr(
-                operators, "_hop_compile_and_call", lambda run, args, kwargs=None: run(*args, **(kwargs or {}))
-            )
+        if original is not None:
+            patch.setattr(operators, "_hop_compile_and_call", call)
         yield
 
 
