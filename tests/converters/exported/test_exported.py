@@ -123,9 +123,7 @@ def test_calls_need_no_file() -> None:
     assert_calls_equal(case.export(), export(case.export()), case)
 
 
-@pytest.mark.parametrize(
-    "options", [{"memory_planning": "greedy_by_size"}, {"fuse": False}, {"emitter": "fx"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"memory_planning": "greedy_by_size"}, {"fuse": False, "emitter": "fx"}], ids=str)
 def test_options_do_not_matter(options: dict[str, Any]) -> None:
     case = CASES["everything"]
     assert_calls_equal(case.export(), reloaded(export(case.export(), **options)), case)

@@ -24,6 +24,7 @@ import fxwrap
 from fxwrap.compile.steps import plan_program
 from fxwrap.wrapper_ir import Program, canonicalize_program
 from tests.support.capture import CapturedGraph, capture_graphs
+from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
 from tests.support.program_equality import assert_equal
 
@@ -108,12 +109,15 @@ TOOLS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
 SAME_ORDER = ("deepcopy", "eliminate_dead_code", "fx_graph_cse", "make_fx", "functionalize")
 
 
-ON_TRITON = ("eliminate_dead_code", "fx_graph_cse", "functionalize")  # Triton's interpreter is slow
+# Triton's interpreter is slow.
+ON_TRITON = [
+    long_only("triton", "eliminate_dead_code"),
+    ("triton", "fx_graph_cse"),
+    long_only("triton", "functionalize"),
+]
 
 
-@pytest.mark.parametrize(
-    ("language", "tool"), [*[("cpp", tool) for tool in TOOLS], *[("triton", tool) for tool in ON_TRITON]]
-)
+@pytest.mark.parametrize(("language", "tool"), [*[("cpp", tool) for tool in TOOLS], *ON_TRITON])
 @torch.no_grad()
 def test_tools_preserve_results_and_the_way_back(language: str, tool: str) -> None:
     compiled, captured = _compiled(language)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch._higher_order_ops.utils as operators
 from torch import Tensor
 
 from fxwrap.testing import assert_emitters_agree
@@ -83,8 +85,27 @@ class Case:
         """Compares every emitter with eager, on inputs where they are."""
         function = self.function if len(self.inputs) == 1 else CallSequence(self.function)
         inputs = self.inputs[0] if len(self.inputs) == 1 else self.inputs
-        with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        captured = torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True)
+        with captured, nullcontext() if self.training else eager_operators():
             assert_emitters_agree(function, inputs, training=self.training, dynamic=self.dynamic)
+
+
+@contextmanager
+def eager_operators() -> Iterator[None]:
+    """Eager mode calls the blocks of `cond` and `while_loop` as they are; otherwise torch compiles each call of an
+    operator for its backend "eager". Gradients need that, and the trees of scans.
+    """
+    original = getattr(operators, "_hop_compile_and_call", None)
+
+    def call(run: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        if run.__module__ in ("torch._higher_order_ops.cond", "torch._higher_order_ops.while_loop"):
+            return run(*args, **(kwargs or {}))
+        return original(run, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if original is not None:
+            patch.setattr(operators, "_hop_compile_and_call", call)
+        yield
 
 
 class CallSequence(torch.nn.Module):

@@ -20,6 +20,7 @@ from fxwrap.errors import FxwrapError, InputError
 from fxwrap.lines import Assert, ExternCall
 from fxwrap.torch_compat import FakeTensorMode
 from tests.lowering.control.cases import Case, Cases, random
+from tests.support.long_form import sampled
 
 CASES = Cases()
 X = random(4, 6)
@@ -139,7 +140,7 @@ class Doubled(nn.Module):
         return x.sin() * x.shape[0]
 
 
-@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
+@pytest.mark.parametrize("emitter", sampled(COMPARED_EMITTERS, 0, 2))
 def test_a_size_outside_the_guards_range(emitter: str) -> None:
     shapes = ({0: Dim("b", min=2, max=50), 1: 2 * Dim("h", min=2, max=8)},)
     exported = torch.export.export(Doubled(), (X,), dynamic_shapes=shapes)
@@ -234,6 +235,7 @@ def test_positions_that_begin_at_a_number_are_checked() -> None:
     assert {error for error, _ in errors.values()} == {IndexError}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 @pytest.mark.parametrize("number", ["size", "item"])
 def test_a_number_that_is_asserted_to_be_a_constant_is_checked(emitter: str, number: str) -> None:
