@@ -38,13 +38,13 @@ class Decoder(nn.Module):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_layer_has_one_kernel_between_its_calls(fresh_dynamo: None) -> None:
     """Rotation and update of both caches are one kernel, keys are not repeated, and masks are computed once."""
-    token = torch.tensor([[7]])
+    token, options = torch.tensor([[7]]), {"fallback": "error", "matmul_kernels": "library"}
     with torch.no_grad():
         expected = Decoder()(token)
         decoder = Decoder()
-        compiled = torch.compile(decoder, backend="fxwrap", options={"fallback": "error"}, fullgraph=True)
+        compiled = torch.compile(decoder, backend="fxwrap", options=options, fullgraph=True)
         torch.testing.assert_close(compiled(token), expected)
-        (graph,) = capture(decoder.forward, (token,))
+        (graph,) = capture(decoder.forward, (token,), options=options)
     lines = graph.compiled.program.body.lines
     calls = Counter(line.target for line in lines if isinstance(line, ExternCall | Mutate))
     assert calls == {
