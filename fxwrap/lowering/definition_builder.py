@@ -51,7 +51,7 @@ from fxwrap.lowering.graph_definitions import (
     library_call_reason,
 )
 from fxwrap.lowering.rules import MATMUL_RULES, RULES, Declined, LoweringResult, OperatorCall
-from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead, is_cpu_scalar
+from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
 from fxwrap.symbolic import Size, bounds, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
@@ -278,33 +278,19 @@ class DefinitionBuilder:
 
         Returns the arguments, and the reads that they depend on.
         """
-        scalars = [item for item in dict.fromkeys(definitions_in(arguments)) if is_cpu_scalar(item)]
-        if not scalars:
-            return arguments, []
         results = fake if isinstance(fake, tuple | list) else (fake,)
-        tensors = [item for item in (*results, *definitions_in(arguments)) if item is not None and item not in scalars]
-        devices = {item.device for item in tensors}
-        nodes = {self.operands[operand]: operand for operand in node.all_input_nodes
-                 if isinstance(self.operands[operand], Definition)}  # fmt: skip
-        if len(devices) != 1 or not nodes.keys() >= set(scalars):
-            return arguments, []
-        device = next(iter(devices))
-        if device.type == "cpu":
-            return arguments, []
-        replacements: dict[Definition, Definition] = {}
-        reads: list[ScalarRead] = []
-        for scalar in scalars:
-            replacement, scalar_reads = self._scalars.as_kernel_scalar(scalar, device, nodes[scalar])
-            replacements[scalar] = replacement
-            self.labels[replacement] = self.labels[scalar]
-            reads += scalar_reads
+        devices = [item.device for item in results if isinstance(item, torch.Tensor)]
+        operands = [(self.operands[operand], operand) for operand in node.all_input_nodes]
+        nodes = {item: operand for item, operand in operands if isinstance(item, Definition)}
+        replacements, reads = self._scalars.replacements(list(definitions_in(arguments)), devices, nodes)
+        self.labels |= {new: self.labels[old] for old, new in replacements.items()}
 
         def replaced(tree: object) -> Any:
             if isinstance(tree, tuple):
                 return tuple([replaced(item) for item in tree])
             return replacements.get(tree, tree) if isinstance(tree, Definition) else tree
 
-        return replaced(arguments), reads
+        return (replaced(arguments) if replacements else arguments), reads
 
     def _add_scalar_reads(self, reads: Sequence[ScalarRead], position: int) -> None:
         """Adds the steps of the reads that have none yet."""

@@ -7,7 +7,7 @@ recomputed in the kernel. Dtypes and type promotion stay those of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -47,7 +47,26 @@ class CpuScalarReads:
             self._written.add(definition)
             self._reads.pop(definition, None)
 
-    def as_kernel_scalar(
+    def replacements(
+        self, operands: Sequence[Definition], devices: Iterable[torch.device], nodes: Mapping[Definition, Node]
+    ) -> tuple[dict[Definition, CpuScalar], list[ScalarRead]]:
+        """Returns the operand that replaces each CPU scalar of an operator, and the reads that they depend on.
+
+        None is replaced unless all other operands and the results, whose `devices` these are, are on one other device,
+        and the node of each scalar is known.
+        """
+        scalars = [item for item in dict.fromkeys(operands) if is_cpu_scalar(item)]
+        others = {*devices, *[item.device for item in operands if not is_cpu_scalar(item)]}
+        if not scalars or len(others) != 1 or not nodes.keys() >= set(scalars):
+            return {}, []
+        device = next(iter(others))
+        if device.type == "cpu":
+            return {}, []
+        pairs = {item: self._as_kernel_scalar(item, device, nodes[item]) for item in scalars}
+        reads = [read for _, own in pairs.values() for read in own]
+        return {item: replacement for item, (replacement, _) in pairs.items()}, reads
+
+    def _as_kernel_scalar(
         self, definition: Definition, device: torch.device, node: Node
     ) -> tuple[CpuScalar, list[ScalarRead]]:
         """Returns a CPU tensor as an operand on another device, and the reads that it depends on."""
