@@ -13,7 +13,7 @@ from fxwrap.caching import bounded_cache
 from fxwrap.devices import CPP, TRITON, KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel, find_contraction
-from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
+from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
     combine_triton_kernels,
@@ -112,7 +112,7 @@ def can_schedule_contraction(kernel: Kernel, language: str) -> bool:
     """Returns whether a language's printer computes a contraction in tiles, instead of element by element."""
     match language:
         case CPP.name:
-            return plan_contraction(kernel) is not None
+            return plan_contraction(kernel) is not None or is_small_row_product(kernel)
         case TRITON.name:
             return find_contraction(kernel) is not None
         case _:

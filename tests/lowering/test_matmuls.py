@@ -101,13 +101,20 @@ def test_a_symbolic_number_of_rows() -> None:
 
 
 def test_a_matmul_that_no_schedule_fits_is_called_and_the_rest_fuses() -> None:
-    inputs = [random(F32, 1, 40), random(F32, 40, 24)]
+    inputs = [random(F32, 2, 40), random(F32, 40, 24)]
     compiled = programs_of(lambda x, w: torch.relu(x @ w), inputs)
     assert called(compiled) == ["aten.mm.default"]
     assert launches(compiled) == ["relu_0"]
     assert [item.reason for item in compiled.coverage if item.kind == "call"] == [
         "a library call: no schedule of a kernel fits it"
     ]
+
+
+def test_one_row_and_small_matrices_with_contiguous_rows() -> None:
+    inputs = [random(F32, 3, 1, 40), random(F32, 3, 40, 24)]
+    compiled = programs_of(lambda x, w: torch.relu(x @ w), inputs, matmul_kernels="auto")
+    assert called(compiled) == []
+    torch.testing.assert_close(compiled(*inputs)[0], torch.relu(inputs[0] @ inputs[1]))
 
 
 def test_matmuls_of_operands_that_overlap_or_are_misaligned() -> None:
