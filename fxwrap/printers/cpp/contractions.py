@@ -74,7 +74,7 @@ def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
 
 
 def is_small_row_product(kernel: Kernel) -> bool:
-    """Whether a kernel multiplies one row by small matrices with contiguous rows, which loops over columns read fast."""
+    """Whether a kernel multiplies one row by small matrices with contiguous rows, which column loops read fast."""
     form = find_contraction(kernel)
     if form is None or form.rows:
         return False
