@@ -92,8 +92,8 @@ def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str)
         assert (called(compiled), len(launches(compiled))) == ([], 1)
         want = function(x.double(), weights, scale.double())
         error = (compiled(x, weights, scale)[0].double() - want).norm()
-        factor = 1.2 if cpu_kernels == "cpp" else 2.5  # Triton's interpreter truncates to bfloat16
-        assert error <= factor * (function(x, weights, scale).double() - want).norm()
+        eager_error = (function(x, weights, scale).double() - want).norm()
+        assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error  # Triton's interpreter truncates to bfloat16
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
