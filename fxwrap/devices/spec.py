@@ -83,7 +83,8 @@ class DeviceSpec:
             ROW_ALIGNMENT.
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
-        generated_matvec_dtypes: dtypes in which a generated product of one row and a matrix is faster than a library's.
+        generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
+            library's.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
@@ -128,7 +129,7 @@ class DeviceSpec:
     gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
-    generated_matvec_dtypes: frozenset[torch.dtype] = frozenset()
+    generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     packed_gemm_bytes: int = 0
@@ -193,7 +194,7 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
-    generated_matvec_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    generated_matmul_rows=((torch.float32, 1), (torch.bfloat16, 1)),
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     asserts_raise=True,
@@ -215,6 +216,7 @@ CUDA = DeviceSpec(
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
+    generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
     instructions_per_byte=4,

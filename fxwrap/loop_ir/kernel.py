@@ -156,6 +156,10 @@ class KernelError(FxwrapError):
     """An invalid kernel of the loop IR; the message names the operation."""
 
 
+class ScheduleError(KernelError):
+    """A contraction that a printer has no schedule for; the message says which it has."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel: runs the operations in order for every element of the parallel `axes`, outermost first.

@@ -248,7 +248,7 @@ class DefinitionBuilder:
         if len(devices) != 1:
             return "its tensors are on several devices"
         device = next(iter(devices))
-        if schema.name in MATMUL_RULES and language_traits(self._specs[device.type].kernel_language).takes_regions:
+        if schema.name in MATMUL_RULES and not self._has_matmul_kernels(device):
             return library_call_reason(schema.name)
         if not self._has_kernels(device) or schema.name in self._specs[device.type].prefer_extern_ops:
             return "the device has no kernels for it"
@@ -258,6 +258,10 @@ class DefinitionBuilder:
         """Whether the device's type is registered with a kernel language."""
         spec = self._specs.get(device.type)
         return spec is not None and bool(spec.kernel_language)
+
+    def _has_matmul_kernels(self, device: torch.device) -> bool:
+        """Whether a kernel may compute a matmul on a device: as text, not as a region."""
+        return self._has_kernels(device) and not language_traits(self._specs[device.type].kernel_language).takes_regions
 
     def _can_fuse(self, node: Node) -> bool:
         return self.options.fuse and self.builder.qualified(node) not in self.declined_nodes

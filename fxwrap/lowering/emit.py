@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxwrap.devices import FX, language_traits
 from fxwrap.errors import FxwrapError, OptionError
 from fxwrap.lines import Alloc, Launch, ReadItem, View
-from fxwrap.loop_ir import Kernel, as_index, hoist_expressions, split_reductions
+from fxwrap.loop_ir import Kernel, ScheduleError, as_index, hoist_expressions, split_reductions
 from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
@@ -38,7 +38,7 @@ from fxwrap.lowering.region_builder import BuiltRegion, build_region
 from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
-from fxwrap.printers import KernelRequest, PrintedKernel, can_schedule_contraction
+from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.regions import Region
 from fxwrap.symbolic import Size, make_symbol
 from fxwrap.torch_compat import HigherOrderOperator
@@ -347,7 +347,6 @@ class LineEmitter:
         language = self._options.text_language(plan.device_type)
         values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)
         split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None
-        self._check_contraction(built, language)
         kernels = (built.kernel,) if split is None else split.kernels
         for buffer in split.temporaries if split is not None else ():
             type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), plan.members[0].definition.device)
@@ -355,7 +354,8 @@ class LineEmitter:
             self.builder.emit(Alloc(values[buffer.name], origin=origin))
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
-            printed = self._print_kernel(plan, kernel, built, formulas, language)
+            matmuls = self._matmuls(built) if original is kernels[0] else ()  # others combine the parts of sums
+            printed = self._print_kernel(plan, kernel, built, formulas, language, matmuls=matmuls)
             definition = define_kernel(built.name, printed, kernel)
             name = self.builder.state.kernels.add(definition)
             symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
@@ -367,12 +367,8 @@ class LineEmitter:
                 origin = replace(origin, calls=kernel_calls(self._context, plan, stored, arguments, outs))
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
 
-    def _check_contraction(self, built: BuiltKernel, language: str) -> None:
-        """Raises KernelDeclined for the matmuls of a kernel that the language's printer cannot schedule."""
-        matmuls = tuple([item for item in built.computed if self.plan.operator_of(item) in MATMUL_RULES])
-        if matmuls and not can_schedule_contraction(built.kernel, language):
-            nodes = frozenset([name for name in self._origin(matmuls).nodes if name])
-            raise KernelDeclined(nodes, "no schedule of a contraction fits it", expected=True)
+    def _matmuls(self, built: BuiltKernel) -> tuple[Definition, ...]:
+        return tuple([item for item in built.computed if self.plan.operator_of(item) in MATMUL_RULES])
 
     def _print_kernel(
         self,
@@ -382,13 +378,18 @@ class LineEmitter:
         formulas: Mapping[sympy.Symbol, sympy.Basic],
         language: str,
         region: Region | None = None,
+        matmuls: tuple[Definition, ...] = (),
     ) -> PrintedKernel:
+        """Prints a kernel; raises KernelDeclined for nodes that are to be called, the `matmuls` if these are why."""
         symbols = self.builder.state.symbols
         limits = symbol_limits(symbols, formulas)
         hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else self.hint
+        device = plan.members[0].definition.device
+        request = KernelRequest(kernel, language, device, hint, limits, built.name, region, bool(matmuls))
         try:
-            device = plan.members[0].definition.device
-            return self.request.print_kernel(KernelRequest(kernel, language, device, hint, limits, built.name, region))
+            return self.request.print_kernel(request)
+        except ScheduleError as error:
+            raise KernelDeclined(frozenset(self._origin(matmuls).nodes), str(error), expected=True) from error
         except FxwrapError as error:
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

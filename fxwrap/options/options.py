@@ -81,11 +81,12 @@ class Options:
         cuda_graph_limit: the number of captured CUDA graphs for each part of a program, for different sizes or while
             earlier results are in use; the least recently used one is freed.
         cuda_graph_exclude: overloads ("aten.mm.default") and kernels that are never captured.
-        autotune: whether to time several configurations of each Triton kernel on its GPU; the cache folder keeps the
-            choices. True times them at compile time, for the traced sizes or hints; "first_call" at the first call, for
-            its sizes, unbacked ones included.
+        autotune: whether to time several configurations of each Triton kernel on its GPU, and kernels of matmuls with
+            few rows beside the library's calls on GPUs and CPUs; the cache folder keeps the choices. True times them at
+            compile time, for the traced sizes or hints; "first_call" at the first call, for its sizes, unbacked ones
+            included.
         matmul_kernels: which matmuls are generated kernels, that fuse with the operators around them: "auto" those for
-            which the device's kernels are known to be faster (`DeviceSpec.generated_matvec_dtypes`); "library" none;
+            which the device's kernels are known to be faster (`DeviceSpec.generated_matmul_rows`); "library" none;
             "generated" all that a printer can schedule.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).

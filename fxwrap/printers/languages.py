@@ -10,10 +10,10 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.devices import CPP, TRITON, KernelCombiner, Printer, get_language
+from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, find_contraction
-from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
+from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
     combine_triton_kernels,
@@ -33,7 +33,8 @@ class KernelRequest:
 
     Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
     `limits` are upper bounds of symbols by name; `name` describes the computation, for profilers; `region` has the
-    ATen operators that it computes, for languages that take them (`KernelLanguage.takes_regions`).
+    ATen operators that it computes, for languages that take them (`KernelLanguage.takes_regions`); `is_matmul` is
+    whether it computes matmuls, which stay library calls where the printer raises ScheduleError.
     """
 
     kernel: Kernel
@@ -43,6 +44,7 @@ class KernelRequest:
     limits: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
     region: Region | None = None
+    is_matmul: bool = False
 
 
 KernelPrinter: TypeAlias = Callable[[KernelRequest], PrintedKernel]
@@ -58,15 +60,22 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     if kernel.symbols or request.region is not None:
         return candidate_kernels(request)[0]()
     printer = _printer(request.language)
-    return _print_cached(kernel, kernel.uncompared_fields, request.language, request.device, request.name, printer)
+    details = (kernel.uncompared_fields, request.is_matmul)
+    return _print_cached(kernel, details, request.language, request.device, request.name, printer)
 
 
 @bounded_cache(1024)
 def _print_cached(
-    kernel: Kernel, details: tuple[str, ...], language: str, device: torch.device, name: str, _printer: Printer
+    kernel: Kernel,
+    details: tuple[tuple[str, ...], bool],
+    language: str,
+    device: torch.device,
+    name: str,
+    _printer: Printer,
 ) -> PrintedKernel:
     """Prints a kernel of fixed sizes once for all equal layers of a model."""
-    return candidate_kernels(KernelRequest(kernel, language, device, int, name=name))[0]()
+    request = KernelRequest(kernel, language, device, int, name=name, is_matmul=details[1])
+    return candidate_kernels(request)[0]()
 
 
 def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
@@ -88,12 +97,23 @@ def _printer(language: str) -> Printer:
 
 
 def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
-    """Returns the function that prints a kernel as C++, which has one configuration."""
+    """Returns the function that prints a kernel as C++, which has one configuration.
+
+    Raises ScheduleError for a matmul that it would not compute in tiles.
+    """
+    kernel = request.kernel
+    if request.is_matmul and plan_contraction(kernel) is None and not is_small_row_product(kernel):
+        raise ScheduleError("C++ kernels read contiguous columns, and few rows")
     return (partial(print_cpp_kernel, request.kernel, request.name),)
 
 
 def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
-    """Returns functions that print a kernel as Triton in each configuration, the default one first."""
+    """Returns functions that print a kernel as Triton in each configuration, the default one first.
+
+    Raises ScheduleError for a matmul that is fused with other reductions.
+    """
+    if request.is_matmul and find_contraction(request.kernel) is None:
+        raise ScheduleError("the kernel is no contraction")
     kernel, limits, name = request.kernel, request.limits, request.name
     if kernel.reduces_in_steps:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
@@ -106,17 +126,6 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     region = request.region
     assert region is not None, "lowering passes the region to a language that takes regions"
     return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
-
-
-def can_schedule_contraction(kernel: Kernel, language: str) -> bool:
-    """Returns whether a language's printer computes a contraction in tiles, instead of element by element."""
-    match language:
-        case CPP.name:
-            return plan_contraction(kernel) is not None
-        case TRITON.name:
-            return find_contraction(kernel) is not None
-        case _:
-            return False
 
 
 TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)

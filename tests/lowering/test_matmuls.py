@@ -71,6 +71,31 @@ def test_two_products_of_one_tensor_fuse_with_their_epilogue() -> None:
     torch.testing.assert_close(compiled(*inputs)[0], swiglu(*inputs))
 
 
+def int8_linear(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, w.to(x.dtype)) * scale
+
+
+def int4_linear(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    halves = torch.stack([(w & 15).to(torch.int8) - 8, (w >> 4).to(torch.int8) - 8], -1)
+    return torch.nn.functional.linear(x, halves.reshape(w.shape[0], -1).to(x.dtype)) * scale
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, scale = random(BF16, rows, 64), random(BF16, 96)
+    int8 = torch.randint(-127, 128, (96, 64), dtype=torch.int8, generator=generator)
+    int4 = torch.randint(0, 256, (96, 32), dtype=torch.uint8, generator=generator)
+    for function, weights in ((int8_linear, int8), (int4_linear, int4)):
+        compiled = programs_of(function, [x, weights, scale], cpu_kernels=cpu_kernels)
+        assert (called(compiled), len(launches(compiled))) == ([], 1)
+        want = function(x.double(), weights, scale.double())
+        error = (compiled(x, weights, scale)[0].double() - want).norm()
+        eager_error = (function(x, weights, scale).double() - want).norm()
+        assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error  # Triton's interpreter truncates to bfloat16
+
+
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
 def test_every_emitter_launches_them(emitter: str) -> None:
     inputs = [random(F32, 1, 40), random(F32, 24, 40)]
@@ -101,13 +126,20 @@ def test_a_symbolic_number_of_rows() -> None:
 
 
 def test_a_matmul_that_no_schedule_fits_is_called_and_the_rest_fuses() -> None:
-    inputs = [random(F32, 1, 40), random(F32, 40, 24)]
+    inputs = [random(F32, 2, 40), random(F32, 40, 24)]
     compiled = programs_of(lambda x, w: torch.relu(x @ w), inputs)
     assert called(compiled) == ["aten.mm.default"]
     assert launches(compiled) == ["relu_0"]
     assert [item.reason for item in compiled.coverage if item.kind == "call"] == [
         "a library call: no schedule of a kernel fits it"
     ]
+
+
+def test_one_row_and_small_matrices_with_contiguous_rows() -> None:
+    inputs = [random(F32, 3, 1, 40), random(F32, 3, 40, 24)]
+    compiled = programs_of(lambda x, w: torch.relu(x @ w), inputs, matmul_kernels="auto")
+    assert called(compiled) == []
+    torch.testing.assert_close(compiled(*inputs)[0], torch.relu(inputs[0] @ inputs[1]))
 
 
 def test_matmuls_of_operands_that_overlap_or_are_misaligned() -> None:

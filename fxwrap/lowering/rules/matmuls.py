@@ -64,7 +64,7 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
     if call.tunes_matmuls:
         return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    return rows == 1 and left.dtype in call.spec.generated_matvec_dtypes
+    return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
 
 
 def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:

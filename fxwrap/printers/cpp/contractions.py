@@ -34,6 +34,10 @@ MAX_PANEL_ELEMENTS = 1 << 22
 """The largest number of elements of a row operand, which is computed into memory before the columns are read."""
 
 
+MAX_COLUMN_LOOP_ELEMENTS = 1 << 18
+"""The largest matrix with contiguous rows that loops over its columns read fast: longer rows are on many pages."""
+
+
 @dataclass(frozen=True)
 class ContractionPlan:
     """The loops of a contraction: tiles along `row_axis`, if there are rows, and `column_axis`; vectors along k."""
@@ -67,6 +71,18 @@ def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
         return None
     rows = sorted(contraction.rows, key=lambda axis: axis.size if isinstance(axis.size, int) else math.inf)
     return ContractionPlan(contraction, rows[-1] if rows else None, contraction.columns[-1], vectors[-1])
+
+
+def is_small_row_product(kernel: Kernel) -> bool:
+    """Whether a kernel multiplies one row by small matrices with contiguous rows, which column loops read fast."""
+    form = find_contraction(kernel)
+    if form is None or form.rows:
+        return False
+    elements = product([*[axis.size for axis in form.columns], kernel.reduced_count])
+    if not isinstance(elements, int) or not 0 < elements <= MAX_COLUMN_LOOP_ELEMENTS:
+        return False
+    operands = [item.column_operand for item in form.sums]
+    return all(_is_contiguous(form, operand, form.columns[-1]) for operand in operands)
 
 
 def _is_contiguous(contraction: ContractionForm, operand: int, axis: Axis) -> bool:

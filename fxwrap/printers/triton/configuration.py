@@ -30,7 +30,7 @@ from fxwrap.loop_ir import (
     find_contraction,
     operands,
 )
-from fxwrap.symbolic import Size, evaluate
+from fxwrap.symbolic import Size, evaluate, product
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
@@ -51,12 +51,15 @@ MIN_DOT_BLOCK = 16
 """The smallest size of a block that Triton's dot multiplies."""
 
 _MAX_FEW_ROWS = 64
+_LONG_COLUMN = 8192
+_MIN_DOT_PROGRAMS = 110
+"""Number of programs with few rows that reach the bandwidth of a large GPU."""
 _MAX_SUMMED_ROWS = 2
 """The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
 
 _FEW_ROWS_TILES = (
-    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 4), (64, 256, 4, 3), (32, 128, 4, 5), (128, 128, 8, 3),
-    (16, 512, 4, 3), (64, 64, 4, 5),
+    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
+    (64, 256, 4, 3), (16, 128, 2, 5),
 )  # fmt: skip
 """Columns, elements of a column, warps and stages of products with few rows."""
 
@@ -299,9 +302,11 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
             for y_block, x_block, r_block, warps, stages in _DOT_TILES
         ]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
+    wanted = _columns_of_program(contraction, hint)
+    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
     dots = [
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in _FEW_ROWS_TILES
+        for y_block, r_block, warps, stages in tiles
     ]
     if rows > _MAX_SUMMED_ROWS:
         return dots
@@ -309,7 +314,18 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
         for stages in (3, 1)
     ]
-    return [*summed, *dots]
+    return [*dots[:1], *summed, *dots[1:]]
+
+
+def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
+    """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
+    columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
+    if hint(contraction.kernel.reduced_count) >= _LONG_COLUMN:
+        columns //= 2
+    block = MIN_DOT_BLOCK
+    while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:
+        block *= 2
+    return block
 
 
 # --- properties of kernels ------------------------------------------------------------------------------------------
