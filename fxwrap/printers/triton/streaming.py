@@ -258,7 +258,7 @@ class StreamingTritonPrinter:
         if split is None:
             return [("0", "visits", held)]
         condition, at = split
-        self._line(f"first_visits = tl.minimum({self._value(at, scope)}, visits).to(tl.int32)")
+        self._line(f"first_visits = tl.maximum(tl.minimum({self._value(at, scope)}, visits), 0).to(tl.int32)")
         return [
             ("0", "first_visits", {**held, condition: False}),
             ("first_visits", "visits", {**held, condition: True}),
