@@ -125,8 +125,12 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
         parts = [builder.add_buffer(f"{node.name}_parts", type_) for type_ in types]
         kernel, inputs = attention.build(parts)
         emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, parts)
-        kernel = canonicalize_axes(_combination(call, parts, outputs), hint)
-        emit_whole_kernel(builder, request, node, "flex_attention_parts", kernel, parts, written)
+        for group in (outputs[:1], outputs[1:]):  # of each column, and of each row
+            if any(group):
+                inputs, kernel = _combination(call, parts, [item if item in group else None for item in outputs])
+                written = [value for value in group if value is not None]
+                name = "flex_attention_parts"
+                emit_whole_kernel(builder, request, node, name, canonicalize_axes(kernel, hint), inputs, written)
     builder.env[node] = tuple(outputs)
 
 
@@ -149,8 +153,13 @@ _CPU_TILES, _CPU_PART = 16, 1024
 """Tiles that occupy the threads of most processors, and the least keys of a part."""
 
 
-def _combination(call: AttentionCall, parts: Sequence[Value], outputs: Sequence[Value | None]) -> Kernel:
-    """Returns the kernel that combines the results of parts: weighted sums, sums of weights, and maxima."""
+def _combination(
+    call: AttentionCall, parts: Sequence[Value], outputs: Sequence[Value | None]
+) -> tuple[tuple[Value, ...], Kernel]:
+    """Returns the kernel that combines the results of parts, and those that it reads.
+
+    `parts` are weighted sums, sums of weights, and maxima. `outputs` are the output alone, or others.
+    """
     body, sizes = KernelBuilder(), parts[0].tensor_type.sizes
     *point, split, column = [Axis(f"axis{number}", size) for number, size in enumerate(sizes)]
     buffers = [Buffer(f"in{number}", item.tensor_type.dtype, extent_of(item.tensor_type))
@@ -165,7 +174,9 @@ def _combination(call: AttentionCall, parts: Sequence[Value], outputs: Sequence[
     shift = largest.equals(-math.inf).where(0.0, largest)
     weight = (maximum - shift).exp()
     (total,) = body.reduce("sum", load(1, (*point, split)) * weight)
-    (weighted,) = body.reduce("sum", load(0, (*point, split, column)) * weight)
+    weighted = total  # of results that nothing uses
+    if outputs[0] is not None:
+        (weighted,) = body.reduce("sum", load(0, (*point, split, column)) * weight)
     written: list[Buffer] = []
     for result, output in zip(_results(call, weighted, total, largest, shift), outputs, strict=True):
         if output is not None:
@@ -173,7 +184,10 @@ def _combination(call: AttentionCall, parts: Sequence[Value], outputs: Sequence[
             written.append(Buffer(f"out{len(written)}", type_.dtype, extent_of(type_)))
             indices = tuple(map(as_index, (*point, column)[: len(type_.sizes)]))
             body.store(written[-1].name, strided_index(indices, type_.strides), result.to(type_.dtype))
-    return body.finish([*point, column], [split], buffers, written)
+    by_column = outputs[0] is not None
+    axes = [*point, *([column] if by_column else [])]
+    first = 0 if by_column else 1
+    return tuple(parts[first:]), body.finish(axes, [split], buffers[first:], written)
 
 
 def _results(

@@ -315,9 +315,16 @@ class StreamingTritonPrinter:
             scores = f'tl.where({scope.masks[self.inner]}, {scores}, float("-inf"))'
         self._line(f"scores = tl.broadcast_to({scores}, {shape})")
         self._line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
-        self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
-        self._line("factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays")
-        self._line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
+        if any(self._factor_dtype(item.right) in STORAGE_ONLY for item in parts.weighted_sums):
+            self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
+            self._line(
+                "factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays"
+            )
+            self._line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
+        else:  # one operation more, and more accurate for large scores
+            self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
+            self._line("factor = tl.exp2((largest - shift) * log2_e)")
+            self._line("weights = tl.exp2((scores - shift) * log2_e)")
         self._line("largest = next_largest")
         for position in parts.sums:
             self._line(f"sum_{position} = sum_{position} * factor + tl.sum(weights, 1, keep_dims=True)")
