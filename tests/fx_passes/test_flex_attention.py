@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
+from fxwrap.lines import Launch
+from fxwrap.profiling.work import line_work
 from fxwrap.testing import assert_emitters_agree
 from tests.support.long_form import long_only
 from tests.support.versions import is_before
@@ -278,7 +280,13 @@ def test_graphs_of_make_fx_and_export_and_branches() -> None:
             return torch.cond(q.sum() > 0, *branches, (q,))
 
     inputs = operands()
-    assert_emitters_agree(make_fx(attention)(*inputs), inputs, emitters=("interpreter",))
+    graph = make_fx(attention)(*inputs)
+    assert_emitters_agree(graph, inputs, emitters=("interpreter",))
+    compiled = fxwrap.compile_graph(graph, inputs)
+    assert ("flex_attention", "fused") in [(item.node, item.kind) for item in compiled.coverage]
+    (launch,) = [line for line in compiled.program.body.lines if isinstance(line, Launch)]
+    products = 2 * 2 * BATCH * HEADS * LENGTH * LENGTH * WIDTH
+    assert products < line_work(launch, compiled.program, {}).flops < 8 * products  # lists of blocks may be longer
     assert_emitters_agree(torch.export.export(Module(), tuple(inputs)), inputs, emitters=("fx",))
 
 
