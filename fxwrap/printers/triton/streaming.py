@@ -76,9 +76,12 @@ def streaming_configurations(
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), _MIN_DOT)
     width = next_power_of_2(hint(product(axis.size for axis in parts.product.axes)))
     is_half = all(buffer.dtype in STORAGE_ONLY for buffer in kernel.outputs[:1])
-    shapes = [(128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3), (128, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 3)]
-    if not is_half or width > 128:
-        shapes = [(64, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 1)]
+    half = {64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)],
+            128: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 32, 4, 3)],
+            256: [(64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2)]}  # fmt: skip
+    single = {64: [(64, 32, 4, 3), (128, 32, 8, 3), (32, 64, 4, 3)], 128: [(32, 64, 4, 3), (64, 32, 4, 2)],
+              256: [(32, 32, 4, 2), (32, 16, 4, 2)]}  # fmt: skip
+    shapes = (half if is_half else single)[min(max(width, 64), 256)]
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, half_products=not interpreted)
         for r, k, warps, stages in shapes
