@@ -94,6 +94,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sizes", type=int, nargs=4, default=None, help="batch, heads, length, width")
     parser.add_argument("--variants", nargs="*", default=["causal+bias"], choices=VARIANTS)
+    parser.add_argument(
+        "--queries", type=int, default=0, help="query rows, by default the length; few with 'full' decode"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernel")
     parser.add_argument("--json", type=Path, help="where the raw times are written")
@@ -110,10 +113,12 @@ def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.bfloat16 if is_gpu else torch.float32
     torch.manual_seed(0)
     query, key, value = [torch.randn(sizes, device=device, dtype=dtype) for _ in range(3)]
+    rows = arguments.queries or sizes[2]
+    query = query[:, :, :rows].contiguous()
     slopes = 2.0 ** (-8.0 * torch.arange(1, sizes[1] + 1, device=device) / sizes[1])
     score_mod = _linear(slopes) if variant.endswith("+bias") else _identity
     mask = MASKS[variant.removesuffix("+bias")]
-    block_mask = create_block_mask(mask, None, None, sizes[2], sizes[2], device=device)
+    block_mask = create_block_mask(mask, None, None, rows, sizes[2], device=device)
     programs: list[fxwrap.Compiled] = []
 
     def compile_graph(*items: Any, **keywords: Any) -> fxwrap.Compiled:
@@ -125,9 +130,9 @@ def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for name, backend in backends.items():
         compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)
         functions[name] = partial(compiled, query, key, value, score_mod, block_mask)
-    functions["sdpa causal"] = partial(
-        torch.nn.functional.scaled_dot_product_attention, query, key, value, is_causal=True
-    )
+    causal = rows == sizes[2]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    functions["sdpa causal" if causal else "sdpa"] = partial(sdpa, query, key, value, is_causal=causal)
     expected = formula(query[:1], key[:1], value[:1], score_mod, mask)
     errors = {
         name: float((function()[:1].double() - expected).norm() / expected.norm())

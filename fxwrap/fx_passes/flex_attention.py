@@ -172,7 +172,11 @@ class _Call:
                 return False
             name = f"{self.node.name}_{node.target}"
             replaced[self._copy.node_map[node]] = self._copy.attribute(self._before, name, module)
-        self._before.args = map_arg(self._before.args, lambda node: replaced.get(node, node))
+        arguments: Any = map_arg(self._before.args, lambda node: replaced.get(node, node))
+        if attention.blocks.is_trivial:  # nothing reads the lists of the only block
+            blocks = [None if isinstance(item, Node) else item for item in arguments[4][:-1]]
+            arguments = (*arguments[:4], (*blocks, arguments[4][-1]), *arguments[5:])
+        self._before.args = arguments
         return True
 
     def insert(self, function: Callable[..., object], leading: Sequence[Node] = ()) -> list[Node]:

@@ -9,7 +9,7 @@ need not visit them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,31 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, Kernel, Scalar, as_index, rename_axes, strided_index
-from fxwrap.lowering.builder import Builder
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Index,
+    IndexLike,
+    Kernel,
+    KernelBuilder,
+    Scalar,
+    as_index,
+    canonicalize_axes,
+    rename_axes,
+    strided_index,
+)
+from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.calls.nodes import literal, literals
 from fxwrap.lowering.fusion.kernels import extent_of
+from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.rules import Declined
 from fxwrap.lowering.rules.indexing_common import all_of, index_less
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
-from fxwrap.options import Options
+from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.symbolic import Number, Size, ceiling_divide, floor_divide, minimum, product
+from fxwrap.symbolic import total as total_size
 from fxwrap.torch_compat import is_flex_default_block
-from fxwrap.wrapper_ir import Operand, Value
+from fxwrap.wrapper_ir import Operand, TensorType, Value
 
 
 @dataclass(frozen=True)
@@ -83,20 +97,114 @@ class AttentionCall:
         )  # fmt: skip
 
 
-def build_attention_kernel(
-    builder: Builder, options: Options, call: AttentionCall, outputs: Sequence[Value | None]
-) -> tuple[Kernel, tuple[Value, ...]]:
-    """Returns the kernel of a call and the values that it reads.
+def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> None:
+    """Emits the kernels of a call of `flex_attention`, and records its operand.
 
-    `outputs` are the output, log-sum-exp and maxima that it writes; None for results that nothing uses. Raises Declined
-    if an operator of the call's functions cannot be computed element by element.
+    Few rows of many keys are split: one kernel reduces parts of the keys, another one combines their results. Raises
+    Declined if an operator of the call's functions cannot be computed element by element, and FxwrapError for kernels
+    that their language cannot express.
     """
-    return _AttentionBuilder(ScalarKernelBuilder(builder, options), call).build(outputs)
+    call, fakes = AttentionCall.of(builder, node), builder.fakes[node]
+    used = {user.args[1] for user in node.users}
+    outputs = [
+        builder.add_root(f"{node.name}_{position}", fake) if position in used else None
+        for position, fake in enumerate(fakes)
+    ]
+    hint, written = size_hints(builder.state.symbols), [value for value in outputs if value is not None]
+    spec = request.options.device_specs()[call.query.tensor_type.device.type]
+    splits = _split_count(call, spec.massively_parallel, hint)
+    elements = ScalarKernelBuilder(builder, request.options)
+    attention = _AttentionBuilder(elements, call, splits)
+    if splits == 1:
+        kernel, inputs = attention.build(outputs)
+        emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, written)
+    else:
+        sizes = (*call.query.tensor_type.sizes[:3], splits)
+        shapes = ((*sizes, call.value.tensor_type.sizes[3]), sizes, sizes)
+        types = [TensorType.contiguous(attention.dtype, item, call.query.tensor_type.device) for item in shapes]
+        parts = [builder.add_buffer(f"{node.name}_parts", type_) for type_ in types]
+        kernel, inputs = attention.build(parts)
+        emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, parts)
+        for group in (outputs[:1], outputs[1:]):  # of each column, and of each row
+            if any(group):
+                inputs, kernel = _combination(call, parts, [item if item in group else None for item in outputs])
+                written = [value for value in group if value is not None]
+                name = "flex_attention_parts"
+                emit_whole_kernel(builder, request, node, name, canonicalize_axes(kernel, hint), inputs, written)
+    builder.env[node] = tuple(outputs)
+
+
+def _split_count(call: AttentionCall, massively_parallel: bool, hint: Callable[[Size], int]) -> int:
+    """Returns the number of parts of the keys, so that all processors have work; 1 where rows suffice."""
+    batch, _, rows, _ = map(hint, call.query.tensor_type.sizes)
+    _, key_heads, keys, _ = map(hint, call.key.tensor_type.sizes)
+    tiles, least = (_GPU_PROGRAMS, _GPU_PART) if massively_parallel else (_CPU_TILES, _CPU_PART)
+    programs = max(1, batch * key_heads * -(-rows // _ROW_TILE))
+    return max(1, min(-(-tiles // programs), keys // least)) if rows <= _ROW_TILE else 1
+
+
+_ROW_TILE = 64
+"""More query rows than this are never split."""
+
+_GPU_PROGRAMS, _GPU_PART = 264, 256
+"""Programs that occupy a large GPU, and the least keys of a part."""
+
+_CPU_TILES, _CPU_PART = 16, 1024
+"""Tiles that occupy the threads of most processors, and the least keys of a part."""
+
+
+def _combination(
+    call: AttentionCall, parts: Sequence[Value], outputs: Sequence[Value | None]
+) -> tuple[tuple[Value, ...], Kernel]:
+    """Returns the kernel that combines the results of parts, and those that it reads.
+
+    `parts` are weighted sums, sums of weights, and maxima. `outputs` are the output alone, or others.
+    """
+    body, sizes = KernelBuilder(), parts[0].tensor_type.sizes
+    *point, split, column = [Axis(f"axis{number}", size) for number, size in enumerate(sizes)]
+    buffers = [Buffer(f"in{number}", item.tensor_type.dtype, extent_of(item.tensor_type))
+               for number, item in enumerate(parts)]  # fmt: skip
+
+    def load(number: int, indices: Sequence[Axis]) -> Scalar:
+        index = strided_index(tuple(map(as_index, indices)), parts[number].tensor_type.strides)
+        return body.load(buffers[number].name, index, buffers[number].dtype)
+
+    maximum = load(2, (*point, split))
+    (largest,) = body.reduce("max", maximum)
+    shift = largest.equals(-math.inf).where(0.0, largest)
+    weight = (maximum - shift).exp()
+    (total,) = body.reduce("sum", load(1, (*point, split)) * weight)
+    weighted = total  # of results that nothing uses
+    if outputs[0] is not None:
+        (weighted,) = body.reduce("sum", load(0, (*point, split, column)) * weight)
+    written: list[Buffer] = []
+    for result, output in zip(_results(call, weighted, total, largest, shift), outputs, strict=True):
+        if output is not None:
+            type_ = output.tensor_type
+            written.append(Buffer(f"out{len(written)}", type_.dtype, extent_of(type_)))
+            indices = tuple(map(as_index, (*point, column)[: len(type_.sizes)]))
+            body.store(written[-1].name, strided_index(indices, type_.strides), result.to(type_.dtype))
+    by_column = outputs[0] is not None
+    axes = [*point, *([column] if by_column else [])]
+    first = 0 if by_column else 1
+    return tuple(parts[first:]), body.finish(axes, [split], buffers[first:], written)
+
+
+def _results(
+    call: AttentionCall, weighted: Scalar, total: Scalar, largest: Scalar, shift: Scalar
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Returns output, log-sum-exp and maximum of a row from its reductions; a fully masked row has the output 0."""
+    return (
+        weighted / total.equals(0.0).where(1.0, total),
+        (total.log() + shift) / call.stats_unit,
+        largest / call.stats_unit,
+    )
 
 
 class _AttentionBuilder:
-    def __init__(self, elements: ScalarKernelBuilder, call: AttentionCall) -> None:
+    def __init__(self, elements: ScalarKernelBuilder, call: AttentionCall, splits: int) -> None:
         self.elements = elements
+        self.split = None if splits == 1 else Axis("split", splits)
         self.body = elements.body
         self.call = call
         query, value = call.query.tensor_type, call.value.tensor_type
@@ -111,7 +219,10 @@ class _AttentionBuilder:
         self.key_head_index = as_index(key_head)
         self.head_index = as_index(key_head) * groups + group
         rows, self.row, in_rows = self._row_axes()
-        self.axes = [batch, key_head, *([group] if groups != 1 else []), *rows, self.columns]
+        if groups != 1 and self.row_count == 1:  # the heads of a group are the rows of a tile
+            rows, self.row = [], as_index(0)
+        parts = [] if self.split is None else [self.split]
+        self.axes = [batch, key_head, *parts, *([group] if groups != 1 else []), *rows, self.columns]
         if groups == 1:
             self.head_index = self.key_head_index
         self.in_rows = in_rows
@@ -137,34 +248,48 @@ class _AttentionBuilder:
         """Returns the axes of keys, the index of a key, whether it counts, and whether its block is full."""
         blocks = self.call.blocks
         if blocks.is_trivial:
-            axis = Axis("key", self.key_count)
-            return [axis], as_index(axis), None, None
+            axis, start = self._part("key", self.key_count)
+            is_whole = product((axis.size, 1 if self.split is None else self.split.size)) == self.key_count
+            inside = None if is_whole else self._less(axis, start, self.body.index(as_index(self.key_count)))
+            return [axis], start + axis, inside, None
         size = minimum(blocks.keys, self.key_count)
         count = ceiling_divide(self.key_count, size)
         width = blocks.indices.tensor_type.sizes[-1]
         full_width = 0 if blocks.full_indices is None else blocks.full_indices.tensor_type.sizes[-1]
-        visit, key = Axis("visit", width + full_width), Axis("key", size)
-        position = self.body.index(as_index(visit))
+        (visit, start), key = self._part("visit", total_size((width, full_width))), Axis("key", size)
+        position = self.body.index(start + visit)
         partial = self._list_element(blocks.counts, None)
         total, is_full = partial, None
-        with self.body.masked(position < partial):
-            block = self._list_element(blocks.indices, as_index(visit))
+        with self.body.masked(self._less(visit, start, partial)):
+            block = self._list_element(blocks.indices, start + visit)
         if blocks.full_indices is not None and blocks.full_counts is not None:
             total = partial + self._list_element(blocks.full_counts, None)
-            is_full = position >= partial
-            with self.body.masked(is_full & (position < total)):
+            is_full = self.body.index(as_index(visit)) >= self._relative(partial, start)
+            with self.body.masked(is_full & self._less(visit, start, total)):
                 at = self.body.indirect_index((position - partial).apply("maximum", 0), full_width)
                 block = is_full.where(self._list_element(blocks.full_indices, at), block)
-        visited = position < total
+        visited = self._less(visit, start, total)
         last = self.body.index(as_index(count) - 1)  # lists of wrong blocks read no other memory
         block = block.apply("maximum", 0).apply("minimum", last)
         index = self.body.indirect_index(block, count) * size + key
-        inside = index_less(self.elements.reader, index, self.key_count)
-        if product((count, size)) == self.key_count:
-            inside = True
-        visible = all_of(visited, inside)
+        is_whole = product((count, size)) == self.key_count
+        visible = all_of(visited, True if is_whole else index_less(self.elements.reader, index, self.key_count))
         assert isinstance(visible, Scalar)
         return [visit, key], index, visible, is_full
+
+    def _part(self, name: str, size: Size) -> tuple[Axis, Index]:
+        """Returns the axis of a part of a streamed axis, and the index at which the part starts."""
+        if self.split is None:
+            return Axis(name, size), as_index(0)
+        length = ceiling_divide(size, self.split.size)
+        return Axis(name, length), as_index(self.split) * length
+
+    def _less(self, axis: Axis, start: Index, limit: Scalar) -> Scalar:
+        """Returns whether a position of a part is less than a limit, as a bound of the axis."""
+        return self.body.index(as_index(axis)) < self._relative(limit, start)
+
+    def _relative(self, limit: Scalar, start: Index) -> Scalar:
+        return limit if start.constant == 0 else limit - self.body.index(start)
 
     def _list_element(self, value: Value, at: Index | None) -> Scalar:
         """Returns an element of the lists of blocks, int64."""
@@ -187,11 +312,9 @@ class _AttentionBuilder:
         (total,) = body.reduce("sum", weights, keys)
         value = self._load(call.value, (key, as_index(self.columns)), visible)
         (weighted,) = body.reduce("sum", weights * value, keys)
-        results = (
-            weighted / total.equals(0.0).where(1.0, total),
-            (total.log() + shift) / call.stats_unit,
-            largest / call.stats_unit,
-        )
+        results = (weighted, total, largest)
+        if self.split is None:
+            results = _results(call, weighted, total, largest, shift)
         buffers: list[Buffer] = []
         for result, output in zip(results, outputs, strict=True):
             if output is not None:
@@ -237,7 +360,8 @@ class _AttentionBuilder:
 
     def _store(self, name: str, result: Scalar, output: Value, inside: Scalar | None) -> Buffer:
         type_ = output.tensor_type
-        indices = (self.batch_index, self.head_index, self.row, as_index(self.columns))[: len(type_.sizes)]
-        index = strided_index(indices, type_.strides)
+        split = () if self.split is None else (as_index(self.split),)
+        indices = (self.batch_index, self.head_index, self.row, *split, as_index(self.columns))
+        index = strided_index(indices[: len(type_.sizes)], type_.strides)
         self.body.store(name, index, result.to(type_.dtype), inside)
         return Buffer(name, type_.dtype, extent_of(type_))

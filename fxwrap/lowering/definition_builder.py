@@ -11,7 +11,13 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import language_traits
-from fxwrap.fx_passes.effects import aliased_operands, has_ordered_effect, launches_user_kernel, mutated_operands
+from fxwrap.fx_passes.effects import (
+    aliased_operands,
+    has_ordered_effect,
+    launches_user_kernel,
+    mutated_operands,
+    operator_label,
+)
 from fxwrap.loop_ir import KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
     Builder,
@@ -118,6 +124,9 @@ class DefinitionBuilder:
         if target is operator.getitem and isinstance(self.operands.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
             self.operands[node] = self.operands[node.args[0]][node.args[1]]  # type: ignore[index]
         elif isinstance(target, HigherOrderOperator):
+            if operator_label(target) == "flex_attention":  # the FX passes expand calls without a kernel
+                self._define_extern_call(node, position, fake, "", "fused")
+                return
             reason = "it runs graphs or an operator of its own"
             self._define_extern_call(
                 node, position, fake, "it is a user kernel" if launches_user_kernel(node) else reason
@@ -439,7 +448,9 @@ class DefinitionBuilder:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _define_extern_call(self, node: Node, position: int, fake: FakeValue, reason: str) -> None:
+    def _define_extern_call(
+        self, node: Node, position: int, fake: FakeValue, reason: str, coverage: str = "call"
+    ) -> None:
         if isinstance(node.target, HigherOrderOperator):  # its arguments contain graphs and operators
             arguments = [self.operands[operand] for operand in node.all_input_nodes]
         else:
@@ -461,7 +472,7 @@ class DefinitionBuilder:
                 has_ordered_effect(node),
             )
         )  # fmt: skip
-        self._record_coverage(node, "call", reason)
+        self._record_coverage(node, coverage, reason)
 
     def _written_definitions(self, node: Node) -> list[Definition]:
         """Returns every definition in the memory that a call writes."""

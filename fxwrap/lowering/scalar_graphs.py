@@ -110,7 +110,10 @@ class ScalarKernelBuilder:
         """Returns the definition of an operator's result, or a number."""
         fake = node.meta.get("val")
         if not isinstance(fake, torch.Tensor):
-            return self.builder.symbols.expression(fake)
+            number = self.builder.symbols.expression(fake)
+            if self.builder.symbols.unknown(number):
+                raise Declined("its function reads a number from a tensor")
+            return number
         if not isinstance(node.target, OpOverload):
             raise Declined(f"its function calls '{node.target}'")
         schema = operator_schema(node.target)

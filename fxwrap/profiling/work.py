@@ -97,12 +97,16 @@ def _kernel_flops(kernel: Kernel, values: Mapping[str, Number]) -> tuple[int, to
     outer = _iterations(kernel.axes, values)
     inner = outer * _iterations(kernel.reduced, values)
     flops, dtype = 0, torch.float32
-    for operation, varying in zip(kernel.operations, kernel.varying, strict=True):
+    for position, operation in enumerate(kernel.operations):
         if not isinstance(operation, Compute | Reduce) or not operation.dtype.is_floating_point:
             continue
         if isinstance(operation, Reduce) or operation.name not in _NO_ARITHMETIC:
-            flops += inner if varying or isinstance(operation, Reduce) else outer
             dtype = operation.dtype
+            if kernel.reduces_in_steps:  # products, scores and results are in different spaces
+                computed = operation.operands[0] if isinstance(operation, Reduce) else position
+                flops += _iterations(kernel.value_axes[computed], values)
+            else:
+                flops += inner if kernel.varying[position] or isinstance(operation, Reduce) else outer
     return flops, dtype
 
 

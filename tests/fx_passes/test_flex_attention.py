@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
+from fxwrap.lines import Launch
+from fxwrap.profiling.work import line_work
 from fxwrap.testing import assert_emitters_agree
 from tests.support.long_form import long_only
 from tests.support.versions import is_before
@@ -180,6 +182,94 @@ def test_blocks_without_a_mask_function(options: fxwrap.Options) -> None:
     torch.testing.assert_close(compiled(*inputs, block_mask=mask), expected)
 
 
+def kernels_of(
+    function: Callable[..., Any], *inputs: Any, options: fxwrap.Options | None = None
+) -> tuple[Any, list[str]]:
+    """Returns the results of a compiled function, and the names of the kernels of its program."""
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    torch.compiler.reset()
+    backend = make_backend(options or fxwrap.Options(), compile_with)
+    result = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return result, [kernel.name for compiled in compiles for kernel in compiled.program.kernels]
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_one_kernel(language: str) -> None:
+    """Partial, full and unvisited blocks, grouped heads, rows without keys and a captured table, in one kernel."""
+    mask = blocks(lambda b, h, q, k: (q >= k) & (q >= h), H=HEADS, size=16)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, alibi, mask, enable_gqa=True)
+
+    inputs = operands(kv_heads=2)
+    result, kernels = kernels_of(attention, *inputs, options=fxwrap.Options(cpu_kernels=language))
+    assert kernels == ["flex_attention_0"]
+    torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_few_rows_are_split_over_keys(language: str) -> None:
+    """The heads of a group are the rows of a tile."""
+    keys = 2100
+    mask = blocks(lambda b, h, q, k: (k > 70) & (k < 2000), 1, keys)
+
+    masks = (None, mask) if language == "cpp" else (mask,)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return [flex_attention(q, k, v, alibi, item, enable_gqa=True, return_lse=True) for item in masks]
+
+    inputs = operands(1, keys, kv_heads=2)
+    result, kernels = kernels_of(attention, *inputs, options=fxwrap.Options(cpu_kernels=language))
+    assert sum(name.startswith("flex_attention_parts") for name in kernels) == 2  # of outputs, of log-sum-exps
+    torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_functions_that_no_kernel_inlines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fxwrap.compile")
+    inputs = operands()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s * SLOPES.sum())
+
+    result, kernels = kernels_of(attention, *inputs)
+    torch.testing.assert_close(result, attention(*inputs))
+    assert "flex_attention_0" not in kernels
+    lines = [item for item in caplog.messages if "is no kernel of its own" in item]
+    assert len(lines) == 1
+    assert "'flex_attention'" in lines[0]
+
+
+def test_wrong_functions() -> None:
+    inputs = operands()
+
+    def with_function(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda q, k, v: flex_attention(q, k, v, function)
+
+    beyond = with_function(lambda s, b, h, m, n: s + RELATIVE[m + n + 2])
+    with pytest.raises(IndexError, match="an index is out of bounds for a dimension of size 144"):
+        kernels_of(beyond, *inputs)
+    with pytest.raises(Exception, match="Data-dependent branching"):
+        kernels_of(with_function(lambda s, b, h, m, n: s if m > n else s * 2), *inputs)
+    for function in (lambda s, b, h, m, n: m - n, lambda s, b, h, m, n: s.double() * 2):  # other dtypes are cast
+        result, _ = kernels_of(with_function(function), *inputs)
+        torch.testing.assert_close(result, with_function(function)(*inputs))
+
+
+def test_empty_operands() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, alibi)
+
+    empty, full = operands(0), operands()
+    assert kernels_of(attention, empty[0], *full[1:])[0].shape == (BATCH, HEADS, 0, WIDTH)
+    without_keys, _ = kernels_of(attention, full[0], *[item[:, :, :0] for item in full[1:]])
+    torch.testing.assert_close(without_keys, torch.zeros(BATCH, HEADS, LENGTH, WIDTH))
+
+
 def test_graphs_of_make_fx_and_export_and_branches() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return torch.ops.higher_order.flex_attention(q, k, v, alibi, CAUSAL.as_tuple(), 0.25, {}, (), ())[0]
@@ -190,7 +280,13 @@ def test_graphs_of_make_fx_and_export_and_branches() -> None:
             return torch.cond(q.sum() > 0, *branches, (q,))
 
     inputs = operands()
-    assert_emitters_agree(make_fx(attention)(*inputs), inputs, emitters=("interpreter",))
+    graph = make_fx(attention)(*inputs)
+    assert_emitters_agree(graph, inputs, emitters=("interpreter",))
+    compiled = fxwrap.compile_graph(graph, inputs)
+    assert ("flex_attention", "fused") in [(item.node, item.kind) for item in compiled.coverage]
+    (launch,) = [line for line in compiled.program.body.lines if isinstance(line, Launch)]
+    products = 2 * 2 * BATCH * HEADS * LENGTH * LENGTH * WIDTH
+    assert products < line_work(launch, compiled.program, {}).flops < 8 * products  # lists of blocks may be longer
     assert_emitters_agree(torch.export.export(Module(), tuple(inputs)), inputs, emitters=("fx",))
 
 

@@ -12,6 +12,7 @@ from fxwrap.printers.triton import StreamingConfiguration, print_streaming_trito
 from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
+from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.support.attention_kernel import attention_kernel
 
 
@@ -42,6 +43,14 @@ def test_triton(dtype: torch.dtype) -> None:
     for item in kernel.outputs:
         tolerance = 4e-3 if dtype is torch.float16 else 1e-5
         torch.testing.assert_close(results[item.name], expected[item.name], rtol=tolerance, atol=tolerance)
+
+
+def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead() -> None:
+    kernel = attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16)
+    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, num_stages=2))).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async" in ptx
+    assert not SPILLED.search(ptx)
 
 
 def test_configurations_fit_small_kernels() -> None:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from fxwrap.errors import FxwrapError
 from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.lines import CallFunction, Cond, ExternCall, Launch, Map, ScanLoop, View, While
-from fxwrap.lowering.attention import AttentionCall, build_attention_kernel
+from fxwrap.lowering.attention import emit_attention
 from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.calls.copies import writable_operand
 from fxwrap.lowering.calls.nodes import literal, literals
@@ -36,7 +36,7 @@ from fxwrap.lowering.control.side_effects import (
     lower_with_effects,
 )
 from fxwrap.lowering.fusion.kernels import extent_of
-from fxwrap.lowering.launches import KernelDeclined, emit_whole_kernel
+from fxwrap.lowering.launches import KernelDeclined
 from fxwrap.lowering.rules import Declined
 from fxwrap.lowering.symbols.unbacked import bind_values, new_values
 from fxwrap.symbolic import expression_kind, total
@@ -346,20 +346,10 @@ def _view_of_operand(
 
 def _flex_attention(blocks: BlockLowering, node: Node) -> None:
     """Lowers FlexAttention to one kernel. Raises KernelDeclined where that is impossible."""
-    builder, fakes = blocks.builder, blocks.builder.fakes[node]
-    used = {user.args[1] for user in node.users}
-    call = AttentionCall.of(builder, node)
-    outputs = [
-        builder.add_root(f"{node.name}_{position}", fake) if position in used else None
-        for position, fake in enumerate(fakes)
-    ]
-    options, written = blocks.request.options, [value for value in outputs if value is not None]
     try:
-        kernel, inputs = build_attention_kernel(builder, options, call, outputs)
-        emit_whole_kernel(builder, blocks.request, node, "flex_attention", kernel, inputs, written)
+        emit_attention(blocks.builder, blocks.request, node)
     except (Declined, FxwrapError) as error:
-        raise KernelDeclined(frozenset({builder.qualified(node)}), str(error), expected=True) from error
-    builder.env[node] = tuple(outputs)
+        raise KernelDeclined(frozenset({blocks.builder.qualified(node)}), str(error), expected=True) from error
 
 
 _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {

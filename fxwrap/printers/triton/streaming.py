@@ -76,9 +76,12 @@ def streaming_configurations(
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), _MIN_DOT)
     width = next_power_of_2(hint(product(axis.size for axis in parts.product.axes)))
     is_half = all(buffer.dtype in STORAGE_ONLY for buffer in kernel.outputs[:1])
-    shapes = [(128, 64, 4, 3), (64, 64, 4, 3), (128, 32, 4, 3), (128, 128, 8, 2), (64, 32, 4, 3), (128, 64, 8, 3)]
-    if not is_half or width > 128:
-        shapes = [(64, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 1)]
+    half = {64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)],
+            128: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 32, 4, 3)],
+            256: [(64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2)]}  # fmt: skip
+    single = {64: [(64, 32, 4, 3), (128, 32, 8, 3), (32, 64, 4, 3)], 128: [(32, 64, 4, 3), (64, 32, 4, 2)],
+              256: [(32, 32, 4, 2), (32, 16, 4, 2)]}  # fmt: skip
+    shapes = (half if is_half else single)[min(max(width, 64), 256)]
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, half_products=not interpreted)
         for r, k, warps, stages in shapes
@@ -258,7 +261,7 @@ class StreamingTritonPrinter:
         if split is None:
             return [("0", "visits", held)]
         condition, at = split
-        self._line(f"first_visits = tl.minimum({self._value(at, scope)}, visits).to(tl.int32)")
+        self._line(f"first_visits = tl.maximum(tl.minimum({self._value(at, scope)}, visits), 0).to(tl.int32)")
         return [
             ("0", "first_visits", {**held, condition: False}),
             ("first_visits", "visits", {**held, condition: True}),
@@ -315,9 +318,16 @@ class StreamingTritonPrinter:
             scores = f'tl.where({scope.masks[self.inner]}, {scores}, float("-inf"))'
         self._line(f"scores = tl.broadcast_to({scores}, {shape})")
         self._line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
-        self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
-        self._line("factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays")
-        self._line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
+        if any(self._factor_dtype(item.right) in STORAGE_ONLY for item in parts.weighted_sums):
+            self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
+            self._line(
+                "factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays"
+            )
+            self._line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
+        else:  # one operation more, and more accurate for large scores
+            self._line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
+            self._line("factor = tl.exp2((largest - shift) * log2_e)")
+            self._line("weights = tl.exp2((scores - shift) * log2_e)")
         self._line("largest = next_largest")
         for position in parts.sums:
             self._line(f"sum_{position} = sum_{position} * factor + tl.sum(weights, 1, keep_dims=True)")
