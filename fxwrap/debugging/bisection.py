@@ -22,7 +22,8 @@ from fxwrap.debugging.agreement import compare_results
 from fxwrap.debugging.copies import OpaqueState, TensorState, copy_inputs
 from fxwrap.debugging.divergence import Divergence, DivergingLine, Part
 from fxwrap.debugging.evaluating_interpreter import EvaluatingInterpreter, LaunchEvaluation
-from fxwrap.debugging.points import ObservationPoint, insert_observations, observation_points
+from fxwrap.debugging.memory_order import in_memory_order, strides_of
+from fxwrap.debugging.points import ObservationPoint, insert_observations, observation_points, stored_types
 from fxwrap.debugging.references import GraphRun, flat_outputs, graph_nodes, reduced_elements, run_graph
 from fxwrap.debugging.repro import Failure
 from fxwrap.debugging.single_operators import is_lowered_wrong
@@ -32,6 +33,7 @@ from fxwrap.fx_passes import GraphSource, PreparedGraph
 from fxwrap.fx_passes.source import source_of
 from fxwrap.lines import CallFunction, Launch
 from fxwrap.options import Options
+from fxwrap.passes.communication import size_values
 from fxwrap.runtime.operators import Observer, observing
 from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir import Origin, Ownership, Program, blocks, line_text, operator_schema
@@ -108,6 +110,9 @@ class _Bisector:
         self._nodes = graph_nodes(case.prepared.graph_module)
         self._order = {name: number for number, name in enumerate(self._nodes)}
         self._references: tuple[GraphRun, GraphRun] | None = None
+        lowered = case.stages[0][1]
+        self._symbols = size_values(lowered, self.inputs)
+        self._stored_types = stored_types(observation_points(lowered))
 
     def find(self) -> Divergence | None:
         program = self.case.program
@@ -252,7 +257,10 @@ class _Bisector:
         expected, truth = (run.tensor(point.node, point.position, occurrence) for run in (eager, exact))
         if expected is None or truth is None or not expected.numel() == truth.numel() == value.numel():
             return None
-        agreement = compare_results(value, expected, truth, reduced_elements(eager, point.node))
+        compared = self._in_one_order(point, value, expected, truth)
+        if compared is None:
+            return None
+        agreement = compare_results(*compared, reduced_elements(eager, point.node))
         if agreement.holds:
             return None
         origin, line = point.origin, point.line
@@ -261,6 +269,23 @@ class _Bisector:
             origin.nodes, origin.operators, origin.locations, origin.modules, point.node, occurrence,
             tensor_statistics(value), tensor_statistics(expected), tensor_statistics(truth), agreement,
         )  # fmt: skip
+
+    def _in_one_order(
+        self, point: ObservationPoint, value: Tensor, expected: Tensor, truth: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns tensors whose elements have one order; None if it is unknown.
+
+        That is the order of the memory, as the first program stores it, if a pass folded views into the value.
+        """
+        first, type_ = self._stored_types.get((point.node, point.position)), point.value.tensor_type
+        if first is None or (first.sizes, first.strides) == (type_.sizes, type_.strides):
+            return (value, expected, truth) if first is not None or value.shape == expected.shape else None
+        strides = strides_of(first, self._symbols) if len(first.sizes) == expected.dim() else None
+        if strides is None:
+            return None
+        ordered = in_memory_order(value), in_memory_order(expected, strides), in_memory_order(truth, strides)
+        actual, eager, exact = ordered
+        return None if actual is None or eager is None or exact is None else (actual, eager, exact)
 
     def _wrong_output(self, program: Program, outputs: Sequence[object]) -> DivergingLine | None:
         """Returns the line that returns the outputs of a program if one of them is wrong."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxwrap.lines import Alloc, CallFunction, ExternCall, Pool, PoolSlice, Reuse, SaveRngState, View, Workspace
@@ -88,6 +88,14 @@ def observation_points(program: Program) -> tuple[ObservationPoint, ...]:
             number += 1
         skipped.add(id(block))  # an equal block may be the same object
     return tuple(points)
+
+
+def stored_types(points: Iterable[ObservationPoint]) -> dict[tuple[str, int], TensorType]:
+    """Returns the type in which the results of nodes are stored, but for those that are stored in several."""
+    types: dict[tuple[str, int], set[TensorType]] = {}
+    for point in points:
+        types.setdefault((point.node, point.position), set()).add(point.value.tensor_type)
+    return {key: next(iter(items)) for key, items in types.items() if len(items) == 1}
 
 
 def observed_points(program: Program) -> dict[int, ObservationPoint]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.caching import clear_caches
+from fxwrap.debugging.memory_order import in_memory_order
 from fxwrap.debugging.value_store import ValueStore
 from fxwrap.errors import CompareError, DivergenceError, OptionError
 from fxwrap.lowering import RULES
@@ -179,6 +181,35 @@ def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch
             assert bisection.divergence is not None and bisection.divergence.line is not None
             assert prefix in bisection.divergence.line.node
             assert "aten.tanh" in bisection.divergence.culprit
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (2, 3, 6)])
+def test_values_into_which_views_are_folded_are_compared_in_the_order_of_memory(
+    sizes: tuple[int, ...], patch: pytest.MonkeyPatch
+) -> None:
+    """`sin` is stored as the transposed matrix, of other sizes or of the same number in each dimension."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.sin(x).view(6, -1).t() @ y
+
+    inputs = [torch.randn(sizes), torch.randn(6, 6)]
+    assert fxwrap.bisect(function, inputs).agrees
+    patch.setitem(RULES, "aten.sin.default", RULES["aten.tan.default"])
+    divergence = fxwrap.bisect(function, inputs).divergence
+    assert divergence is not None and divergence.line is not None
+    assert (divergence.part, divergence.line.node) == ("lowering", "sin")
+    assert "%sin" in divergence.line.text
+
+
+def test_the_order_of_memory() -> None:
+    x = torch.arange(24).reshape(2, 3, 4)
+    for order in itertools.permutations(range(3)):
+        stored = x.permute(order)
+        assert torch.equal(in_memory_order(stored), torch.arange(24))
+        assert torch.equal(in_memory_order(stored.contiguous(), stored.stride()), torch.arange(24))
+    assert torch.equal(in_memory_order(torch.arange(6).as_strided((1, 6, 1), (1, 1, 99))), torch.arange(6))
+    assert in_memory_order(x[:, :, :2]) is None and in_memory_order(torch.ones(1).expand(3)) is None
+    assert torch.equal(in_memory_order(torch.empty(0, 3)), torch.empty(0)) and in_memory_order(x[1, 1, 1]) is not None
 
 
 def test_values_beyond_the_memory_of_a_store_are_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
