@@ -523,6 +523,13 @@ def test_show_json_has_lines_with_types_and_origins(model: str, capsys: pytest.C
     assert defined == [{"t": "f32[4, 8 | 1, 4]@cpu"}, {"addmm": "f32[2, 8]@cpu"}]
 
 
+def test_show_draws_a_program_for_graphviz(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", f"{model}:make_model", "--dot")
+    assert code == 0 and out.startswith('digraph "inference" {') and "relu_0:1" in out
+    code, _, err = run(capsys, "show", f"{model}:make_model", "--dot", "--origins")
+    assert code == 2 and "--origins: a drawing has a form of its own" in err
+
+
 def test_coverage_and_stages_as_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "show", f"{model}:make_model", "--coverage", "--json", "--training")
     forward, backward = json.loads(out)
