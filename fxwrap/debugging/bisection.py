@@ -35,7 +35,7 @@ from fxwrap.lines import CallFunction, Launch
 from fxwrap.options import Options
 from fxwrap.passes.communication import size_values
 from fxwrap.runtime.operators import Observer, observing
-from fxwrap.torch_compat import FakeTensor, OpOverload
+from fxwrap.torch_compat import FakeTensor, OpOverload, tree_leaves
 from fxwrap.wrapper_ir import Origin, Ownership, Program, blocks, line_text, operator_schema
 
 
@@ -80,14 +80,14 @@ def find_divergence(case: GraphCase, inputs: Sequence[object], memory_bytes: int
         memory_bytes: how much memory reference values may have; the others are in a temporary file. By default a
             fourth of the free memory of each device.
     """
-    return _Bisector(case, inputs, _default_memory() if memory_bytes is None else memory_bytes).find()
+    return _Bisector(case, inputs, _default_memory(inputs) if memory_bytes is None else memory_bytes).find()
 
 
-def _default_memory() -> int:
+def _default_memory(inputs: Sequence[object]) -> int:
+    """Returns a fourth of the least free memory of the host and of the inputs' GPUs."""
+    gpus = {leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_cuda}
     free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if torch.cuda.is_available():
-        free += [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
-    return min(free) // 4
+    return min([*free, *[torch.cuda.mem_get_info(gpu)[0] for gpu in gpus]]) // 4
 
 
 @dataclass(frozen=True)
