@@ -120,6 +120,7 @@ PAGES = {
     "CONTRIBUTING.md": "reference/contributing.md",
     "CHANGELOG.md": "reference/changelog.md",
     "benchmarks/README.md": "reference/measurements.md",
+    "benchmarks/dashboard.md": "reference/dashboard.md",
 }
 """The pages that show files outside of this folder, by file."""
 
