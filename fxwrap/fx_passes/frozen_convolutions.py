@@ -109,12 +109,17 @@ def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:
 
 
 def _is_supported(values: list[Any], context: FxPassContext) -> bool:
-    """Whether result, image and weight are images of static sizes, on a device whose library has a layout for them."""
+    """Whether result, image and weight are images of static sizes, on a device whose library has a layout for them.
+
+    Not in CUDA graphs: a replay would not see that a weight was written.
+    """
     for value in values:
         if not isinstance(value, FakeTensor) or value.ndim != 4 or any(type(size) is not int for size in value.shape):
             return False
         spec = context.options.device_specs().get(value.device.type)
         if spec is None or value.dtype not in spec.prepacked_convolution_dtypes or value.dtype != values[0].dtype:
+            return False
+        if context.options.cuda_graphs and spec.supports_graph_capture:
             return False
     return all(value.numel() > 0 for value in values)
 

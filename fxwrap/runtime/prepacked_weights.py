@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
+    convolution_with_epilogue,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -93,20 +94,21 @@ def frozen_convolution(
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     sizes = tuple(image.shape)
 
+    is_channels_last = image.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+
     def convert() -> _Form:
         folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
+        folded = folded.contiguous(memory_format=layout)
         return prepack_convolution_weight(folded, geometry, sizes), folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
-    packed, folded, shift = _form(sources, (geometry, sizes, epsilon), convert)
+    packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout), convert)
     with torch.no_grad():
         if packed is not None:
             return prepacked_convolution(image, packed, shift, geometry, residual, relu)
         assert folded is not None, "the weight is a tensor"
-        result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
-        if residual is not None:
-            result.add_(residual)
-        return result.relu_() if relu else result
+        return convolution_with_epilogue(image, folded, shift, geometry, residual, relu)
 
 
 def folded_batch_norm(
@@ -118,8 +120,7 @@ def folded_batch_norm(
     scale, offset, mean, variance = [item.double() for item in norm]
     factor = scale * (variance + epsilon).rsqrt()
     shift = offset - mean * factor if bias is None else offset + (bias.double() - mean) * factor
-    folded = (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
-    return folded.contiguous(memory_format=torch.preserve_format), shift.to(weight.dtype)
+    return (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype), shift.to(weight.dtype)
 
 
 def frozen_convolution_fake(
