@@ -213,7 +213,6 @@ CUDA = DeviceSpec(
     memory_spaces=("", SYMMETRIC_MEMORY),
     massively_parallel=True,
     channels_last_dtypes=_HALF,  # tensor cores
-    prepacked_convolution_dtypes=_HALF,
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),

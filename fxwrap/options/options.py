@@ -63,10 +63,10 @@ class Options:
             "functional", in which they return new tensors, inputs are written at the end, and memory is not planned
             before `fxwrap.fx.in_place`.
         fuse: whether to generate fused kernels; without, every operator is a call.
-        freeze: whether parameters, buffers and constants are taken to stay as they are: in inference, weights on a CPU
-            are converted to the library's layout once (prepacking), beside the weights themselves, and batch norms are
-            folded into convolutions. A write that torch's version counters show converts a weight again; one through
-            `.data` is not seen.
+        freeze: whether parameters, buffers and constants are taken to stay as they are: inference on a CPU converts
+            weights to the library's layout once (prepacking), beside the weights themselves, and folds batch norms into
+            convolutions. A write that torch's version counters show converts a weight again; one through `.data` is not
+            seen.
         layout: "auto" makes tensors around convolutions channels-last where a cost model expects a gain, and converts
             inputs; "preserve" does not change layouts.
         output_strides: "eager" keeps the strides of eager outputs, by copies if necessary; "any" allows the fastest

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
-    convolution_with_epilogue,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -110,7 +109,11 @@ def frozen_convolution(
             result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
         else:
             assert folded is not None, "the weight is a tensor"
-            result = convolution_with_epilogue(image, folded, shift, geometry, residual, relu)
+            result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
+            if residual is not None:
+                result.add_(residual)
+            if relu:
+                result.relu_()
         return _with_strides(result, strides)
 
 

@@ -82,31 +82,3 @@ def prepacked_convolution(
         epilogue: tuple[object, ...] = ("add", 1.0, "relu" if relu else None, [], None)
         result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
     return result
-
-
-def convolution_with_epilogue(
-    image: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    geometry: ConvolutionGeometry,
-    residual: torch.Tensor | None,
-    relu: bool,
-) -> torch.Tensor:
-    """Returns what `prepacked_convolution` does, by an unpacked weight; by one kernel of cuDNN where it has one.
-
-    Why: torch has no public operator for cuDNN's epilogues; `torch.conv2d` adds a bias by a kernel of its own.
-    """
-    operators: Any = torch.ops.aten
-    numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-    result: torch.Tensor
-    has_epilogue = image.is_cuda and torch.backends.cudnn.is_acceptable(image)  # type: ignore[no-untyped-call]
-    if relu and bias is not None and has_epilogue:
-        if residual is None:
-            result = operators.cudnn_convolution_relu(image, weight, bias, *numbers)
-        else:
-            result = operators.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *numbers)
-        return result
-    result = torch.conv2d(image, weight, bias, *numbers)
-    if residual is not None:
-        result.add_(residual)
-    return result.relu_() if relu else result
