@@ -68,7 +68,7 @@ def worst(rows: Sequence[Row], side: str, count: int = 10) -> list[tuple[str, fl
     other = inductor_side(side)
     ratios = [
         (f"{row['model']} {row['mode']}", own / its) for row in rows
-        if row[f"{side}: status"] == row[f"{other}: status"] == "pass"
+        if row[f"{side}: status"] == row.get(f"{other}: status") == "pass"
         and (own := _number(row, f"{side}: speedup")) and (its := _number(row, f"{other}: speedup"))
     ]  # fmt: skip
     return sorted(ratios, key=lambda item: item[1])[:count]

@@ -109,14 +109,23 @@ def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:
 
 
 def _is_supported(values: list[Any], context: FxPassContext) -> bool:
-    """Whether result, image and weight are images of static sizes, on a device whose library has a layout for them."""
+    """Whether result, image and weight are images of static sizes, on a device whose library has a layout for them.
+
+    Not in CUDA graphs: a replay would not see that a weight was written.
+    """
     for value in values:
-        if not isinstance(value, FakeTensor) or value.ndim != 4 or any(type(size) is not int for size in value.shape):
+        if not isinstance(value, FakeTensor) or value.ndim != 4 or not _is_static(value):
             return False
         spec = context.options.device_specs().get(value.device.type)
         if spec is None or value.dtype not in spec.prepacked_convolution_dtypes or value.dtype != values[0].dtype:
             return False
+        if context.options.cuda_graphs and spec.supports_graph_capture:
+            return False
     return all(value.numel() > 0 for value in values)
+
+
+def _is_static(fake: FakeTensor) -> bool:
+    return all(type(number) is int for number in (*fake.shape, *fake.stride()))
 
 
 def _batch_norm(
@@ -162,12 +171,12 @@ def _replace(copy: GraphCopy, match: _Convolution) -> None:
     arguments: Any = match.node.args
     stride, padding, dilation, _, _, groups = arguments[3:]
     optional = [None if item is None else env[item] for item in (match.bias, match.residual)]
-    norm = [env[item] for item in match.norm]
+    norm, fake = [env[item] for item in match.norm], copy.fakes[env[end]]
     operands = (
         env[match.image], env[match.weight], optional[0], norm, match.epsilon, stride, padding, dilation, groups,
-        optional[1], match.relu,
+        optional[1], match.relu, list(fake.stride()),
     )  # fmt: skip
-    target, fake = torch.ops.fxwrap.frozen_convolution.default, copy.fakes[env[end]]
+    target = torch.ops.fxwrap.frozen_convolution.default
     call = copy.call(env[end], target, operands, f"{match.node.name}_frozen", fake=fake)
     erased = [item for item in (match.node, *match.absorbed) if item is not end]
     copy.substitute(end, call, "fused", erased=erased)

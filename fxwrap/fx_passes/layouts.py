@@ -32,6 +32,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
+from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -155,6 +156,18 @@ def _has_broken_channels_last_kernel(node: Node, fakes: NodeValues) -> bool:
     return is_strided_pointwise and weight.shape[1] < _SMALLEST_STRIDED_POINTWISE_CHANNELS
 
 
+def _converted_once(graph: PreparedGraph, context: FxPassContext) -> set[Node]:
+    """Returns the weights that `freeze_convolutions` converts once."""
+    if not context.options.freeze:
+        return set()
+    specs = context.options.device_specs()
+    return {
+        node for node in frozen_nodes(graph, context)
+        if isinstance(fake := graph.fakes.get(node), FakeTensor)
+        and (spec := specs.get(fake.device.type)) is not None and fake.dtype in spec.prepacked_convolution_dtypes
+    }  # fmt: skip
+
+
 def _convolution_operands(node: Node) -> list[Node]:
     """Returns a convolution's image and weight; for a backward, the gradient before them."""
     positions, _ = _CONVOLUTION_OPERANDS[node.target]
@@ -202,6 +215,7 @@ class _LayoutRewriter:
         self._channels_last_of: dict[Node, Node] = {}
         self._fused: set[Node] = set()
         self._written = written_storages(source.nodes, source.fakes)
+        self._frozen = _converted_once(source, context)
 
     def run(self) -> PreparedGraph:
         """Returns the copy. Raises _LayoutNotRestorable."""
@@ -308,7 +322,8 @@ class _LayoutRewriter:
         copy = self._converted_constant(node, fake) if is_reusable else None
         if copy is None:
             copy = self._insert(node, "channels_last", _aten.clone.default, current, memory_format=torch.channels_last)
-            self._count_copy(node, fake)
+            if node not in self._frozen:
+                self._count_copy(node, fake)
         if is_reusable:
             self._channels_last_of[node] = copy
         return copy

@@ -64,8 +64,9 @@ class Options:
             before `fxwrap.fx.in_place`.
         fuse: whether to generate fused kernels; without, every operator is a call.
         freeze: whether parameters, buffers and constants are taken to stay as they are: inference on a CPU converts
-            weights to the library's layout once (prepacking), beside the weights themselves. A write that torch's
-            version counters show converts them again; one through `.data` is not seen.
+            weights to the library's layout once (prepacking), beside the weights themselves, and folds batch norms into
+            convolutions. A write that torch's version counters show converts a weight again; one through `.data` is not
+            seen.
         layout: "auto" makes tensors around convolutions channels-last where a cost model expects a gain, and converts
             inputs; "preserve" does not change layouts.
         output_strides: "eager" keeps the strides of eager outputs, by copies if necessary; "any" allows the fastest

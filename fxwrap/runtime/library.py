@@ -209,7 +209,7 @@ _OPERATORS = (
     ),
     _Operator(
         "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
-        "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu) -> Tensor",
+        "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         frozen_convolution, frozen_convolution_fake,
     ),
     _Operator("synchronize(int place) -> ()", synchronize, has_side_effect=True),

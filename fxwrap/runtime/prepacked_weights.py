@@ -84,29 +84,45 @@ def frozen_convolution(
     groups: int,
     residual: torch.Tensor | None,
     relu: bool,
+    strides: Sequence[int],
 ) -> torch.Tensor:
     """Returns a convolution, with batch norm's statistics and affine parameters `norm` folded into its weight and bias.
 
     `norm` holds weight, bias, mean and variance, or nothing. Then adds `residual`, which has the result's layout, and
-    takes the positive part if `relu`.
+    takes the positive part if `relu`. The result has these strides.
     """
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     sizes = tuple(image.shape)
 
+    is_channels_last = image.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if is_channels_last else torch.contiguous_format
+
     def convert() -> _Form:
         folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
+        folded = folded.contiguous(memory_format=layout)
         return prepack_convolution_weight(folded, geometry, sizes), folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
-    packed, folded, shift = _form(sources, (geometry, sizes, epsilon), convert)
+    packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout), convert)
     with torch.no_grad():
         if packed is not None:
-            return prepacked_convolution(image, packed, shift, geometry, residual, relu)
-        assert folded is not None, "the weight is a tensor"
-        result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
-        if residual is not None:
-            result.add_(residual)
-        return result.relu_() if relu else result
+            result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
+        else:
+            assert folded is not None, "the weight is a tensor"
+            result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
+            if residual is not None:
+                result.add_(residual)
+            if relu:
+                result.relu_()
+        return _with_strides(result, strides)
+
+
+def _with_strides(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Returns a tensor with these strides: itself, or a copy if the library chose another layout."""
+    sizes, own = result.shape, result.stride()
+    if all(one == other or size == 1 for size, one, other in zip(sizes, own, strides, strict=True)):
+        return result if own == tuple(strides) else result.as_strided(sizes, strides)
+    return torch.empty_strided(sizes, strides, dtype=result.dtype, device=result.device).copy_(result)
 
 
 def folded_batch_norm(
@@ -118,23 +134,26 @@ def folded_batch_norm(
     scale, offset, mean, variance = [item.double() for item in norm]
     factor = scale * (variance + epsilon).rsqrt()
     shift = offset - mean * factor if bias is None else offset + (bias.double() - mean) * factor
-    folded = (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype)
-    return folded.contiguous(memory_format=torch.preserve_format), shift.to(weight.dtype)
+    return (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype), shift.to(weight.dtype)
 
 
 def frozen_convolution_fake(
     image: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    _bias: torch.Tensor | None,
     _norm: Sequence[torch.Tensor],
     _epsilon: float,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    groups: int,
+    _groups: int,
     _residual: torch.Tensor | None,
     _relu: bool,
+    strides: Sequence[int],
 ) -> torch.Tensor:
-    """The fake implementation: the layout of the convolution."""
-    zeros = [0] * len(padding)
-    return torch.convolution(image, weight, bias, stride, padding, dilation, False, zeros, groups)
+    """The fake implementation."""
+    lengths = [
+        (length + 2 * pad - space * (size - 1) - 1) // step + 1
+        for length, size, step, pad, space in zip(image.shape[2:], weight.shape[2:], stride, padding, dilation)
+    ]
+    return image.new_empty_strided((image.shape[0], weight.shape[0], *lengths), tuple(strides))

@@ -56,7 +56,7 @@ def prepack_convolution_weight(
 
     Why: as for `prepack_linear_weight`.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
         weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes

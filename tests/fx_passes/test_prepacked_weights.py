@@ -195,3 +195,24 @@ def test_batch_norms_in_train_mode_and_shared_convolutions_are_not_folded() -> N
 
         programs, compiled = compiled_programs(twice, x)
         torch.testing.assert_close(compiled(x), twice(x))
+
+
+@pytest.mark.parametrize("declared", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_results_of_frozen_convolutions_have_the_declared_strides(declared: torch.memory_format) -> None:
+    """oneDNN chooses a layout for images of three channels that depends on their size."""
+    weight = torch.randn(64, 3, 7, 7)
+    for size in (8, 224):
+        for image in (
+            torch.randn(1, 3, size, size),
+            torch.randn(1, 3, size, size).to(memory_format=torch.channels_last),
+        ):
+            expected = torch.conv2d(image, weight, None, 2, 3)
+            strides = expected.contiguous(memory_format=declared).stride()
+            arguments = ([2, 2], [3, 3], [1, 1], 1, None, False, strides)
+            result = torch.ops.fxwrap.frozen_convolution(image, weight, None, [], 0.0, *arguments)
+            assert result.stride() == strides
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+            with torch._subclasses.FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(item) for item in (image, weight)]
+                fake = torch.ops.fxwrap.frozen_convolution(*fakes, None, [], 0.0, *arguments)
+            assert (fake.shape, fake.stride()) == (result.shape, result.stride())
