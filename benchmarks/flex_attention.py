@@ -1,18 +1,18 @@
 """FlexAttention's forward beside Inductor's and causal SDPA, interleaved in one run.
 
-    python -m benchmarks.flex_attention                  # on a CPU: 1 x 8 x 1024 x 64, float32
-    python -m benchmarks.flex_attention --device cuda    # 4 x 16 x 4096 x 64, bfloat16
-    python -m benchmarks.flex_attention --device cuda --configurations   # each configuration of fxwrap's kernel too
+    python benchmarks/flex_attention.py                  # on a CPU: 1 x 8 x 1024 x 64, float32
+    python benchmarks/flex_attention.py --device cuda    # 4 x 16 x 4096 x 64, bfloat16
+    python benchmarks/flex_attention.py --device cuda --configurations   # each configuration of fxwrap's kernel too
 
-Prints milliseconds, their ratio to Inductor's, and the error of each result against float64. The variant is one of
-`VARIANTS`: a score function and a mask.
+The variant is one of `VARIANTS`: a score function and a mask. Columns: milliseconds, medians of interleaved rounds;
+their ratio to Inductor's; norm(difference) / norm of the result against float64, over the batch's first element.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -24,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import fxwrap
 from benchmarks.measure_kernels import fresh_function
+from benchmarks.results import Report, add_record_option
 from fxwrap.compile.backend import make_backend
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.triton import print_streaming_triton, streaming_configurations
@@ -99,15 +102,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernel")
-    parser.add_argument("--json", type=Path, help="where the raw times are written")
+    add_record_option(parser)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = [_measure(variant, arguments) for variant in arguments.variants]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    report = Report(f"flex_attention-{arguments.device}", arguments, arguments.device)
+    for variant in arguments.variants:
+        _measure(variant, arguments, report)
 
 
-def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(variant: str, arguments: argparse.Namespace, report: Report) -> None:
     device, is_gpu = arguments.device, arguments.device == "cuda"
     sizes = arguments.sizes or ([4, 16, 4096, 64] if is_gpu else [1, 8, 1024, 64])
     dtype = torch.bfloat16 if is_gpu else torch.float32
@@ -142,12 +145,11 @@ def _measure(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
         functions |= _configurations(programs[0].program.kernels[0].loop_ir, query, key, value, slopes, block_mask)
     times = milliseconds(functions, device, arguments.rounds)
     reference = statistics.median(times["inductor"])
-    print(f"{variant}, {' x '.join(map(str, sizes))}, {dtype}")
+    shape = f"{' x '.join(map(str, sizes))}, {rows} rows, {str(dtype).removeprefix('torch.')}"
     for name, samples in times.items():
         median = statistics.median(samples)
-        error = f"   error {errors[name]:.2e}" if name in errors else ""
-        print(f"  {name:60} {median:9.3f} ms   {median / reference:5.2f} of Inductor{error}")
-    return {"variant": variant, "sizes": sizes, "times": times, "errors": errors}
+        row = {"variant": variant, "sizes": shape, "side": name, "ms": median, "/ inductor": median / reference}
+        report.add({**row, "error": errors.get(name)}, raw=samples)
 
 
 def _configurations(kernel: Any, *tensors: Any) -> dict[str, Callable[[], Any]]:
