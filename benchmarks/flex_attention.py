@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
-from benchmarks.measure_kernels import fresh_function
+from benchmarks.measure_kernels import Contender, fresh_function, interleaved_device_times, interleaved_host_times
 from benchmarks.results import Report, add_record_option
 from fxwrap.compile.backend import make_backend
 from fxwrap.loop_ir import Kernel
@@ -49,6 +48,9 @@ MASKS: dict[str, Callable[..., Any]] = {
     "documents": lambda b, h, q, k: (q // 300 == k // 300) & (q >= k),
     "full": lambda b, h, q, k: q >= 0,
 }
+CALLS = 5
+"""Calls of a round."""
+
 VARIANTS = ("causal+bias", "causal", "window", "documents", "full")
 
 
@@ -69,27 +71,21 @@ def formula(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any
     return torch.stack(results, 1)
 
 
-def milliseconds(functions: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, list[float]]:
-    """Returns the times of functions that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
+def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Returns the times of functions that take turns: of the device's work alone, on a GPU."""
     for function in functions.values():
         function()
-    for _ in range(rounds):
-        for name, function in functions.items():
-            if device == "cuda":
-                start, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                torch.cuda.synchronize()
-                start.record()
-                for _ in range(10):
-                    function()
-                end.record()
-                torch.cuda.synchronize()
-                times[name].append(start.elapsed_time(end) / 10)
-            else:
-                begin = time.perf_counter()
-                function()
-                times[name].append((time.perf_counter() - begin) * 1e3)
-    return times
+    contenders = {name: Contender(partial(_repeat, function, CALLS), CALLS) for name, function in functions.items()}
+    if device.type == "cuda":
+        times = interleaved_device_times(contenders, rounds)
+    else:
+        times = interleaved_host_times(contenders, rounds, device)
+    return {name: [sample * 1e3 for sample in item.samples] for name, item in times.items()}
+
+
+def _repeat(function: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        function()
 
 
 def main() -> None:
@@ -143,7 +139,7 @@ def _measure(variant: str, arguments: argparse.Namespace, report: Report) -> Non
     }  # fmt: skip
     if arguments.configurations:
         functions |= _configurations(programs[0].program.kernels[0].loop_ir, query, key, value, slopes, block_mask)
-    times = milliseconds(functions, device, arguments.rounds)
+    times = milliseconds(functions, torch.device(device), arguments.rounds)
     reference = statistics.median(times["inductor"])
     shape = f"{' x '.join(map(str, sizes))}, {rows} rows, {str(dtype).removeprefix('torch.')}"
     for name, samples in times.items():
