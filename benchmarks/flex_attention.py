@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
 from benchmarks.measure_kernels import Contender, fresh_function, interleaved_device_times, interleaved_host_times
-from benchmarks.results import Report, add_record_option
+from benchmarks.results import Report, Row, add_record_option
 from fxwrap.compile.backend import make_backend
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.triton import print_streaming_triton, streaming_configurations
@@ -144,7 +144,7 @@ def _measure(variant: str, arguments: argparse.Namespace, report: Report) -> Non
     shape = f"{' x '.join(map(str, sizes))}, {rows} rows, {str(dtype).removeprefix('torch.')}"
     for name, samples in times.items():
         median = statistics.median(samples)
-        row = {"variant": variant, "sizes": shape, "side": name, "ms": median, "/ inductor": median / reference}
+        row: Row = {"variant": variant, "sizes": shape, "side": name, "ms": median, "/ inductor": median / reference}
         report.add({**row, "error": errors.get(name)}, raw=samples)
 
 
