@@ -364,7 +364,6 @@ ABOUT_TORCH = {
     "debugging.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "fused_communication.support": "torch's fused operators need symmetric memory, which CUDA devices have",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",
-    "lowering.definition_builder": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.rules.norms": "eager mode takes parameters in float32 on the CPU only",
     "lowering.rules.pooling": "eager mode lacks this dtype on the CPU",
@@ -372,9 +371,11 @@ ABOUT_TORCH = {
     "lowering.rules.pointwise": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "runtime.group_speeds": "torch names the models of CUDA devices, and waits for all devices but the CPU",
     "runtime.symmetric_memory": "torch has symmetric memory on CUDA devices",
+    "printers.languages": "Triton's interpreter, which runs kernels of CPU tensors, multiplies bfloat16 wrongly",
     "runtime.unusual_inputs": "meta tensors have no generator",
     "torch_compat.allocation": "torch has two private allocators",
     "torch_compat.data_parallel": "FSDP2 moves inputs to all devices but the CPU",
+    "torch_compat.prepacked": "MKL and oneDNN have their own layouts of weights on CPUs",
     "training.trace": "torch's optimizers count steps on the CPU or on the device of the parameters",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""

@@ -37,6 +37,7 @@ FUNCTIONS = {
     "softmax: losses": "nn_functional_cross_entropy nn_functional_nll_loss",
     "functions": "ldexp nan_to_num polygamma_polygamma_n_1",
     "indexing": "gather index_select nn_functional_embedding take take_along_dim",
+    "matmuls": "mm bmm addmm baddbmm mv addmv",
     "norms": "nn_functional_group_norm nn_functional_layer_norm nn_functional_rms_norm",
     "pointwise_losses": "nn_functional_binary_cross_entropy nn_functional_huber_loss nn_functional_mse_loss",
     "pooling": "nn_functional_adaptive_avg_pool2d nn_functional_avg_pool2d nn_functional_max_pool2d",
@@ -63,6 +64,7 @@ CALLED = {
     "arithmetic": "div.Tensor_mode fmod.Tensor remainder.Tensor",  # integers raise for a zero divisor
     "copies": "_local_scalar_dense.default",
     "functions": "polygamma.default",
+    "matmuls": "mm.default bmm.default addmm.default baddbmm.default mv.default addmv.default",  # of integers
     "pointwise_losses": "binary_cross_entropy.default",  # raises for values outside [0, 1]
     "pooling": "avg_pool2d.default",
     "indexing: writes": "index_put.default index_add.default scatter.reduce scatter_add.default scatter_reduce.two",
@@ -97,7 +99,8 @@ def assert_agrees(verdicts: Verdicts, called: str) -> None:
 
 @pytest.mark.parametrize("module", FUNCTIONS)
 def test_operators(module: str) -> None:
-    assert_agrees(run_and_compare(calls_of(FUNCTIONS[module]), Options(fallback="error")), CALLED.get(module, ""))
+    options = Options(fallback="error", matmul_kernels="generated")
+    assert_agrees(run_and_compare(calls_of(FUNCTIONS[module]), options), CALLED.get(module, ""))
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
