@@ -268,7 +268,7 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
             raise
         return _discarded(reason)
     pairs = list(zip(subject.inputs, expected, strict=True))
-    laid_out = _eager_layouts(graph.module)
+    laid_out = set() if dynamic and graph.from_zero else _eager_layouts(graph.module)
     if dynamic:
         known = zip(subject.sizes_that_hold, pairs, strict=True)
         pairs = [pair for run, pair in known if graph.in_range(run.sizes, case.ranges)]
@@ -297,12 +297,16 @@ def _check_refused(case: Case, subject: Subject, compiled: Callable[..., Any]) -
 
 
 def _check_raises(compiled: Callable[..., Any], inputs: Sequence[Tensor], wanted: Exception) -> None:
-    """Checks that a program raises like eager mode. A kernel need not find an integer that is divided by zero."""
+    """Checks that a program raises like eager mode.
+
+    A kernel need not find an integer that is divided by zero, and a size of -1 was inferred when the graph was traced.
+    """
     try:
         compiled(*inputs)
     except (RuntimeError, IndexError):
         return
-    assert "ZeroDivisionError" in str(wanted), f"no error, where eager mode raises {wanted!r}"
+    is_benign = "ZeroDivisionError" in str(wanted) or "unspecified dimension size -1" in str(wanted)
+    assert is_benign, f"no error, where eager mode raises {wanted!r}"
 
 
 def _fresh(tensor: Tensor) -> Tensor:

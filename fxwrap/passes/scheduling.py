@@ -30,8 +30,10 @@ class SchedulingUnit:
 
 
 def split_regions(lines: Sequence[ir.LineBase]) -> Iterator[Sequence[ir.LineBase]]:
-    """Yields the regions in which lines may be reordered. Brackets, input bindings and the terminator are fixed."""
-    start = next((index for index, line in enumerate(lines) if ir.defined_symbol(line) is None), len(lines))
+    """Yields the regions in which lines may be reordered. Brackets, the terminator, and inputs' symbols and checks are
+    fixed: nothing reads or writes an input before its layout is checked.
+    """
+    start = next((index for index, line in enumerate(lines) if not _is_about_inputs(line)), len(lines))
     if start:
         yield from ([line] for line in lines[:start])
     region: list[ir.LineBase] = []
@@ -43,6 +45,11 @@ def split_regions(lines: Sequence[ir.LineBase]) -> Iterator[Sequence[ir.LineBase
         else:
             region.append(line)
     yield region
+
+
+def _is_about_inputs(line: ir.LineBase) -> bool:
+    """Whether a line at the beginning of a program defines a symbol or is a check."""
+    return ir.defined_symbol(line) is not None or (line.effects() == (ir.ASSERT,) and not ir.defined(line))
 
 
 Commutes: TypeAlias = Callable[[ir.LineBase], bool]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch._C import FunctionSchema as FunctionSchema
@@ -33,6 +33,8 @@ from torch.fx.node import has_side_effect
 from torch.torch_version import TorchVersion
 
 from fxwrap.torch_compat.symmetric_memory import load_symmetric_memory_operators
+
+T = TypeVar("T")
 
 while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
@@ -109,9 +111,8 @@ def aten_schema(operator: str, overload: str) -> FunctionSchema | None:
     return getattr(getattr(packet, overload, None), "_schema", None)
 
 
-@lru_cache(maxsize=4096)
 def operator_overload(target: str) -> OpOverload:
-    """Returns the overload "namespace.name.overload".
+    """Returns the overload "namespace.name.overload", not from a cache: a library may have been registered anew.
 
     Raises LookupError when torch has no such operator: the library that registers it was not imported. Those over
     symmetric memory are defined when one is looked up.
@@ -133,13 +134,28 @@ def overload_names_of(namespace: str) -> list[str]:
     return sorted(".".join(name) for name in names if name[0] == namespace)
 
 
-@lru_cache(maxsize=4096)
+def _cached_by_operator(function: Callable[[str], T]) -> Callable[[str], T]:
+    """Returns a cached function of an operator's name. A name that is registered anew, as in a notebook, is new."""
+    cached = lru_cache(maxsize=4096)(lambda _operator, target: function(target))
+
+    @wraps(function)
+    def call(target: str) -> T:
+        try:
+            operator = operator_overload(target)
+        except LookupError:
+            return function(target)
+        return cached(operator, target)
+
+    return call
+
+
+@_cached_by_operator
 def out_argument_names(target: str) -> tuple[str, ...]:
     """Returns the names of an operator's out arguments, in the order of its schema."""
     return tuple(argument.name for argument in torch_schema(operator_overload(target)).arguments if argument.is_out)
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def functional_of_out_variant(target: str) -> OpOverload | None:
     """Returns the overload that returns new tensors in place of an operator's out arguments, None if there is none."""
     operator = operator_overload(target)
@@ -147,7 +163,7 @@ def functional_of_out_variant(target: str) -> OpOverload | None:
     return _functional_overload(operator.overloadpacket, arguments)
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def out_variant_of(target: str) -> OpOverload | None:
     """Returns the overload that writes an operator's results to out arguments, None if there is none."""
     operator = operator_overload(target)
@@ -162,7 +178,7 @@ def out_variant_of(target: str) -> OpOverload | None:
     return None
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def functional_of_in_place(target: str) -> OpOverload | None:
     """Returns the overload that returns the new content of its first argument, which an operator overwrites.
 
@@ -179,7 +195,7 @@ def functional_of_in_place(target: str) -> OpOverload | None:
     return None if packet is None else _functional_overload(packet, arguments)
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def in_place_of_functional(target: str) -> str | None:
     """Returns the name of the overload that overwrites the first argument with the result of an operator.
 
@@ -195,7 +211,7 @@ def in_place_of_functional(target: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def functional_of_mutating(target: str) -> OpOverload | None:
     """Returns the overload that returns an operator's results, then the new content of the arguments it overwrites.
 
@@ -226,7 +242,7 @@ def _functional_overload(packet: OpOverloadPacket, arguments: list[tuple[str, st
     return None
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def operator_arguments(target: str) -> Mapping[str, object] | None:
     """Returns the default of each argument of an operator by name, in schema order; REQUIRED where it has none.
 
@@ -239,7 +255,7 @@ def operator_arguments(target: str) -> Mapping[str, object] | None:
     return {item.name: item.default_value if item.has_default_value() else REQUIRED for item in arguments}
 
 
-@lru_cache(maxsize=4096)
+@_cached_by_operator
 def argument_kinds(target: str) -> Mapping[str, str]:
     """Returns the kind of each argument of an operator by name: "TensorType", "IntType", "ListType", ...
 

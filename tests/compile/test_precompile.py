@@ -23,6 +23,7 @@ from fxwrap.runtime.native import build_bridge
 from tests.compile import precompiled
 from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile, batch
 from tests.support.child_processes import child_environment, run_python
+from tests.support.versions import is_before
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,8 @@ def test_caching_precompile(loaded: dict[str, Any]) -> None:
 
 
 def test_keys_import_no_code_generators_of_inductor(loaded: dict[str, Any]) -> None:
-    assert loaded["inductor"] == {"code_generators": False}
+    """torch 2.15 imports them itself, when it serializes Inductor's configuration for the key."""
+    assert loaded["inductor"] == {"code_generators": not is_before("2.15.0")}
 
 
 def compiles_of(options: dict[str, Any]) -> int:

@@ -15,9 +15,11 @@ from torch.library import Library
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.lines import ExternCall, Launch, Mutate, View
 from fxwrap.options import EMITTERS
 from fxwrap.testing import assert_emitters_agree
+from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import UNKNOWN, Ownership, Value, leaves
 from tests.support.long_form import sampled
 
@@ -371,6 +373,22 @@ def test_a_mutating_call_separates_kernels_that_read_its_operand(name: str, of: 
         assert mutable == written
     else:
         assert all(item.ownership is Ownership.BORROWED for item in program.inputs)
+
+
+@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
+def test_an_operator_may_be_registered_anew(emitter: str) -> None:
+    """As by a cell of a notebook that runs again. The program is the same, the old operator's handles are freed."""
+    for factor in (2.0, 3.0):
+        library = Library("fxwrap_again", "DEF")
+        library.define("scale_(Tensor(a!) x) -> ()")
+        library.impl("scale_", lambda x, factor=factor: (x.mul_(factor), None)[1], "CompositeExplicitAutograd")
+        torch.library.register_fake("fxwrap_again::scale_", lambda x: None, lib=library)
+        x = torch.ones(3)
+        graph = make_fx(lambda x: (torch.ops.fxwrap_again.scale_(x), x + 1)[1], tracing_mode="fake")(x.clone())
+        compiled = fxwrap.compile_graph(graph, [x.clone()], options=OPTIONS.replace(emitter=emitter))
+        torch.testing.assert_close(compiled.flat(x)[0], torch.full((3,), factor + 1))
+        assert operator_overload("fxwrap_again.scale_.default") is torch.ops.fxwrap_again.scale_.default
+        library._destroy()
 
 
 def test_a_hand_written_graph_may_ignore_what_a_mutation_returns() -> None:

@@ -498,3 +498,15 @@ def test_the_copy_of_a_computed_tensor_that_a_scatter_starts_from_computes_no_op
     launches = [line for line in compiled.program.body.lines if isinstance(line, Launch)]
     assert None in [line.origin.calls for line in launches if line.origin is not None]
     assert torch.equal(compiled(x_value)[0], graph_module(x_value)[0])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_an_empty_scatter_writes_nothing(accumulate: bool) -> None:
+    """Its values have other readers, of one of which they are a part."""
+
+    def function(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        total = x[:, 2:].sum(0, keepdim=True)
+        return total * x[:, 2:], x[:, :2].index_put([rows], total, accumulate), total.double()
+
+    inputs = (torch.arange(4).view(1, 4), torch.zeros(0, dtype=torch.int64))
+    assert_emitters_agree(make_fx(function, tracing_mode="fake")(*inputs), inputs)

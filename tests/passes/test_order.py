@@ -45,6 +45,24 @@ def test_values_are_computed_near_their_use() -> None:
     )
 
 
+def test_inputs_are_checked_before_they_are_read() -> None:
+    """Also where a later assertion about a number that is read, which follows the checks, is scheduled first."""
+    text = _MASSIVELY_PARALLEL.replace("f32[64]", "f32[s0]").replace("%c1)", "%c1, %n)")
+    text = text.replace("  control", '''  %n = extern.call @aten.argmax.default(%x) : i64[]@cpu
+  u0 = symbol.item(%n)
+  symbol.assert() condition=u0 <= 9
+  control''', 1)  # fmt: skip
+    checks = """  s0 = symbol.size(%x) hint=64 dim=0 rank=1
+  symbol.assert() condition=s0 >= 2 error="InputError"
+  check.layout(%x) name="x" : f32[s0]@cpu
+"""
+    program = parsed(text.replace("  %a =", checks + "  %a =", 1))
+    reordered = reorder_for_peak_memory(program)
+    assert reordered.peak_after < reordered.peak_before
+    assert list(map(line_text, reordered.program.body.lines[:3])) == list(map(line_text, program.body.lines[:3]))
+    assert _calls(reordered.program) != _calls(program)
+
+
 def test_sizes_without_hints_are_estimated() -> None:
     """Numbers of rows that only a run brings: each result has the estimate's size."""
 

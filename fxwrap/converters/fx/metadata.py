@@ -103,7 +103,6 @@ def _resolved(name: str) -> object:
     return name if item is None else item
 
 
-@bounded_cache(4096)
 def _overload(name: str) -> OpOverload | None:
     """Returns the overload of an operator ("aten.mm", "aten.add.Tensor"), None for another function."""
     if name.count(".") not in (1, 2):

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Index, IndexLike, Scalar, as_index, compute_dtype
+from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, ZERO, Index, IndexLike, Scalar, as_index, compute_dtype
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     ElementReader,
@@ -225,11 +225,16 @@ def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
 def lower_scatter(
     call: OperatorCall, initial: Definition, space: Sequence[Size], mode: str, write: ScatterBody
 ) -> Scattered:
-    """Returns `initial` with the values of `write` combined into it, for each element of an index space."""
+    """Returns `initial` with the values of `write` combined into it, for each element of an index space.
+
+    The body of an empty space has no reads: nothing would order it behind what it reads.
+    """
     check_store_mode(call.dtype, call.spec, mode)
     computes = compute_dtype(call.dtype)
 
     def body(reader: ElementReader, indices: Indices) -> tuple[Sequence[Index], Scalar]:
+        if 0 in space:
+            return [ZERO] * len(call.sizes), reader.number(0, computes)
         target, value = write(reader, indices)
         return [as_index(index) for index in target], value.to(computes)
 

@@ -72,9 +72,15 @@ class Run:
 
 
 class DynamicGraph:
-    """A graph, and how inputs for it are made; `guards` are what torch relied on while it traced it."""
+    """A graph, and how inputs for it are made; `from_zero` if it was traced for sizes from 0 on.
 
-    def __init__(self, module: GraphModule, spec: InputSpec, shape_env: ShapeEnv | None) -> None:
+    No guard then says which order of dimensions of equal strides fake tensors assumed.
+    """
+
+    def __init__(
+        self, module: GraphModule, spec: InputSpec, shape_env: ShapeEnv | None, from_zero: bool = False
+    ) -> None:
+        self.from_zero = from_zero
         self.module = module
         self.spec = spec
         self.shape_env = shape_env
@@ -120,7 +126,10 @@ class DynamicGraph:
             return True
         numbers = {symbol: sympy.Integer(sizes.get(name, name)) for name, symbol in self.symbols().items()}
         guarded = all(guard.expr.xreplace(numbers) == sympy.true for guard in self.shape_env.guards)
-        traced = [size.xreplace(numbers) for size in self._traced_sizes]
+        try:
+            traced = [size.xreplace(numbers) for size in self._traced_sizes]
+        except ZeroDivisionError:  # a traced size is a quotient by one that is 0 now
+            return False
         return guarded and self.in_range(sizes, {}) and not any(size.is_negative for size in traced)
 
     @cached_property
@@ -321,4 +330,4 @@ def dynamic_graphs(draw: Any, steps: int = 14) -> DynamicGraph:
         assume(not any(str(symbol).startswith("u") for symbol in shape_env.replacements))  # torch 2.11: solved to be 1
         insert_deferred_runtime_asserts(module, shape_env, "graph")
         module.recompile()
-    return DynamicGraph(module, spec, shape_env)
+    return DynamicGraph(module, spec, shape_env, from_zero)

@@ -10,6 +10,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <string>
 
@@ -105,12 +106,28 @@ bool is_functional(const c10::FunctionSchema& schema) {
          std::none_of(schema.returns().begin(), schema.returns().end(), has_alias);
 }
 
+std::atomic<uint64_t> deregistrations{0};
+
+class DeregistrationCounter final : public c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { deregistrations.fetch_add(1); }
+};
+
+// Never destroyed: libraries are deregistered until the process ends.
+[[maybe_unused]] const auto* const deregistration_counter = new c10::RegistrationHandleRAII(
+    c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<DeregistrationCounter>()));
+
+// Returns the site's call if it was prepared after the last deregistration of an operator, which may have been its own.
+PreparedCall* prepared_call(const CallSite& site) {
+  auto* prepared = static_cast<PreparedCall*>(__atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE));
+  const bool is_current = prepared != nullptr && prepared->generation() == deregistrations.load(std::memory_order_relaxed);
+  return is_current ? prepared : nullptr;
+}
+
 PreparedCall& resolve_call(CallSite& site) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
-  if (void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE)) {
-    return *static_cast<PreparedCall*>(prepared);
-  }
+  if (PreparedCall* prepared = prepared_call(site)) return *prepared;
   PreparedCall* prepared = prepare_call(site).release();
   __atomic_store_n(&site.prepared, prepared, __ATOMIC_RELEASE);
   return *prepared;
@@ -121,6 +138,7 @@ PreparedCall& resolve_call(CallSite& site) {
 std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
   // Constants created here are ordinary tensors, even if the first caller is in inference mode.
   c10::InferenceMode ordinary(false);
+  const uint64_t generation = deregistrations.load();
   const c10::OperatorHandle handle =
       c10::Dispatcher::singleton().findSchemaOrThrow(site.operator_->name, site.operator_->overload);
   // The first item of each list is the marker inserted by CALL.
@@ -133,6 +151,7 @@ std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
   if (by_operator == nullptr) by_operator = std::make_unique<BoxedCall>(handle, arguments, results);
   auto prepared = make_planned_call(handle.schema(), arguments, results, std::move(by_operator));
   if (is_functional(handle.schema())) prepared->set_functional();
+  prepared->set_generation(generation);
   return prepared;
 }
 
@@ -175,8 +194,8 @@ class ObservedCall {
 };
 
 void call(Frame& f, CallSite& site) {
-  void* prepared = __atomic_load_n(&site.prepared, __ATOMIC_ACQUIRE);
-  const PreparedCall& ready = prepared ? *static_cast<PreparedCall*>(prepared) : resolve_call(site);
+  const PreparedCall* prepared = prepared_call(site);
+  const PreparedCall& ready = prepared != nullptr ? *prepared : resolve_call(site);
   const ObservedCall observed(f, site.operator_->name);
   if (ready.is_functional()) {
     const at::AutoDispatchBelowADInplaceOrView functional;

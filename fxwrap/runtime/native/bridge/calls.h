@@ -23,8 +23,13 @@ class PreparedCall {
   void set_functional() { is_functional_ = true; }
   bool is_functional() const { return is_functional_; }
 
+  // How many operators had been deregistered before this call was prepared. The handle may be stale after the next one.
+  void set_generation(uint64_t generation) { generation_ = generation; }
+  uint64_t generation() const { return generation_; }
+
  private:
   bool is_functional_ = false;
+  uint64_t generation_ = 0;
 
  protected:
   const std::vector<Value> arguments_;
