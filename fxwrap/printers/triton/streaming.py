@@ -209,7 +209,10 @@ class StreamingTritonPrinter:
     # --- axes -------------------------------------------------------------------------------------------------------
 
     def _program(self, scope: _Scope) -> None:
-        """Prints the indices of the outer axes and the first row: programs of one row block follow each other."""
+        """Prints the indices of the outer axes and the first row: programs of one row block follow each other.
+
+        The last rows come first: under a causal mask they take longest, and the launch ends with short programs.
+        """
         if self.use_int64:
             for symbol, name in self.symbols.items():
                 if symbol_kind(symbol.name) == "int":
@@ -217,7 +220,7 @@ class StreamingTritonPrinter:
         size = self._index_printer(scope).size_operand
         self._line(f"program = tl.program_id(0){'.to(tl.int64)' if self.use_int64 else ''}")
         self._line(f"blocks = tl.cdiv({size(self.parts.row.size)}, ROW_BLOCK)")
-        self._line("first_row = program % blocks * ROW_BLOCK")
+        self._line("first_row = (blocks - 1 - program % blocks) * ROW_BLOCK")
         self._line("program = program // blocks")
         for axis in reversed(self.outer):
             scope.names[axis] = self.allocator.create_name(axis.name)
