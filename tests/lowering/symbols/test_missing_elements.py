@@ -55,7 +55,7 @@ OF_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_NO_TRACE = {"diagonal_scatter": fails_before("2.13", "torch asks how long the diagonal is", GuardOnDataDependentSymNode)}
+_NO_TRACE = {"diagonal_scatter": fails_before("2.13", "torch asks how long it is", GuardOnDataDependentSymNode)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_NO_TRACE.get(name, ())) for name in OF_ROWS])
