@@ -19,6 +19,7 @@
 #include "bridge/checks.h"
 #include "bridge/functions.h"
 #include "engine/checks.h"
+#include "engine/observer.h"
 #include "cuda/launch.h"
 
 namespace fxwrap {
@@ -176,27 +177,10 @@ void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots 
 namespace bridge {
 namespace {
 
-// Tells the observer of a run that an operator begins and ends.
-class ObservedCall {
- public:
-  ObservedCall(const Frame& f, const char* name) : observer_(f.observer), name_(name) {
-    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 1);
-  }
-  ~ObservedCall() {
-    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 0);
-  }
-  ObservedCall(const ObservedCall&) = delete;
-  ObservedCall& operator=(const ObservedCall&) = delete;
-
- private:
-  const Observer* observer_;
-  const char* name_;
-};
-
 void call(Frame& f, CallSite& site) {
   const PreparedCall* prepared = prepared_call(site);
   const PreparedCall& ready = prepared != nullptr ? *prepared : resolve_call(site);
-  const ObservedCall observed(f, site.operator_->name);
+  const ObservedLine observed(f, site.operator_->name);
   if (ready.is_functional()) {
     const at::AutoDispatchBelowADInplaceOrView functional;
     ready.run(f);
@@ -244,7 +228,7 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
 }
 
 void copy(Frame& f, Slot to, Slot from) {
-  const ObservedCall observed(f, "aten::copy_");
+  const ObservedLine observed(f, "aten::copy_");
   tensor_at(f, to).copy_(tensor_at(f, from));
 }
 
