@@ -133,6 +133,26 @@ def test_lines_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> None:
     assert done.code == 0 and done.lines == tuple([f"{word} {name}" for name in names for word in ("begin", "end")])
 
 
+def test_a_kernel_without_code_for_the_device(tmp_path: Path) -> None:
+    """A Triton kernel that has code for GPUs alone, and tensors of the CPU."""
+    options = fxwrap.Options(emitter="cpp", cpu_kernels="triton")
+    program = torch.export.export(Doubled(), (torch.ones(3),))
+    compiled = fxwrap.compile_graph(program, options=options)
+    compiled.save(tmp_path / "triton.fxw", target="native", architectures=("sm_80", "sm_90"))
+    words = tensor_commands(tmp_path, [torch.ones(3)])
+    done = drive("open", tmp_path / "triton.fxw", *words, "run", tmp_path / "out")
+    (kernel,) = compiled.program.kernels
+    assert done.code == 3 and done.lines[0].startswith(
+        f"RuntimeError: kernel '{kernel.name}' has no compiled form for these arguments on this device (it has code "
+        "for sm_80, sm_90), and only Python compiles another: save the file with the GPU's architecture"
+    ), done.lines
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
 STREAMS = """
 program @streams(%x: borrowed f32[4]@cpu) {
   %t = extern.call @aten.sin.default(%x) : f32[4]@cpu
