@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.converters.fx import to_fx
 from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
+from fxwrap.lines import GUARD_MESSAGE, Assert, SizeOf
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
@@ -32,10 +34,12 @@ from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.signature import CallingConvention, signature_to_json
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code, process_group
-from fxwrap.wrapper_ir import Program, program_key, symbol_infos
+from fxwrap.wrapper_ir import Program, Role, program_key, symbol_infos, symbols_used
 
 PLAN = "memory_plan.json"
 GRAPH = "graph.py"
+
+log = logging.getLogger("fxwrap.artifact")
 
 
 def save_program(
@@ -70,6 +74,7 @@ def save_program(
     metadata.update({} if step is None else {"step": step})
     graph = _graph_text(program)
 
+    _report_guarded_sizes(program, str(path))
     compile_for_architectures(_triton_uses(program), architectures)
     again = bool(architectures)
 
@@ -123,6 +128,23 @@ def _triton_uses(program: Program) -> list[KernelUse]:
     """Returns the kernels of a program whose compiled Triton code a file contains, with typical arguments."""
     return [use for use in kernel_uses(program).values()
             if is_compiled_by_triton(language_traits(use.kernel.language))]  # fmt: skip
+
+
+def _report_guarded_sizes(program: Program, path: str) -> None:
+    """Logs one line if guards of the graph restrict the sizes that callers of the file may pass."""
+    guards = [
+        line for line in program.body.lines if isinstance(line, Assert) and line.message.startswith(GUARD_MESSAGE)
+    ]
+    if not guards:
+        return
+    symbols = {symbol.name for line in guards for symbol in symbols_used(line, Role.ATTR)}
+    sizes = [f"{line.symbol.name} is {line.of} {line.dim} of '{line.tensor.name}'" for line in program.body.lines
+             if isinstance(line, SizeOf) and line.symbol.name in symbols]  # fmt: skip
+    conditions = ", ".join([line.message.removeprefix(GUARD_MESSAGE) for line in guards])
+    log.warning(
+        "%s: the traced graph restricts sizes of its inputs: %s (%s). Others raise InputError. For those, trace the "
+        "model with examples of them, or remove the code that depends on the size", path, conditions, ", ".join(sizes),
+    )  # fmt: skip
 
 
 def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
