@@ -67,6 +67,7 @@ class AttentionCall:
     """The operands of a call of `flex_attention`, as values of a program.
 
     Fields are those of `flex_formulas.FlexAttention`; the functions are graphs of ATen operators on scalars.
+    `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity.
     """
 
     query: Value
@@ -79,6 +80,7 @@ class AttentionCall:
     stats_unit: float
     score_buffers: tuple[Operand, ...]
     mask_buffers: tuple[Operand, ...]
+    zeroes_fully_masked_rows: bool = True
 
     @classmethod
     def of(cls, builder: Builder, node: Node) -> AttentionCall:
@@ -93,7 +95,7 @@ class AttentionCall:
         return cls(
             builder.value(query), builder.value(key), builder.value(value), attribute_of(score_mod),
             attribute_of(mask_mod), blocks, factor, unit, literals(builder, score_buffers, node),
-            literals(builder, mask_buffers, node),
+            literals(builder, mask_buffers, node), not options.get("ROWS_GUARANTEED_SAFE", False),
         )  # fmt: skip
 
 
@@ -193,9 +195,10 @@ def _combination(
 def _results(
     call: AttentionCall, weighted: Scalar, total: Scalar, largest: Scalar, shift: Scalar
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """Returns output, log-sum-exp and maximum of a row from its reductions; a fully masked row has the output 0."""
+    """Returns output, log-sum-exp and maximum of a row from its reductions."""
+    divisor = total.equals(0.0).where(1.0, total) if call.zeroes_fully_masked_rows else total
     return (
-        weighted / total.equals(0.0).where(1.0, total),
+        weighted / divisor,
         (total.log() + shift) / call.stats_unit,
         largest / call.stats_unit,
     )
