@@ -78,7 +78,7 @@ def expand_declined_attention(graph: PreparedGraph, options: Options, declined: 
 
 _KERNEL_LANGUAGES: Mapping[str, frozenset[str]] = {
     "flex_attention": frozenset({"cpp", "triton"}),
-    "flex_attention_backward": frozenset({"triton"}),
+    "flex_attention_backward": frozenset({"cpp", "triton"}),
 }
 """Languages whose printers have a schedule for attention and for its gradients."""
 
@@ -175,14 +175,14 @@ class _Call:
         score_position, mask_position = (3, 4) if joint is None else (joint - 1, joint + 1)
         block_mask: Any = self.node.args[mask_position]
         with in_fake_mode(self._mode):
-            score = torch.empty((), dtype=attention.dtype, device=attention.query.device)
+            score, gradient = [torch.empty((), dtype=attention.dtype, device=attention.query.device) for _ in range(2)]
             indices = [torch.empty((), dtype=torch.int32, device=score.device) for _ in range(4)]
         graphs: dict[Any, tuple[list[object], Callable[..., object]]] = {
             self.node.args[score_position]: ([score, *indices, *attention.score_buffers], attention.score_mod),
             block_mask[-1]: ([*indices, *attention.mask_buffers], attention.mask_mod),
         }
         if joint is not None:
-            operands = [score, *indices, score, *attention.score_buffers]
+            operands = [score, *indices, gradient, *attention.score_buffers]
             graphs[self.node.args[joint]] = operands, _score_gradient(self.fake_arguments[joint])
         replaced: dict[Node, Node] = {}
         for node, (operands, function) in graphs.items():

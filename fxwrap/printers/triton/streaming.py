@@ -255,13 +255,17 @@ class StreamingTritonPrinter(BlockPrinter):
 
     def _product(self, item: Contraction, scope: Scope, loaded: dict[int, str]) -> None:
         """Prints the product of a block of rows and one of streamed positions."""
-        right = scope.inner()
-        self._block(right, item.axes[0], 0)
-        factor = self._factor(item.right, right)
-        loaded[self._pattern(item.right, item.axes[0])] = factor
-        name = f"products_{item.position}"
+        factor, name = self._right_factor(item, scope, loaded), f"products_{item.position}"
         self.line(f"{name} = {self._dot(self.lefts[item.position], factor, item.left)}")
         scope.text[item.position] = name
+
+    def _right_factor(self, item: Contraction, scope: Scope, loaded: dict[int, str]) -> str:
+        """Prints the right factor of a product unless that has been done; returns its name."""
+        if item.position not in loaded:
+            right = scope.inner()
+            self._block(right, item.axes[0], 0)
+            loaded[item.position] = self._factor(item.right, right)
+        return loaded[item.position]
 
     def _softmax(self, softmax: RunningMaximum, scope: Scope) -> None:
         """Prints the weights of a block, and rescales the sums of weights."""
@@ -308,11 +312,17 @@ class StreamingTritonPrinter(BlockPrinter):
                 return "exp", f"tl.exp2({left} * log2_e - {right} * log2_e)"
         return super().compute_text(position, operation, scope)
 
-    def _weighted_sum(self, item: Contraction, weights: str, scope: Scope, loaded: Mapping[int, str]) -> None:
-        """Prints the product of the weights of a block with values, added to the sum so far."""
+    def _weighted_sum(self, item: Contraction, weights: str, scope: Scope, loaded: dict[int, str]) -> None:
+        """Prints the product of the weights of a block with values, added to the sum so far.
+
+        Values that are the right factor of a product, too, are loaded once.
+        """
         column = self._column(item.right)
-        values = None if column is None else loaded.get(self._pattern(item.right, column))
-        if values is None:
+        pattern = None if column is None else self._pattern(item.right, column)
+        equal = [one for one in self.parts.products if self._pattern(one.right, one.axes[0]) == pattern]
+        if equal:
+            values = f"tl.trans({self._right_factor(equal[0], scope, loaded)})"
+        else:
             right = scope.inner()
             self._block(right, self.inner, 0, "first_key")
             if column is not None:
@@ -321,8 +331,6 @@ class StreamingTritonPrinter(BlockPrinter):
                 if self.inner in self.kernel.value_axes[position]:
                     del right.text[position]
             values = self._factor(item.right, right)
-        else:
-            values = f"tl.trans({values})"
         dtype = self._factor_dtype(item.right)
         weights = weights if dtype not in STORAGE_ONLY else f"{weights}.to({TRITON_DTYPES[dtype]})"
         name = f"sum_{item.position}"
