@@ -1,0 +1,185 @@
+"""Attention written as its formula becomes one kernel: a call of FlexAttention, whose scores lowering streams.
+
+The score matrix is never in memory then. What the formula returns for rows without keys stays: NaN where all scores are
+minus infinity, a mean where they are equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_formulas import AttentionFormula, find_attention, sizes_of
+from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.attention_operands import AttentionOperands, attention_operands, kernel_operand
+from fxwrap.fx_passes.attention_scores import (
+    ReadTensor,
+    ScoreFunctions,
+    UnsupportedScoresError,
+    product_split,
+    score_functions,
+)
+from fxwrap.fx_passes.flex_attention import has_attention_kernel
+from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of, written_storages
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.torch_compat import FakeTensor, flex_attention_operator, in_fake_mode
+
+log = logging.getLogger("fxwrap.compile")
+
+_aten = torch.ops.aten
+
+_WHOLE = 1 << 30
+"""The block size of FlexAttention without a block mask."""
+
+
+def recognize_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which attention formulas are calls of FlexAttention, where a kernel is faster."""
+    formulas, missed = find_attention(graph.nodes, graph.fakes)
+    if not formulas and not missed:
+        return graph
+    reasons = {item.softmax.name: item.reason for item in missed}
+    written = written_storages(graph.nodes, graph.fakes)
+    rewriter = _Rewriter(GraphCopy(graph), graph.fakes, written)
+    for formula in formulas:
+        operands = attention_operands(formula, graph.fakes)
+        reason = _decline_reason(operands, graph.fakes, context, written)
+        if reason is None:
+            try:
+                rewriter.replace(formula, operands)
+            except UnsupportedScoresError as error:
+                reason = str(error)
+        if reason is not None:
+            reasons[formula.softmax.name] = reason
+    for name, reason in reasons.items():
+        log.debug("'%s' is not the softmax of one attention kernel: %s", name, reason)
+    return rewriter.finish(reasons)
+
+
+def _decline_reason(
+    operands: AttentionOperands, fakes: NodeValues, context: FxPassContext, written: set[int]
+) -> str | None:
+    """Returns why attention with these operands stays as it is written; None if it is replaced."""
+    if not {*map(str, (_aten.bmm.default, _aten.mm.default, _aten._softmax.default))}.isdisjoint(
+        context.extern_operators
+    ):
+        return "an option preserves its operators"
+    if any(storages_of(fakes[node]) & written for node in operands.nodes):
+        return "the graph overwrites one of its operands"
+    stages = (operands.query, operands.key, operands.value)
+    tensors = [fakes[stage.node] for stage in stages]
+    widths = [fake.shape[stage.width_dim] for fake, stage in zip(tensors, stages, strict=True)]
+    is_known = type(operands.heads) is int
+    if not is_known or not has_attention_kernel(tensors, [widths[0], widths[2]], context.options):
+        return "no kernel takes its operands"
+    return None
+
+
+def _moves_heads_inwards(node: Node) -> bool:
+    """Whether a call turns (batch, heads, rows, width) into (batch, rows, heads, width)."""
+    match name_of(node):
+        case "transpose":
+            return {*node.args[1:3]} in ({1, 2}, {1, -2}, {-3, 2}, {-3, -2})  # type: ignore[misc]
+        case "permute":
+            return [dim % 4 for dim in node.args[1]] == [0, 2, 1, 3]  # type: ignore[union-attr]
+    return False
+
+
+def _is_contiguous_copy(node: Node) -> bool:
+    return node.target is _aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+
+
+class _Rewriter:
+    """Writes calls of FlexAttention into a copy of the graph."""
+
+    def __init__(self, copy: GraphCopy, fakes: NodeValues, written: set[int]) -> None:
+        self.copy = copy
+        self.fakes = fakes
+        self.written = written
+
+    def replace(self, formula: AttentionFormula, operands: AttentionOperands) -> None:
+        """Replaces a formula. Raises UnsupportedScoresError."""
+        functions = score_functions(formula, operands, self.fakes, self.written)
+        copy, before, name = self.copy, self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        tensors = [
+            kernel_operand(copy, before, stage, operands, name)
+            for stage in (operands.query, operands.key, operands.value)
+        ]
+        buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
+        score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
+        mask_mod = copy.attribute(before, f"{name}_mask", functions.mask_mod)
+        rows, keys = copy.fakes[tensors[0]].shape[2], copy.fakes[tensors[1]].shape[2]
+        block_mask = (rows, keys, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
+        kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
+        arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, ())
+        results, chain = self._result_fakes(formula, operands, tensors)
+        call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
+        result = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
+        erased = (formula.query_key, *formula.inner, formula.output)
+        if not chain:
+            sizes = list(self.fakes[formula.output].shape)
+            result = copy.call(before, _aten.view.default, (result, sizes), name)
+            copy.substitute(formula.output, result, "fused", erased[:-1])
+            return
+        split, *contiguous = chain
+        copy.substitute(split, result, "fused", erased)
+        for clone in contiguous:
+            copy.substitute(clone, copy.node_map[clone.args[0]], "view")
+
+    def _buffer(self, before: Node, read: ReadTensor, operands: AttentionOperands, name: str) -> Node:
+        """Returns a tensor that the scores read, with a dimension for each index that it is read at."""
+        copy, node = self.copy, self.copy.node_map[read.node]
+        for dim in reversed(range(len(read.coordinates))):
+            coordinate = read.coordinates[dim]
+            if coordinate is None:
+                node = copy.call(before, _aten.select.int, (node, dim, 0), name)
+            elif coordinate.part == "product" and operands.heads != 1:
+                sizes = copy.fakes[node].shape
+                split = [*sizes[:dim], *product_split(sizes[dim], operands.heads), *sizes[dim + 1 :]]
+                node = copy.call(before, _aten.view.default, (node, split), name)
+        return node
+
+    def _result_fakes(
+        self, formula: AttentionFormula, operands: AttentionOperands, tensors: Sequence[Node]
+    ) -> tuple[tuple[FakeTensor, ...], list[Node]]:
+        """Returns the results of the call, and the nodes that read the output as (batch, heads, rows, width).
+
+        These are the view that splits batch and heads, and copies after its transposition to (batch, rows, heads,
+        width), which are views of an output that is stored like this.
+        """
+        query, value = [self.copy.fakes[tensors[position]] for position in (0, 2)]
+        sizes = [*query.shape[:3], value.shape[3]]
+        chain = self._split_and_copies(formula, operands)
+        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        with in_fake_mode(query.fake_mode):
+            if len(chain) > 1:
+                order = [sizes[0], sizes[2], sizes[1], sizes[3]]
+                output = query.new_empty(order).transpose(1, 2)
+            else:
+                output = query.new_empty(sizes)
+            statistics = [query.new_empty(sizes[:3], dtype=dtype) for _ in range(2)]
+        return (output, *statistics), chain  # type: ignore[return-value]
+
+    def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:
+        split = next(iter(formula.output.users))
+        sizes = sizes_of(split, self.fakes) if isinstance(self.fakes.get(split), FakeTensor) else []
+        is_split = len(formula.output.users) == 1 and name_of(split) in ("view", "_unsafe_view", "unsafe_view")
+        if not is_split or len(sizes) != 4 or tuple(sizes[:2]) != (operands.batch, operands.heads):
+            return []
+        if storages_of(self.fakes[split]) & self.written:
+            return []
+        transposed = next(iter(split.users), None)
+        if transposed is None or len(split.users) > 1 or not _moves_heads_inwards(transposed):
+            return [split]
+        copies = [user for user in transposed.users if _is_contiguous_copy(user)]
+        is_returned = any(user.op == "output" for user in transposed.users)
+        return [split, *copies] if copies and not is_returned else [split]
+
+    def finish(self, reasons: Mapping[str, str]) -> PreparedGraph:
+        """Returns the edited graph, with the reasons why other softmaxes stay as they are."""
+        result = self.copy.finish()
+        return replace(result, coverage_reasons={**result.coverage_reasons, **reasons})
