@@ -264,7 +264,7 @@ class _ScoreBuilder(_ScalarGraph):
         source = self._viewed(node, coordinates)
         if source is not None:
             return self._element(*source)
-        name, fake = name_of(node), self.fakes[node]
+        fake = self.fakes[node]
         number = self._constant(node)
         if number is not None:
             return self._call(_aten.full.default, [], number, dtype=fake.dtype, device=self.device)

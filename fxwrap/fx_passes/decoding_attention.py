@@ -116,7 +116,7 @@ def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
     scale = arguments.get("scale")
     if scale is None:
         scale = fake.shape[3] ** -0.5
-    block_mask = (fake.shape[2], copy.fakes[key].shape[2], *[None] * 8, _WHOLE, _WHOLE, mask_mod)
+    block_mask = (1, 1, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
     results = _result_fakes(copy.fakes[before][0])
     buffers = () if buffer is None else (buffer,)
     call_arguments = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
