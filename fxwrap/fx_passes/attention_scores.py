@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_formulas import ELEMENTWISE, AttentionFormula, sizes_of
 from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.graph_copy import bytes_of, run_on_fakes, storages_of
+from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, without_fake_mode
 
@@ -95,6 +95,7 @@ class _ScoreBuilder:
         self.indices: dict[str, Node] = {}
         self._memo: dict[tuple[Node, Coordinates], Node] = {}
         fake = fakes[formula.query_key]
+        self.like: FakeTensor = fake
         self.mode: FakeTensorMode = fake.fake_mode
         self.device = fake.device
         self.dtype = torch.float64 if fake.dtype is torch.float64 else torch.float32
@@ -129,8 +130,7 @@ class _ScoreBuilder:
     # --- scalars ----------------------------------------------------------------------------------------------------
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:
-        with in_fake_mode(self.mode):
-            result: Any = torch.empty((), dtype=dtype, device=self.device)
+        result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), {"dtype": dtype, "device": self.device}, self.like)
         return result
 
     def _placeholder(self, name: str, fake: Any) -> Node:
@@ -176,13 +176,12 @@ class _ScoreBuilder:
                 raise UnsupportedScoresError("its scores are cast to integers")
             return value  # kernels compute in float32 or float64
         if value is self.score:
-            number = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
+            number: Any = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
             if type(number) in (int, float) and math.isfinite(number) and number != 0:
                 return self._multiplied(value, number, name == "div")
         coordinates = self._coordinates(node) if len(node.all_input_nodes) > 1 else ()
-        arguments = [
-            passed[item] if item in passed else self._argument(item, node, coordinates) for item in node.args
-        ]
+        operands: Any = node.args
+        arguments = [passed[item] if item in passed else self._argument(item, node, coordinates) for item in operands]
         return self._call(node.target, *arguments, **self._keywords(node))
 
     def _keywords(self, node: Node) -> dict[str, Any]:
@@ -234,12 +233,14 @@ class _ScoreBuilder:
         source = self._viewed(node, coordinates)
         if source is not None:
             return self._element(*source)
-        name, fake = name_of(node), self.fakes[node]
+        fake = self.fakes[node]
         number = self._constant(node)
         if number is not None:
             return self._call(_aten.full.default, [], number, dtype=fake.dtype, device=self.device)
         if self._is_position(node, coordinates):
-            return self._cast(self._index(coordinates[0]), fake.dtype)  # type: ignore[arg-type]
+            (coordinate,) = coordinates
+            assert coordinate is not None
+            return self._cast(self._index(coordinate), fake.dtype)
         if not self._saves_reads(node, coordinates):
             return None
         arguments = [self._argument(item, node, coordinates) for item in node.args]
@@ -253,7 +254,7 @@ class _ScoreBuilder:
         source = node.args[0]
         rank = self.fakes[source].ndim
         if name == "unsqueeze":
-            dim = node.args[1] % self.fakes[node].ndim  # type: ignore[operator]
+            dim = node.args[1] % self.fakes[node].ndim
             return source, (*coordinates[:dim], *coordinates[dim + 1 :])
         if name == "squeeze":
             sizes = sizes_of(source, self.fakes)
@@ -271,10 +272,11 @@ class _ScoreBuilder:
         if not is_real or fake.numel() != 1 or fake.is_complex() or self._is_written(node):
             return None
         with without_fake_mode():
-            return fake.item()  # type: ignore[no-any-return]
+            number: Any = fake.item()
+        return number  # type: ignore[no-any-return]
 
     def _is_written(self, node: Node) -> bool:
-        return not self.written.isdisjoint(storages_of(self.fakes[node]))
+        return bool(self.written & storages_of(self.fakes[node]))
 
     def _is_position(self, node: Node, coordinates: Coordinates) -> bool:
         """Whether the elements of an `arange` are their own indices."""
@@ -282,7 +284,7 @@ class _ScoreBuilder:
             return False
         start = 0 if node.target is _aten.arange.default else node.args[0]
         step = node.args[2] if node.target is _aten.arange.start_step and len(node.args) > 2 else 1
-        return coordinates[0].part != "product" and start == 0 and step == 1
+        return coordinates[0].part != "product" and (start, step) == (0, 1)
 
     def _saves_reads(self, node: Node, coordinates: Coordinates) -> bool:
         """Whether an element is computed from less memory than it takes itself."""
@@ -336,7 +338,8 @@ class _ScoreBuilder:
                     fake = fake.select(dim, 0)
             elif coordinates[dim].part == "product" and self.operands.heads != 1:  # type: ignore[union-attr]
                 with in_fake_mode(self.mode):
-                    fake = fake.unflatten(dim, product_split(fake.shape[dim], self.operands.heads))
+                    split = product_split(fake.shape[dim], self.operands.heads)
+                    fake = fake.view([*fake.shape[:dim], *split, *fake.shape[dim + 1 :]])
         call = next((item for item in self.graph.nodes if item.op != "placeholder"), None)
         with nullcontext() if call is None else self.graph.inserting_before(call):
             return self._placeholder(f"buffer{len(self.reads)}", fake)
@@ -397,5 +400,5 @@ def _squeezed(node: Node, sizes: Sequence[Any]) -> list[int]:
     """Returns the dimensions that a squeeze removes."""
     if len(node.args) < 2:
         return [dim for dim, size in enumerate(sizes) if size == 1]
-    dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    return [dim % len(sizes) for dim in dims if sizes[dim] == 1]  # type: ignore[index, operator]
+    dims: Any = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    return [dim % len(sizes) for dim in dims if sizes[dim] == 1]

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_formulas import AttentionFormula, find_attention, sizes_of
+from fxwrap.devices import DeviceSpec
+from fxwrap.fx_passes.attention_formulas import AttentionFormula, find_attention, permutation, sizes_of
 from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, attention_operands, kernel_operand
 from fxwrap.fx_passes.attention_scores import (
@@ -25,13 +26,16 @@ from fxwrap.fx_passes.attention_scores import (
     score_functions,
 )
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
-from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint, storages_of, written_storages
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.torch_compat import FakeTensor, flex_attention_operator, in_fake_mode
 
 log = logging.getLogger("fxwrap.compile")
 
 _aten = torch.ops.aten
+
+RECOGNISED = "attention recognised"
+"""The coverage reason of nodes that one attention kernel replaces."""
 
 _WHOLE = 1 << 30
 """The block size of FlexAttention without a block mask."""
@@ -42,9 +46,9 @@ def recognize_attention(graph: PreparedGraph, context: FxPassContext) -> Prepare
     formulas, missed = find_attention(graph.nodes, graph.fakes)
     if not formulas and not missed:
         return graph
-    reasons = {item.softmax.name: item.reason for item in missed}
+    reasons = {item.softmax.name: f"no attention kernel: {item.reason}" for item in missed}
     written = written_storages(graph.nodes, graph.fakes)
-    rewriter = _Rewriter(GraphCopy(graph), graph.fakes, written)
+    rewriter = _Rewriter(GraphCopy(graph), graph.fakes, written, context.options.device_specs())
     for formula in formulas:
         operands = attention_operands(formula, graph.fakes)
         reason = _decline_reason(operands, graph.fakes, context, written)
@@ -54,9 +58,11 @@ def recognize_attention(graph: PreparedGraph, context: FxPassContext) -> Prepare
             except UnsupportedScoresError as error:
                 reason = str(error)
         if reason is not None:
-            reasons[formula.softmax.name] = reason
+            reasons[formula.softmax.name] = f"no attention kernel: {reason}"
+        else:
+            reasons |= {node.name: RECOGNISED for node in (formula.query_key, *formula.inner, formula.output)}
     for name, reason in reasons.items():
-        log.debug("'%s' is not the softmax of one attention kernel: %s", name, reason)
+        log.debug("%s: %s", name, reason)
     return rewriter.finish(reasons)
 
 
@@ -79,16 +85,6 @@ def _decline_reason(
     return None
 
 
-def _moves_heads_inwards(node: Node) -> bool:
-    """Whether a call turns (batch, heads, rows, width) into (batch, rows, heads, width)."""
-    match name_of(node):
-        case "transpose":
-            return {*node.args[1:3]} in ({1, 2}, {1, -2}, {-3, 2}, {-3, -2})  # type: ignore[misc]
-        case "permute":
-            return [dim % 4 for dim in node.args[1]] == [0, 2, 1, 3]  # type: ignore[union-attr]
-    return False
-
-
 def _is_contiguous_copy(node: Node) -> bool:
     return node.target is _aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
 
@@ -96,7 +92,10 @@ def _is_contiguous_copy(node: Node) -> bool:
 class _Rewriter:
     """Writes calls of FlexAttention into a copy of the graph."""
 
-    def __init__(self, copy: GraphCopy, fakes: NodeValues, written: set[int]) -> None:
+    def __init__(
+        self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]
+    ) -> None:
+        self.specs = specs
         self.copy = copy
         self.fakes = fakes
         self.written = written
@@ -104,6 +103,8 @@ class _Rewriter:
     def replace(self, formula: AttentionFormula, operands: AttentionOperands) -> None:
         """Replaces a formula. Raises UnsupportedScoresError."""
         functions = score_functions(formula, operands, self.fakes, self.written)
+        if not self._is_faster(formula, functions):
+            raise UnsupportedScoresError("two matmuls and a kernel between them are faster for these sizes")
         copy, before, name = self.copy, self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
         tensors = [
             kernel_operand(copy, before, stage, operands, name)
@@ -128,7 +129,17 @@ class _Rewriter:
         split, *contiguous = chain
         copy.substitute(split, result, "fused", erased)
         for clone in contiguous:
-            copy.substitute(clone, copy.node_map[clone.args[0]], "view")
+            copy.substitute(clone, copy.node_map[clone.all_input_nodes[0]], "view")
+
+    def _is_faster(self, formula: AttentionFormula, functions: ScoreFunctions) -> bool:
+        """Whether one kernel is expected to be faster than what it replaces."""
+        fake = self.fakes[formula.query_key]
+        spec = self.specs.get(fake.device.type)
+        if spec is None or spec.streaming_attention_sizes is None:
+            return False
+        rows, keys = map(size_hint, fake.shape[-2:])
+        least_rows, least_keys = spec.streaming_attention_sizes
+        return rows >= least_rows and keys >= least_keys
 
     def _buffer(self, before: Node, read: ReadTensor, operands: AttentionOperands, name: str) -> Node:
         """Returns a tensor that the scores read, with a dimension for each index that it is read at."""
@@ -162,7 +173,7 @@ class _Rewriter:
             else:
                 output = query.new_empty(sizes)
             statistics = [query.new_empty(sizes[:3], dtype=dtype) for _ in range(2)]
-        return (output, *statistics), chain  # type: ignore[return-value]
+        return (output, *statistics), chain
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:
         split = next(iter(formula.output.users))
@@ -173,7 +184,7 @@ class _Rewriter:
         if storages_of(self.fakes[split]) & self.written:
             return []
         transposed = next(iter(split.users), None)
-        if transposed is None or len(split.users) > 1 or not _moves_heads_inwards(transposed):
+        if transposed is None or len(split.users) > 1 or permutation(transposed, self.fakes) != [0, 2, 1, 3]:
             return [split]
         copies = [user for user in transposed.users if _is_contiguous_copy(user)]
         is_returned = any(user.op == "output" for user in transposed.users)
