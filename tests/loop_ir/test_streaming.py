@@ -65,8 +65,8 @@ def test_attention_is_a_streaming_reduction() -> None:
     assert str(parse_kernel(str(kernel))) == str(kernel)
     parts = find_streaming_reduction(kernel)
     assert parts is not None
-    names = parts.row.name, parts.column and parts.column.name, [axis.name for axis in parts.axes]
-    assert names == ("p1", "p2", ["r1"])
+    names = parts.row.name, [axis.name for axis in parts.columns], [axis.name for axis in parts.axes]
+    assert names == ("p1", ["p2"], ["r1"])
     assert len(parts.sums) == len(parts.weighted_sums) == 1
     buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
     evaluate_kernel(kernel, buffers)
