@@ -287,9 +287,9 @@ class _ScoreBuilder:
         return coordinates[0].part != "product" and (start, step) == (0, 1)
 
     def _saves_reads(self, node: Node, coordinates: Coordinates) -> bool:
-        """Whether an element is computed from less memory than it takes itself."""
+        """Whether an element is computed from no more memory than it takes itself."""
         count, size = self._cost(node, coordinates)
-        return 0 < count <= _MAX_OPERATORS and size < bytes_of(self.fakes[node])
+        return 0 < count <= _MAX_OPERATORS and size <= bytes_of(self.fakes[node])
 
     def _cost(self, node: Node, coordinates: Coordinates) -> tuple[int, int]:
         """Returns the operators that compute a tensor from others, and the bytes of these."""
@@ -312,7 +312,7 @@ class _ScoreBuilder:
                 count, size = count + added[0], size + added[1]
             elif isinstance(item, list | tuple):
                 return own
-        return (count, size) if count <= _MAX_OPERATORS and size < own[1] else own
+        return (count, size) if count <= _MAX_OPERATORS and size <= own[1] else own
 
     def _read(self, node: Node, coordinates: Coordinates) -> Node:
         """Returns an element in memory."""

@@ -113,8 +113,7 @@ class _Rewriter:
         buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         mask_mod = copy.attribute(before, f"{name}_mask", functions.mask_mod)
-        rows, keys = copy.fakes[tensors[0]].shape[2], copy.fakes[tensors[1]].shape[2]
-        block_mask = (rows, keys, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
+        block_mask = (*[None] * 10, _WHOLE, _WHOLE, mask_mod)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, ())
         results, chain = self._result_fakes(formula, operands, tensors)
