@@ -73,6 +73,11 @@ class ScoreFunctions:
     scale: float
     reads: tuple[ReadTensor, ...]
 
+    @property
+    def only_scale(self) -> bool:
+        """Whether the scores are products times the scale, without bias and mask."""
+        return all(node.op in ("placeholder", "output") for node in self.score_mod.graph.nodes)
+
 
 def score_functions(
     formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
@@ -130,7 +135,8 @@ class _ScoreBuilder:
     # --- scalars ----------------------------------------------------------------------------------------------------
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:
-        result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), {"dtype": dtype, "device": self.device}, self.like)
+        keywords = {"dtype": dtype, "device": self.device}
+        result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), keywords, self.like)
         return result
 
     def _placeholder(self, name: str, fake: Any) -> Node:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,7 +29,10 @@ from tests.support.long_form import sample_size
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
-ANY_SIZE = dataclasses.replace(CPU, streaming_attention_sizes=(1, 1))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ANY_SIZE = dataclasses.replace(
+    CPU, streaming_attention_sizes=tuple([(dtype, 1) for dtype in DTYPES]), library_attention_sizes=()
+)
 OPTIONS = STRICT.replace(devices=(ANY_SIZE,))
 """Attention of any size becomes one kernel."""
 
@@ -45,7 +49,7 @@ class Formula:
         dtype: that of all operands; `upcasts` computes the softmax in float32.
         scale: what is multiplied: "query", "key", "scores", "baddbmm" or "none"; `divides` divides instead.
         bias: the sizes of a bias that is added, with 1 where it is broadcast, or None.
-        mask: "none", "filled", "where", "added", "causal", "lowest" (finfo.min) or "product" (1 - mask, times a number).
+        mask: "none", "filled", "where", "added", "causal", "lowest" (finfo.min) or "product" (1 - mask, scaled).
         written_out: the softmax is its formula too.
         transposes: the result is (batch, rows, heads * width).
         merged: scores are (batch * heads, rows, keys).
@@ -143,11 +147,10 @@ class Formula:
         return torch.softmax(scores, -1).to(dtype)
 
 
-HALVES = (torch.bfloat16, torch.float16)
 FORMULAS = st.builds(
     Formula, heads=st.integers(1, 2), groups=st.sampled_from((1, 1, 3)), rows=st.integers(2, 9), keys=st.integers(2, 9),
     width=st.sampled_from((1, 4, 5)), value_width=st.sampled_from((1, 4, 6)),
-    dtype=st.sampled_from((torch.float32, torch.float64, *HALVES)), upcasts=st.booleans(),
+    dtype=st.sampled_from(DTYPES), upcasts=st.booleans(),
     scale=st.sampled_from(("query", "key", "scores", "baddbmm", "none")), divides=st.booleans(),
     bias=st.none() | st.tuples(st.booleans(), st.booleans()),
     mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
@@ -300,6 +303,66 @@ def test_shifted_windows() -> None:
     assert planned.launches == ["flex_attention_0"]
 
 
+@pytest.mark.parametrize("transposes", [False, True])
+def test_library_kernel(transposes: bool) -> None:
+    """Long attention without bias and mask is a call of the library's kernel where the device says so."""
+    formula = Formula(2, 1, 5, 7, 4, 4, torch.float32, False, "query", False, None, "none", False, transposes, False)
+    spec = dataclasses.replace(ANY_SIZE, library_attention_sizes=((torch.float32, 4),))
+    planned = check_graph(make_fx(formula)(*formula.inputs()), formula.inputs(), STRICT.replace(devices=(spec,)))
+    (call,) = planned.calls
+    assert call.startswith("aten._scaled_dot_product_flash_attention")
+    biased = dataclasses.replace(formula, bias=(True, True))
+    planned = check_graph(make_fx(biased)(*biased.inputs()), biased.inputs(), STRICT.replace(devices=(spec,)))
+    assert not planned.calls
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _t5() -> tuple[nn.Module, dict[str, Tensor], int]:
+    config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    mask = torch.ones(BATCH, 12, dtype=torch.long)
+    mask[1, 9:] = 0
+    inputs = {"input_ids": torch.randint(64, (BATCH, 12)), "attention_mask": mask}
+    return transformers.T5EncoderModel(config), inputs, 2
+
+
+def _swin() -> tuple[nn.Module, dict[str, Tensor], int]:
+    """Windows in the first layer, shifted ones in the second, which have a mask."""
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2], num_heads=[2], window_size=4
+    )  # fmt: skip
+    return transformers.SwinModel(config), {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, 2
+
+
+def _deberta() -> tuple[nn.Module, dict[str, Tensor], int]:
+    config = transformers.DebertaV2Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=32, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
+    )  # fmt: skip
+    inputs = {"input_ids": torch.randint(64, (BATCH, 12)), "attention_mask": torch.ones(BATCH, 12, dtype=torch.long)}
+    return transformers.DebertaV2Model(config), inputs, 1
+
+
+@pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
+def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]]) -> None:
+    """Each layer's attention is one kernel, in models with relative positions, windows and disentangled scores."""
+    model, inputs, count = make_model()
+    model.eval().set_attn_implementation("eager")  # type: ignore[operator]
+    planned = plan(export(model, (), inputs), None, OPTIONS.replace(fallback="warn"))  # type: ignore[arg-type]
+    assert sum(name.startswith("flex_attention") for name in planned.launches) == count
+    assert not [call for call in planned.calls if call == "aten._softmax.default"]
+    result = planned.run([item.clone() for item in inputs.values()])[0]
+    with torch.no_grad():
+        eager, exact = model(**inputs)[0], model.double()(**_double(inputs))[0]
+    errors = [float((item.double() - exact).norm()) for item in (result, eager)]
+    assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(exact.norm())
+
+
+def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: item.double() if item.is_floating_point() else item for name, item in inputs.items()}
+
+
 # --- near misses ------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +440,6 @@ def test_other_softmaxes_have_no_reason() -> None:
 def test_small_attention_stays() -> None:
     """Two matmuls of few rows are faster; so does a device stay that says nothing about it."""
     inputs = _operands()
-    for options in (STRICT, STRICT.replace(devices=(dataclasses.replace(CPU, streaming_attention_sizes=None),))):
+    for options in (STRICT, STRICT.replace(devices=(dataclasses.replace(CPU, streaming_attention_sizes=()),))):
         planned = check_graph(make_fx(_attend)(*inputs), inputs, options)
         assert planned.calls == ["aten.bmm.default", "aten.bmm.default"]
