@@ -86,41 +86,31 @@ def score_functions(
     return _ScoreBuilder(formula, operands, fakes, written).build()
 
 
-class _ScoreBuilder:
-    def __init__(
-        self, formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
-    ) -> None:
-        self.written = written
-        self.formula = formula
-        self.operands = operands
-        self.fakes = fakes
+def biased_score_functions(query: FakeTensor, bias: FakeTensor | None) -> tuple[GraphModule, GraphModule]:
+    """Returns `score_mod` and `mask_mod` of scores to which a bias is added, which is the only buffer.
+
+    The bias has one dimension for each of the last of the score's indices.
+    """
+    return _BiasedScores(query).build(bias)
+
+
+class _ScalarGraph:
+    """A graph of ATen operators on the score of a query and a key, and on its indices."""
+
+    def __init__(self, query: FakeTensor) -> None:
         self.graph = Graph()
         self.scalars: dict[Node, Any] = {}
-        self.reads: dict[tuple[Node, Coordinates], Node] = {}
-        self.indices: dict[str, Node] = {}
-        self._memo: dict[tuple[Node, Coordinates], Node] = {}
-        fake = fakes[formula.query_key]
-        self.like: FakeTensor = fake
-        self.mode: FakeTensorMode = fake.fake_mode
-        self.device = fake.device
-        self.dtype = torch.float64 if fake.dtype is torch.float64 else torch.float32
-        self.scale = 1.0
-
-    def build(self) -> ScoreFunctions:
-        score = self.score = self._placeholder("score", self.dtype)
+        self.like = query
+        self.mode: FakeTensorMode = query.fake_mode
+        self.device = query.device
+        self.dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        self.score = self._placeholder("score", self.dtype)
         self.indices = {name: self._placeholder(name, torch.int32) for name in ("batch", "head", "row", "key")}
-        value = score
-        for factor in self.operands.factors:
-            value = self._multiplied(value, factor.value, factor.divides)
-        query_key = self.formula.query_key
-        if query_key.target is _aten.baddbmm.default:
-            value = self._added(value, query_key)
-        passed = {query_key: value}
-        for node in self.formula.scores[1:]:
-            passed[node] = value = self._step(node, value, passed)
-        self.graph.output((value,))
-        reads = tuple([ReadTensor(*key) for key in self.reads])
-        return ScoreFunctions(GraphModule({}, self.graph), self._all_true(), self.scale, reads)
+
+    def _finish(self, result: Node) -> tuple[GraphModule, GraphModule]:
+        """Returns the graph, and that of a mask that is all true."""
+        self.graph.output((result,))
+        return GraphModule({}, self.graph), self._all_true()
 
     def _all_true(self) -> GraphModule:
         graph = Graph()
@@ -131,8 +121,6 @@ class _ScoreBuilder:
         node.meta["val"] = self._empty(torch.bool)
         graph.output((node,))
         return GraphModule({}, graph)
-
-    # --- scalars ----------------------------------------------------------------------------------------------------
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:
         keywords = {"dtype": dtype, "device": self.device}
@@ -148,6 +136,48 @@ class _ScoreBuilder:
         node = self.graph.call_function(target, arguments, keywords)
         node.meta["val"] = self.scalars[node] = run_on_fakes(node, self.scalars, self.scalars[self.score])
         return node
+
+
+class _BiasedScores(_ScalarGraph):
+    def build(self, bias: FakeTensor | None) -> tuple[GraphModule, GraphModule]:
+        """Returns the functions. The dimensions of the bias that have one element are read at 0."""
+        if bias is None:
+            return self._finish(self.score)
+        buffer = self._placeholder("bias", bias)
+        used = [*self.indices.values()][len(self.indices) - bias.ndim :]
+        zero = self._call(_aten.full.default, [], 0, dtype=torch.int32, device=self.device)
+        indices = [zero if size == 1 else index for size, index in zip(bias.shape, used, strict=True)]
+        element = self._call(_aten.index.Tensor, buffer, indices)
+        return self._finish(self._call(_aten.add.Tensor, self.score, element))
+
+
+class _ScoreBuilder(_ScalarGraph):
+    def __init__(
+        self, formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
+    ) -> None:
+        super().__init__(fakes[formula.query_key])
+        self.written = written
+        self.formula = formula
+        self.operands = operands
+        self.fakes = fakes
+        self.reads: dict[tuple[Node, Coordinates], Node] = {}
+        self._memo: dict[tuple[Node, Coordinates], Node] = {}
+        self.scale = 1.0
+
+    def build(self) -> ScoreFunctions:
+        value = self.score
+        for factor in self.operands.factors:
+            value = self._multiplied(value, factor.value, factor.divides)
+        query_key = self.formula.query_key
+        if query_key.target is _aten.baddbmm.default:
+            value = self._added(value, query_key)
+        passed = {query_key: value}
+        for node in self.formula.scores[1:]:
+            passed[node] = value = self._step(node, value, passed)
+        reads = tuple([ReadTensor(*key) for key in self.reads])
+        return ScoreFunctions(*self._finish(value), self.scale, reads)
+
+    # --- scalars ----------------------------------------------------------------------------------------------------
 
     def _cast(self, value: Node, dtype: torch.dtype) -> Node:
         is_same = self.scalars[value].dtype == dtype

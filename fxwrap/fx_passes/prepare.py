@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from fxwrap.events import EventLog
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
+from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
@@ -60,6 +61,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "recognize_attention", "turn attention written as its formula into one kernel",
         recognize_attention, "fuse", _fuses,
+    ),
+    Step(
+        "split_decoding_attention", "turn attention of few query rows into kernels split over keys",
+        split_decoding_attention, "fuse", _fuses,
     ),
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",
