@@ -116,7 +116,7 @@ class _ScalarGraph:
         graph = Graph()
         for name in self.indices:
             graph.placeholder(name).meta["val"] = self.scalars[self.indices[name]]
-        keywords = {"dtype": torch.bool, "device": self.device}
+        keywords: dict[str, Any] = {"dtype": torch.bool, "device": self.device}
         node = graph.call_function(_aten.full.default, ([], True), keywords)
         node.meta["val"] = self._empty(torch.bool)
         graph.output((node,))
