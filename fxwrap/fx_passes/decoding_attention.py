@@ -32,8 +32,8 @@ _MAX_ROWS = 16
 _MIN_KEYS = 512
 """The smallest number of keys that is worth a second kernel."""
 
-_MAX_MATRICES = 132
-"""With more pairs of batch and key head than this, each of which is a program, a GPU is occupied without a split."""
+_MAX_MATRICES = 64
+"""The largest number of pairs of batch and key head: each is a program, and more of them occupy a GPU."""
 
 _WHOLE = 1 << 30
 """The block size of FlexAttention without a block mask."""
@@ -77,7 +77,8 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
         return False
     if arguments.get("dropout_p", 0.0) != 0 or arguments.get("is_causal", False) is not False:
         return False
-    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users) or not node.users:
+    results = [user for user in node.users if user.target is not operator.getitem or user.users]
+    if not results or any(user.target is not operator.getitem or user.args[1] != 0 for user in results):
         return False
     operands = [fakes[arguments[name]] for name in ("query", "key", "value")]
     query, key, value = operands

@@ -74,16 +74,21 @@ def _split_count(call: AttentionCall, massively_parallel: bool, hint: Callable[[
     """Returns the number of parts of the keys, so that all processors have work; 1 where rows suffice."""
     batch, _, rows, _ = map(hint, call.query.tensor_type.sizes)
     _, key_heads, keys, _ = map(hint, call.key.tensor_type.sizes)
-    tiles, least = (_GPU_PROGRAMS, _GPU_PART) if massively_parallel else (_CPU_TILES, _CPU_PART)
-    programs = max(1, batch * key_heads * -(-rows // _ROW_TILE))
-    return max(1, min(-(-tiles // programs), keys // least)) if rows <= _ROW_TILE else 1
+    if rows > _ROW_TILE:
+        return 1
+    programs = max(1, batch * key_heads)
+    if not massively_parallel:
+        return max(1, min(-(-_CPU_TILES // programs), keys // _CPU_PART))
+    least = _GPU_PART if call.key_blocks.is_trivial else _GPU_MASKED_PART
+    count = max(1, min(_GPU_PROGRAMS // programs, keys // least))
+    return 1 << (count.bit_length() - 1)  # so that parts have whole blocks of keys
 
 
 _ROW_TILE = 64
 """More query rows than this are never split."""
 
-_GPU_PROGRAMS, _GPU_PART = 264, 256
-"""Programs that occupy a large GPU, and the least keys of a part."""
+_GPU_PROGRAMS, _GPU_PART, _GPU_MASKED_PART = 264, 64, 256
+"""Programs that occupy a large GPU, and the least keys of a part: without a block mask, and with one."""
 
 _CPU_TILES, _CPU_PART = 16, 1024
 """Tiles that occupy the threads of most processors, and the least keys of a part."""

@@ -15,11 +15,13 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+import fxwrap
 from fxwrap import Options
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import FxPassContext, prepare_graph
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.lines import Launch
 from fxwrap.testing import assert_emitters_agree
 
 attend = functional.scaled_dot_product_attention
@@ -162,6 +164,17 @@ def test_calls_of_gpu_libraries(operator: Any, flags: tuple[object, ...]) -> Non
     buffers: Any = split.args[7]
     assert [tuple(prepared.fakes[item].shape) for item in buffers] == ([(1, 1, 1, 1024)] if flags else [])
     assert split_decoding_attention(prepared, FxPassContext(Options())) is prepared
+
+
+@pytest.mark.parametrize(("batch", "keys", "parts"), [(1, 1024, 16), (3, 700, 8), (4, 8192, 32)])
+def test_parts(batch: int, keys: int, parts: int) -> None:
+    """A power of two, so that parts of most lengths have whole blocks of keys; at least 64 keys are a part."""
+    inputs = _operands(1, keys, batch=batch)
+    with torch.no_grad():
+        graph = make_fx(lambda query, key, value: attend(query, key, value))(*inputs)
+    program = fxwrap.compile_graph(graph, inputs, options=PARALLEL).program
+    launch = next(line for line in program.body.lines if isinstance(line, Launch))
+    assert launch.outs[0].tensor_type.sizes[3] == parts
 
 
 @pytest.mark.gpu

@@ -283,7 +283,10 @@ def can_use_dot(contraction: ContractionForm) -> bool:
 
 
 def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long."""
+    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
+
+    Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
+    """
     kernel = contraction.kernel
     plain = _inner_reduction_configurations(kernel, hint)
     longest = next_power_of_2(hint(kernel.reduced_count))
@@ -291,7 +294,12 @@ def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Con
         Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
         for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
     ]  # fmt: skip
-    return [*blocks, *plain] if longest > _MAX_PERSISTENT_MATVEC else [*plain, *blocks]
+    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(contraction.sums) > 1
+    preferred: list[Configuration] = []
+    if is_long != has_several and all(load.dtype.itemsize == 2 for load in _full_tile_loads(kernel)):
+        preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
+        blocks = [item for item in blocks if item not in preferred]
+    return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
