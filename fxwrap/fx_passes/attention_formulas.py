@@ -1,16 +1,16 @@
 """Attention written as its formula, found by data flow: softmax(scores) @ value, scores = f(query @ key).
 
 The search starts at each softmax over the last dimension. Upwards, the scores are one matmul and operators of single
-elements around it: scale, bias, mask, casts. Downwards, the weights reach the left operand of a matmul. Between them are
-only operators that keep the order of elements, such as views that split or merge leading dimensions. Each intermediate
-result has no other reader, so that nothing is computed twice.
+elements around it: scale, bias, mask, casts. Downwards, the weights reach the left operand of a matmul. Between them
+are only operators that keep the order of elements, such as views that split or merge leading dimensions. Each
+intermediate result has no other reader, so that nothing is computed twice.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -34,7 +34,7 @@ ELEMENTWISE = frozenset({
 
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.baddbmm.default})
 
-Sizes = list
+Sizes: TypeAlias = list[Any]
 """Sizes as ints and expressions, whose comparison installs no guard."""
 
 
@@ -88,36 +88,44 @@ def sizes_of(node: Node, fakes: NodeValues) -> Sizes:
     return expressions_of(fakes[node].shape)
 
 
+def permutation(node: Node, fakes: NodeValues) -> list[int] | None:
+    """Returns the dimensions of its operand in the order of the result's, for calls that permute them."""
+    if node.op != "call_function" or not _is_tensor(node.args[0] if node.args else None, fakes):
+        return None
+    arguments: Any = node.args
+    rank = fakes[arguments[0]].ndim
+    order = list(range(rank))
+    match name_of(node):
+        case "permute":
+            return [dim % rank for dim in arguments[1]]
+        case "transpose" | "t":
+            one, other = [dim % rank for dim in arguments[1:3] or (0, rank - 1)]
+            order[one], order[other] = order[other], order[one]
+            return order
+        case _:
+            return None
+
+
 def keeps_order(node: Node, fakes: NodeValues) -> bool:
     """Whether a call returns the elements of its only tensor, in the same order and dtype."""
-    if not isinstance(node.target, OpOverload) or len(node.all_input_nodes) == 0:
+    source = node.args[0] if isinstance(node.target, OpOverload) and node.args else None
+    if not isinstance(source, Node) or not _is_tensor(source, fakes) or not _is_tensor(node, fakes):
         return False
-    if not isinstance(node.args[0], Node) or not _is_tensor(node.args[0], fakes) or not _is_tensor(node, fakes):
-        return False
-    name, source = name_of(node), node.args[0]
+    name = name_of(node)
     if name in _VIEWS:
         return True
     if name == "expand":
-        return _count(sizes_of(source, fakes)) == _count(sizes_of(node, fakes))
-    if name in ("permute", "transpose"):
-        return _moves_ones_only(node, source, fakes)
-    return False
-
-
-def _moves_ones_only(node: Node, source: Node, fakes: NodeValues) -> bool:
-    sizes, rank = sizes_of(source, fakes), fakes[source].ndim
-    order = list(range(rank))
-    if name_of(node) == "permute":
-        order = [dim % rank for dim in node.args[1]]  # type: ignore[union-attr]
-    else:
-        one, other = [dim % rank for dim in node.args[1:3]]  # type: ignore[operator]
-        order[one], order[other] = order[other], order[one]
+        return bool(_count(sizes_of(source, fakes)) == _count(sizes_of(node, fakes)))
+    order = permutation(node, fakes)
+    if order is None:
+        return False
+    sizes = sizes_of(source, fakes)
     moved = [dim for dim in order if sizes[dim] != 1]
     return moved == sorted(moved)
 
 
-def _count(sizes: Sizes) -> object:
-    product: object = 1
+def _count(sizes: Sizes) -> Any:
+    product: Any = 1
     for size in sizes:
         product = product * size
     return product
@@ -145,15 +153,15 @@ def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
         return None
     name, rank = name_of(node), fakes[node].ndim
     if name in ("softmax", "safe_softmax"):
-        operand, dim = node.args[:2]
-        is_last = rank >= 2 and dim in (-1, rank - 1)
-        return _Softmax(operand, (node,), name == "safe_softmax") if is_last else None  # type: ignore[arg-type]
+        arguments: Any = node.args
+        is_last = rank >= 2 and arguments[1] in (-1, rank - 1)
+        return _Softmax(arguments[0], (node,), name == "safe_softmax") if is_last else None
     return _written_out_softmax(node, fakes) if name == "div" and rank >= 2 else None
 
 
 def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
     """Returns exp(x - amax(x)) / sum(exp(x - amax(x)))."""
-    weights, total = node.args
+    weights, total = node.args[:2]
     summed = _reduced(total, "sum", fakes)
     if summed is None or summed is not weights or name_of(summed) != "exp":
         return None
@@ -161,12 +169,14 @@ def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
     if not isinstance(difference, Node) or name_of(difference) != "sub" or difference.kwargs:
         return None
     operand, maximum = difference.args
-    inner = [maximum]
-    if isinstance(maximum, Node) and name_of(maximum) in ("detach", "alias"):
-        inner.append(maximum.args[0])
-    if _reduced(inner[-1], "amax", fakes) is not operand or not isinstance(operand, Node):
+    if not isinstance(maximum, Node) or not isinstance(total, Node) or not isinstance(operand, Node):
         return None
-    return _Softmax(operand, (*reversed(inner), difference, summed, total, node))  # type: ignore[arg-type]
+    inner: list[Any] = [maximum]
+    if name_of(maximum) in ("detach", "alias"):
+        inner.append(maximum.args[0])
+    if _reduced(inner[-1], "amax", fakes) is not operand:
+        return None
+    return _Softmax(operand, (*reversed(inner), difference, summed, total, node))
 
 
 def _reduced(node: object, name: str, fakes: NodeValues) -> Node | None:
@@ -193,7 +203,7 @@ class _Search:
         below = self._below() if scores is not None else None
         if scores is None or below is None:
             return None
-        *passed, output = below
+        passed, output = below
         if isinstance(output, str):
             return output
         inner = (*scores[1:], *self.softmax.nodes, *passed)
@@ -211,7 +221,7 @@ class _Search:
     def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
         combining = [node for node in scores[1:] if len(node.all_input_nodes) > 1]
-        left: Node = output.args[-2]  # type: ignore[assignment]
+        left: Any = output.args[-2]
         return [scores[0], *combining, left]
 
     def _last_two(self, node: Node) -> tuple[object, ...]:
@@ -223,13 +233,14 @@ class _Search:
             return None
         if node.target in _PRODUCTS:
             return [node]
-        operands: Sequence[object] = ()
+        operands: Sequence[Any] = ()
         if keeps_order(node, self.fakes):
             operands = node.args[:1]
         elif isinstance(node.target, OpOverload) and name_of(node) in ELEMENTWISE:
             size = _count(sizes_of(node, self.fakes))
+            arguments: Any = node.args
             operands = [
-                item for item in node.args
+                item for item in arguments
                 if _is_tensor(item, self.fakes) and self.fakes[item].dtype.is_floating_point
                 and _count(sizes_of(item, self.fakes)) == size
             ]  # fmt: skip
@@ -239,21 +250,21 @@ class _Search:
                 return [*path, node]
         return None
 
-    def _below(self) -> list[Node | str] | None:  # type: ignore[return]
-        """Returns the nodes from the weights to the matmul with values; a reason is last if there is none."""
-        passed: list[Node | str] = []
+    def _below(self) -> tuple[list[Node], Node | str] | None:
+        """Returns the nodes between the weights and the matmul with values, and that matmul or why there is none."""
+        passed: list[Node] = []
         node = self.weights
         while True:
             users = [user for user in node.users if user.op != "output"]
             product = next((user for user in users if user.target in _PRODUCTS), None)
             if product is not None:
                 if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
-                    return [*passed, "its weights are no left operand of a matmul"]
-                return [*passed, product]
+                    return passed, "its weights are no left operand of a matmul"
+                return passed, product
             following = next((user for user in users if self._passes_weights(user)), None)
             if following is None:
                 if any(name_of(user) in ("native_dropout", "dropout", "bernoulli", "rand_like") for user in users):
-                    return [*passed, "its weights have dropout"]
+                    return passed, "its weights have dropout"
                 return None
             passed.append(following)
             node = following

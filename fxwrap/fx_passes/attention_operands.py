@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_formulas import AttentionFormula, keeps_order, sizes_of
+from fxwrap.fx_passes.attention_formulas import AttentionFormula, keeps_order, permutation, sizes_of
 from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads
@@ -82,15 +82,16 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
     key = _stages(formula.query_key.args[-1], -2, fakes)
     value = [item for item in _stages(formula.output.args[1], -1, fakes) if not item.factors]
     products = sizes_of(formula.query_key, fakes)[:-2]
-    leading = (products[0] if products else 1, 1)
+    leading: tuple[Any, Any] = (products[0] if products else 1, 1)
     split = next((item for stages in (query, value, key) for item in stages if fakes[item.node].ndim == 4), None)
     if split is not None:
         batch, heads = sizes_of(split.node, fakes)[:2]
         leading = (batch, heads * split.group)
-    one, others = _choose(query, leading, fakes), [_choose(item, leading, fakes) for item in (key, value)]
-    if others[0].group != others[1].group:
-        others = [_choose([part for part in item if part.group == 1], leading, fakes) for item in (key, value)]
-    return AttentionOperands(one, *others, *leading)
+    chosen = [_choose(stages, leading, fakes) for stages in (query, key, value)]
+    if chosen[1].group != chosen[2].group:
+        ungrouped = [[item for item in stages if item.group == 1] for stages in (query, key, value)]
+        chosen = [_choose(stages, leading, fakes) for stages in ungrouped]
+    return AttentionOperands(chosen[0], chosen[1], chosen[2], *leading)
 
 
 def _choose(stages: Sequence[Stage], leading: tuple[Any, Any], fakes: NodeValues) -> Stage:
@@ -140,6 +141,7 @@ def _before(stage: Stage, fakes: NodeValues) -> Stage | None:
 
 def _unrepeated(node: Node, fakes: NodeValues) -> tuple[Node, int] | None:
     """Returns the tensor (batch, key heads, keys, width) whose heads a node repeats, and how often."""
+
     def sizes(item: Any) -> list[Any] | None:
         return sizes_of(item, fakes) if isinstance(item, Node) and isinstance(fakes.get(item), FakeTensor) else None
 
@@ -149,8 +151,9 @@ def _unrepeated(node: Node, fakes: NodeValues) -> tuple[Node, int] | None:
     base, _, group = repeated
     if fakes[base].ndim == 4:
         return base, group
-    is_unsqueezed = name_of(base) == "unsqueeze" and base.args[1] in (2, -3)
-    return (base.args[0], group) if is_unsqueezed else None  # type: ignore[return-value]
+    arguments: Any = base.args
+    is_unsqueezed = name_of(base) == "unsqueeze" and arguments[1] in (2, -3)
+    return (arguments[0], group) if is_unsqueezed else None
 
 
 def _same_matrices(node: Node, source: Node, fakes: NodeValues) -> bool:
@@ -159,15 +162,7 @@ def _same_matrices(node: Node, source: Node, fakes: NodeValues) -> bool:
 
 def _swaps_last_two(node: Node, fakes: NodeValues) -> bool:
     rank = fakes[node].ndim
-    swapped = [*range(rank - 2), rank - 1, rank - 2]
-    match name_of(node):
-        case "t":
-            return rank == 2
-        case "transpose":
-            return {dim % rank for dim in node.args[1:3]} == {rank - 1, rank - 2}  # type: ignore[operator]
-        case "permute":
-            return [dim % rank for dim in node.args[1]] == swapped  # type: ignore[union-attr]
-    return False
+    return permutation(node, fakes) == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def _factor(node: Node, source: Node, fakes: NodeValues) -> Factor | None:

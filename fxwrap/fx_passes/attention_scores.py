@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_formulas import ELEMENTWISE, AttentionFormula, sizes_of
 from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.graph_copy import bytes_of, run_on_fakes, storages_of
+from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, without_fake_mode
 
@@ -73,6 +73,11 @@ class ScoreFunctions:
     scale: float
     reads: tuple[ReadTensor, ...]
 
+    @property
+    def only_scale(self) -> bool:
+        """Whether the scores are products times the scale, without bias and mask."""
+        return all(node.op in ("placeholder", "output") for node in self.score_mod.graph.nodes)
+
 
 def score_functions(
     formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
@@ -95,6 +100,7 @@ class _ScalarGraph:
     def __init__(self, query: FakeTensor) -> None:
         self.graph = Graph()
         self.scalars: dict[Node, Any] = {}
+        self.like = query
         self.mode: FakeTensorMode = query.fake_mode
         self.device = query.device
         self.dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
@@ -110,15 +116,15 @@ class _ScalarGraph:
         graph = Graph()
         for name in self.indices:
             graph.placeholder(name).meta["val"] = self.scalars[self.indices[name]]
-        keywords = {"dtype": torch.bool, "device": self.device}
+        keywords: dict[str, Any] = {"dtype": torch.bool, "device": self.device}
         node = graph.call_function(_aten.full.default, ([], True), keywords)
         node.meta["val"] = self._empty(torch.bool)
         graph.output((node,))
         return GraphModule({}, graph)
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:
-        with in_fake_mode(self.mode):
-            result: Any = torch.empty((), dtype=dtype, device=self.device)
+        keywords = {"dtype": dtype, "device": self.device}
+        result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), keywords, self.like)
         return result
 
     def _placeholder(self, name: str, fake: Any) -> Node:
@@ -206,13 +212,12 @@ class _ScoreBuilder(_ScalarGraph):
                 raise UnsupportedScoresError("its scores are cast to integers")
             return value  # kernels compute in float32 or float64
         if value is self.score:
-            number = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
+            number: Any = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
             if type(number) in (int, float) and math.isfinite(number) and number != 0:
                 return self._multiplied(value, number, name == "div")
         coordinates = self._coordinates(node) if len(node.all_input_nodes) > 1 else ()
-        arguments = [
-            passed[item] if item in passed else self._argument(item, node, coordinates) for item in node.args
-        ]
+        operands: Any = node.args
+        arguments = [passed[item] if item in passed else self._argument(item, node, coordinates) for item in operands]
         return self._call(node.target, *arguments, **self._keywords(node))
 
     def _keywords(self, node: Node) -> dict[str, Any]:
@@ -269,7 +274,9 @@ class _ScoreBuilder(_ScalarGraph):
         if number is not None:
             return self._call(_aten.full.default, [], number, dtype=fake.dtype, device=self.device)
         if self._is_position(node, coordinates):
-            return self._cast(self._index(coordinates[0]), fake.dtype)  # type: ignore[arg-type]
+            (coordinate,) = coordinates
+            assert coordinate is not None
+            return self._cast(self._index(coordinate), fake.dtype)
         if not self._saves_reads(node, coordinates):
             return None
         arguments = [self._argument(item, node, coordinates) for item in node.args]
@@ -283,7 +290,7 @@ class _ScoreBuilder(_ScalarGraph):
         source = node.args[0]
         rank = self.fakes[source].ndim
         if name == "unsqueeze":
-            dim = node.args[1] % self.fakes[node].ndim  # type: ignore[operator]
+            dim = node.args[1] % self.fakes[node].ndim
             return source, (*coordinates[:dim], *coordinates[dim + 1 :])
         if name == "squeeze":
             sizes = sizes_of(source, self.fakes)
@@ -301,10 +308,11 @@ class _ScoreBuilder(_ScalarGraph):
         if not is_real or fake.numel() != 1 or fake.is_complex() or self._is_written(node):
             return None
         with without_fake_mode():
-            return fake.item()  # type: ignore[no-any-return]
+            number: Any = fake.item()
+        return number  # type: ignore[no-any-return]
 
     def _is_written(self, node: Node) -> bool:
-        return not self.written.isdisjoint(storages_of(self.fakes[node]))
+        return bool(self.written & storages_of(self.fakes[node]))
 
     def _is_position(self, node: Node, coordinates: Coordinates) -> bool:
         """Whether the elements of an `arange` are their own indices."""
@@ -312,12 +320,12 @@ class _ScoreBuilder(_ScalarGraph):
             return False
         start = 0 if node.target is _aten.arange.default else node.args[0]
         step = node.args[2] if node.target is _aten.arange.start_step and len(node.args) > 2 else 1
-        return coordinates[0].part != "product" and start == 0 and step == 1
+        return coordinates[0].part != "product" and (start, step) == (0, 1)
 
     def _saves_reads(self, node: Node, coordinates: Coordinates) -> bool:
-        """Whether an element is computed from less memory than it takes itself."""
+        """Whether an element is computed from no more memory than it takes itself."""
         count, size = self._cost(node, coordinates)
-        return 0 < count <= _MAX_OPERATORS and size < bytes_of(self.fakes[node])
+        return 0 < count <= _MAX_OPERATORS and size <= bytes_of(self.fakes[node])
 
     def _cost(self, node: Node, coordinates: Coordinates) -> tuple[int, int]:
         """Returns the operators that compute a tensor from others, and the bytes of these."""
@@ -340,7 +348,7 @@ class _ScoreBuilder(_ScalarGraph):
                 count, size = count + added[0], size + added[1]
             elif isinstance(item, list | tuple):
                 return own
-        return (count, size) if count <= _MAX_OPERATORS and size < own[1] else own
+        return (count, size) if count <= _MAX_OPERATORS and size <= own[1] else own
 
     def _read(self, node: Node, coordinates: Coordinates) -> Node:
         """Returns an element in memory."""
@@ -366,7 +374,8 @@ class _ScoreBuilder(_ScalarGraph):
                     fake = fake.select(dim, 0)
             elif coordinates[dim].part == "product" and self.operands.heads != 1:  # type: ignore[union-attr]
                 with in_fake_mode(self.mode):
-                    fake = fake.unflatten(dim, product_split(fake.shape[dim], self.operands.heads))
+                    split = product_split(fake.shape[dim], self.operands.heads)
+                    fake = fake.view([*fake.shape[:dim], *split, *fake.shape[dim + 1 :]])
         call = next((item for item in self.graph.nodes if item.op != "placeholder"), None)
         with nullcontext() if call is None else self.graph.inserting_before(call):
             return self._placeholder(f"buffer{len(self.reads)}", fake)
@@ -427,5 +436,5 @@ def _squeezed(node: Node, sizes: Sequence[Any]) -> list[int]:
     """Returns the dimensions that a squeeze removes."""
     if len(node.args) < 2:
         return [dim for dim, size in enumerate(sizes) if size == 1]
-    dims = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
-    return [dim % len(sizes) for dim in dims if sizes[dim] == 1]  # type: ignore[index, operator]
+    dims: Any = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    return [dim % len(sizes) for dim in dims if sizes[dim] == 1]

@@ -119,14 +119,14 @@ def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
     block_mask = (1, 1, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
     results = _result_fakes(copy.fakes[before][0])
     buffers = () if buffer is None else (buffer,)
-    call_arguments = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
-    call = copy.call(before, flex_attention_operator(), call_arguments, name, fake=results)
+    operands: tuple[object, ...] = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
+    call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
     output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
     for user in node.users:
         copy.substitute(user, output, "fused", (node,))
 
 
-def _result_fakes(output: FakeTensor) -> tuple[FakeTensor, ...]:
+def _result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
     """Returns output, log-sum-exp and maximum of a call."""
     dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
     with in_fake_mode(output.fake_mode):

@@ -140,9 +140,8 @@ def _query_groups(node: Node) -> QueryGroups | None:
     if type(heads) is not int or type(rows) is not int or rows != 1:
         return None
     shares_heads = arguments.get("enable_gqa", False) is True
-    keys, values = [
-        _shared(arguments[name], heads) if shares_heads else repeated_heads(arguments[name]) for name in ("key", "value")
-    ]
+    tensors = [arguments[name] for name in ("key", "value")]
+    keys, values = [_shared(item, heads) if shares_heads else repeated_heads(item) for item in tensors]
     if keys is None or values is None or not _is_mask_of_heads(mask, heads):
         return None
     key_heads, group = keys[1:]
