@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -76,11 +76,8 @@ def expand_declined_attention(graph: PreparedGraph, options: Options, declined: 
     return copy.finish()
 
 
-_KERNEL_LANGUAGES: Mapping[str, frozenset[str]] = {
-    "flex_attention": frozenset({"cpp", "triton"}),
-    "flex_attention_backward": frozenset({"cpp", "triton"}),
-}
-"""Languages whose printers have a schedule for attention and for its gradients."""
+_KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
+"""Languages whose printers have a schedule for attention and its gradients."""
 
 _MAX_HEAD_WIDTH = 512
 
@@ -97,7 +94,7 @@ def _has_kernel(call: _Call) -> bool:
     widths = (attention.query.shape[3], attention.value.shape[3])
     return (
         spec is not None
-        and call.options.kernel_language(spec) in _KERNEL_LANGUAGES[_label(call.node)]
+        and call.options.kernel_language(spec) in _KERNEL_LANGUAGES
         and all(type(size) is int and size <= _MAX_HEAD_WIDTH for size in widths)
         and all(type(item.shape[1]) is int for item in operands)
         and all(item.dtype == attention.query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
