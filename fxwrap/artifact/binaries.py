@@ -39,12 +39,13 @@ FOLDER = "binaries"
 
 
 def write_binaries(
-    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False
+    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False, relink: bool = False
 ) -> dict[str, object]:
     """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
     `reuse` prefers a library that this process has, which may contain kernels of other programs, over one of the
-    program's kernels alone. Raises NativeBuildError where C++ does not compile.
+    program's kernels alone; `relink` links all Triton code of this process instead of using the library of a loaded
+    file. Raises NativeBuildError where C++ does not compile.
     """
     emitters = frozenset(emitters)
     if not emitters:
@@ -54,7 +55,7 @@ def write_binaries(
     manifest: dict[str, object] = {}
     if "cpp" in emitters:
         emitted = to_cpp(program)
-        entries = {key: _add(writer, path) for key, path in emitted.libraries().items()}
+        entries = {key: _add(writer, path) for key, path in emitted.libraries(relink).items()}
         manifest["programs"] = [{"source": key, "entry": entry} for key, entry in entries.items()]
         manifest["native"] = native_entry(program, emitted, lambda unit: entries[native.source_key(unit.source)])
     if in_cpp and emitters - {"cpp"}:

@@ -77,27 +77,33 @@ def expand_declined_attention(graph: PreparedGraph, options: Options, declined: 
 
 
 _KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
-"""Languages whose printers have a schedule for attention and its gradients."""
+"""Languages whose printers have a schedule for attention and for its gradients."""
 
 _MAX_HEAD_WIDTH = 512
 
 
 def _has_kernel(call: _Call) -> bool:
     """Whether lowering can make a call kernels of its own, as far as its operands tell."""
-    if call.options.choose_kernel_form is not None or not call.options.fuse:
-        return False
     if any(path[0] > 2 for path in call.results) and call.joint_position is not None:
         return False  # gradients of captured tensors: sums over scores at computed indices
     attention = call.attention
-    spec = call.options.device_specs().get(attention.query.device.type)
     operands = (attention.query, attention.key, attention.value)
     widths = (attention.query.shape[3], attention.value.shape[3])
+    heads_are_known = all(type(item.shape[1]) is int for item in operands)
+    return heads_are_known and has_attention_kernel(operands, widths, call.options)
+
+
+def has_attention_kernel(operands: Sequence[Tensor], widths: Sequence[int | torch.SymInt], options: Options) -> bool:
+    """Whether a kernel can compute attention of queries, keys and values with these widths of heads."""
+    query = operands[0]
+    spec = options.device_specs().get(query.device.type)
     return (
-        spec is not None
-        and call.options.kernel_language(spec) in _KERNEL_LANGUAGES
+        options.choose_kernel_form is None
+        and options.fuse
+        and spec is not None
+        and options.kernel_language(spec) in _KERNEL_LANGUAGES
         and all(type(size) is int and size <= _MAX_HEAD_WIDTH for size in widths)
-        and all(type(item.shape[1]) is int for item in operands)
-        and all(item.dtype == attention.query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
+        and all(item.dtype == query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
     )
 
 

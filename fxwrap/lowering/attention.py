@@ -127,9 +127,10 @@ def _combination(
 def _results(
     call: AttentionCall, weighted: Scalar, total: Scalar, largest: Scalar, shift: Scalar
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """Returns output, log-sum-exp and maximum of a row from its reductions; a fully masked row has the output 0."""
+    """Returns output, log-sum-exp and maximum of a row from its reductions."""
+    divisor = total.equals(0.0).where(1.0, total) if call.zeroes_fully_masked_rows else total
     return (
-        weighted / total.equals(0.0).where(1.0, total),
+        weighted / divisor,
         (total.log() + shift) / call.stats_unit,
         largest / call.stats_unit,
     )

@@ -59,6 +59,7 @@ class AttentionCall:
     Fields are those of `flex_formulas.FlexAttention`; the functions are graphs of ATen operators on scalars.
     `key_blocks` are the blocks of keys that blocks of queries visit, and `query_blocks` those of queries that blocks of
     keys visit, or None where the block mask has no such lists.
+    `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity.
     """
 
     query: Value
@@ -72,6 +73,7 @@ class AttentionCall:
     stats_unit: float
     score_buffers: tuple[Operand, ...]
     mask_buffers: tuple[Operand, ...]
+    zeroes_fully_masked_rows: bool = True
 
     @classmethod
     def of(cls, builder: Builder, node: Node, arguments: Sequence[Any]) -> AttentionCall:
@@ -90,7 +92,7 @@ class AttentionCall:
         return cls(
             builder.value(query), builder.value(key), builder.value(value), attribute_of(score_mod),
             attribute_of(mask_mod), key_blocks, query_blocks, factor, unit, literals(builder, score_buffers, node),
-            literals(builder, mask_buffers, node),
+            literals(builder, mask_buffers, node), not options.get("ROWS_GUARANTEED_SAFE", False),
         )  # fmt: skip
 
 

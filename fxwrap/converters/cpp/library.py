@@ -73,16 +73,16 @@ class EmittedCpp(EmittedProgram):
         """Returns the program and those of its captured functions, which have a library each."""
         return (self, *[unit for function in self.functions for unit in function.emitted.units()])
 
-    def libraries(self) -> Mapping[str, Path]:
+    def libraries(self, relink: bool = False) -> Mapping[str, Path]:
         """Compiles and returns the libraries of the program and its functions, by the key of the source.
 
-        Raises NativeBuildError for a compilation error.
+        `relink` compiles even where a loaded file has the library. Raises NativeBuildError for a compilation error.
         """
-        return {native.source_key(unit.source): unit.library() for unit in self.units()}
+        return {native.source_key(unit.source): unit.library(relink) for unit in self.units()}
 
-    def library(self) -> Path:
-        """Compiles and returns the library of the program. Raises NativeBuildError for a compilation error."""
-        path = native.find_prebuilt_program(self.source)
+    def library(self, relink: bool = False) -> Path:
+        """Compiles and returns the library of the program, as `libraries` does."""
+        path = None if relink else native.find_prebuilt_program(self.source)
         if path is not None:
             return path
         return native.compile_cpp(self.source, name=self._program.name, extra_sources=self.kernel_units())

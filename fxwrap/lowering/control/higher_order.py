@@ -265,9 +265,11 @@ def _associative_scan(blocks: BlockLowering, node: Node) -> None:
     results = new_values(builder, node, [builder.storages.fake(value) for value in (*first, *rest)])
     _emit_scan(builder, node, body, operands, results, count, 2 * count)
     whole = new_values(builder, node, fakes)
-    for value, start, end in zip(whole, over, _values(results[count:]), strict=True):
+    own = builder.origin(node)
+    for position, (value, start, end) in enumerate(zip(whole, over, _values(results[count:]), strict=True)):
         parts = (_slice_view(builder, start, slice(0, 1)), end)
-        builder.emit(ExternCall((value,), "aten.cat.default", (parts, 0), origin=builder.origin(node)))
+        origin = replace(own, results=((own.nodes[0], position),))
+        builder.emit(ExternCall((value,), "aten.cat.default", (parts, 0), origin=origin))
     _bind_results(builder, node, fakes, whole)
 
 

@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from fxwrap.loop_ir import Axis, Compute, Contraction, KernelError, Store, StreamingReduction, assume
+from fxwrap.loop_ir import (
+    ZERO,
+    Axis,
+    Compute,
+    Contraction,
+    KernelError,
+    Load,
+    Store,
+    StreamingReduction,
+    as_index,
+    assume,
+)
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
@@ -47,6 +58,8 @@ class StreamingPrinter(LoopPrinter):
         widths = [self._width(item) for item in parts.weighted_sums]
         elements = self.lanes * self.keys * (len(depths) + len(parts.weights) - (parts.softmax is not None))
         elements += (self.lanes + self.keys) * (sum(depths) + sum(widths))
+        self.matrices = self._matrix_loads()
+        elements += self.lanes * self.keys * len(self.matrices)
         if elements > _MAX_TILE_ELEMENTS:
             raise KernelError(f"the tiles of its streaming reduction have {elements} elements, too many for a stack")
         self.asserts = self._assert_scopes()
@@ -209,6 +222,8 @@ class StreamingPrinter(LoopPrinter):
             self._declare("next", self.lanes)
             with self._lanes():
                 line("next[lane] = maxima[lane];")
+        for position in self.matrices:
+            self._pack_matrix(position, known)
         choice = self._uniform_condition()
         if choice is None:
             self._print_elements(known)
@@ -318,6 +333,34 @@ class StreamingPrinter(LoopPrinter):
             with self.writer.nest(heads[:-1]), self.writer.nest(heads[-1:], "#pragma omp simd"):
                 self.statements.write([value], values)
                 self.writer.line(f"{tile}[key * {stride} + {_position(axes)}] = {values[value]};")
+
+    # --- matrices that the elements read ----------------------------------------------------------------------------
+
+    def _matrix_loads(self) -> tuple[int, ...]:
+        """Returns the loads whose neighbours in memory are of neighbouring keys: rows are far apart.
+
+        Read row by row, each in whole cache lines, they become a tile in which rows are lanes.
+        """
+        row, inner = self.parts.row, self.inner
+        positions = self.statements.backward_slice(self.parts.elements, {})
+        return tuple([
+            position for position in sorted(positions)
+            if isinstance(load := self.kernel.operations[position], Load) and load.mask is None
+            and load.index.stride(inner) == as_index(1) and load.index.stride(row) not in (None, ZERO, as_index(1))
+        ])  # fmt: skip
+
+    def _pack_matrix(self, position: int, known: EmittedValues) -> None:
+        """Writes a tile of a matrix of rows and keys."""
+        name, type_ = f"matrix_{position}", CPP_TYPES[self.statements.dtype(position)]
+        self.writer.line(f"alignas(64) {type_} {name}[{self.keys * self.lanes}];")
+        row, size = self.parts.row.name, print_size(self.parts.row.size)
+        with self.writer.block(f"for (int lane = 0; lane < {self.lanes}; ++lane)"):
+            self.writer.line(f"const int64_t {row} = fxwrap::min<int64_t>({row}_0 + lane, {size} - 1);")
+            with self._key_loop():
+                values = dict(known)
+                self.statements.write([position], values)
+                self.writer.line(f"{self._element(name)} = {values[position]};")
+        known[position] = self._element(name)
 
     # --- results ----------------------------------------------------------------------------------------------------
 

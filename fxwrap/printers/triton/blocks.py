@@ -210,7 +210,7 @@ class BlockPrinter:
         """Returns the address of an access to memory and its mask, both broadcast to the axes that it depends on."""
         text = self.index_printer(scope)(index)
         span = [axis for axis in axes if axis in scope.dimension]
-        masks = sorted([scope.masks[axis] for axis in span if axis in scope.masks])
+        masks = sorted([scope.masks[axis] for axis in axes if axis in scope.masks])
         if condition is not None:
             masks.append(self.value(condition, scope))
         if span:

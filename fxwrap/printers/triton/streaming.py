@@ -7,7 +7,7 @@ on splits it into two loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -127,13 +127,17 @@ class StreamingTritonPrinter(BlockPrinter):
     # --- axes -------------------------------------------------------------------------------------------------------
 
     def _program(self, scope: Scope) -> None:
-        """Prints the indices of the outer axes and the first row: programs of one row block follow each other."""
+        """Prints the indices of the outer axes and the first row: programs of one row block follow each other.
+
+        Where later rows visit more, they come first, so that the launch ends with short programs.
+        """
         if self.use_int64:
             for symbol, name in self.symbols.items():
                 if symbol_kind(symbol.name) == "int":
                     self.line(f"{name} = tl.cast({name}, tl.int64)")
         size = self.index_printer(scope).size_operand
-        self.line(f"program = tl.program_id(0){'.to(tl.int64)' if self.use_int64 else ''}")
+        number = "tl.num_programs(0) - 1 - tl.program_id(0)" if self._grows_with_rows() else "tl.program_id(0)"
+        self.line(f"program = {f'({number}).to(tl.int64)' if self.use_int64 else number}")
         self.line(f"blocks = tl.cdiv({size(self.parts.row.size)}, ROW_BLOCK)")
         self.line("first_row = program % blocks * ROW_BLOCK")
         self.line("program = program // blocks")
@@ -141,6 +145,18 @@ class StreamingTritonPrinter(BlockPrinter):
             scope.names[axis] = self.allocator.create_name(axis.name)
             self.line(f"{scope.names[axis]} = program % {size(axis.size)}")
             self.line(f"program = program // {size(axis.size)}")
+
+    def _grows_with_rows(self) -> bool:
+        """Whether elements count where a position of rows is at least that of streamed ones, as under a causal mask."""
+        streamed = frozenset(self.parts.axes)
+        for position in self.slice(self.parts.elements, ()):
+            operation = self.kernel.operations[position]
+            if isinstance(operation, Compute) and operation.name in ("ge", "gt", "le", "lt"):
+                later, earlier = operation.operands if operation.name in ("ge", "gt") else operation.operands[::-1]
+                later_axes, earlier_axes = self.kernel.value_axes[later], self.kernel.value_axes[earlier]
+                if self.parts.row in later_axes and not later_axes & streamed and earlier_axes & streamed:
+                    return True
+        return False
 
     def _block(self, scope: Scope, axis: Axis, dimension: int, start: str = "") -> None:
         self.block(scope, axis, self.block_names[axis], dimension, start)
@@ -210,6 +226,13 @@ class StreamingTritonPrinter(BlockPrinter):
         parts, scope = self.parts, rows.inner()
         size = self.index_printer(scope).size_operand(self.inner.size)
         self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
+        targets = [*parts.elements, *[item.right for item in (*parts.products, *parts.weighted_sums)]]
+        shared = [*self.outer, *parts.axes[:-1]]
+        visited = self._visited_loads(targets, scope)
+        texts = self._visit(visited, start, end, rows)
+        scope.text |= {item: self.allocator.create_name("visited") for item in visited}
+        for item, text in zip(visited, texts, strict=True):
+            self.line(f"{scope.text[item]} = {text}")
         with self.nested(f"for step in tl.range({start} * tiles, {end} * tiles, num_stages=LOOP_STAGES):"):
             first = "step"
             if len(self.streamed) == 2:
@@ -218,13 +241,38 @@ class StreamingTritonPrinter(BlockPrinter):
                 self.line(f"{scope.names[visit]} = step // tiles")
                 first = "step % tiles"
             self.line(f"first_key = {first} * KEY_BLOCK")
-            targets = [*parts.elements, *[item.right for item in (*parts.products, *parts.weighted_sums)]]
-            shared = [*self.outer, *parts.axes[:-1]]
             self.write([item for item in self.fixed(targets, shared, scope) if item not in scope.text], scope)
             self.asserts(shared, [*self.outer, *self.leading], scope)
             self._step(scope)
+            for item, text in zip(visited, self._visit(visited, "(step + 1) // tiles", end, rows), strict=True):
+                self.line(f"{scope.text[item]} = {text}")
         self.kernel = kernel
         self.origin = ""
+
+    def _visited_loads(self, targets: Sequence[int], scope: Scope) -> list[int]:
+        """Returns the loads that depend on the visit and on no element of its block, such as that of a block's number.
+
+        They are loaded one step ahead: as part of the step, Triton's pipeline would wait for them before other loads.
+        """
+        allowed = frozenset([*self.outer, *self.parts.axes[:-1]])
+        return [
+            position
+            for position in self.slice(targets, scope.text.keys())
+            if isinstance(self.kernel.operations[position], Load)
+            and len(self.streamed) == 2
+            and self.streamed[0] in self.kernel.value_axes[position] <= allowed
+        ]
+
+    def _visit(self, loads: Sequence[int], visit: str, end: str, rows: Scope) -> list[str]:
+        """Prints the loads of a visit unless it is the end or beyond; returns their names."""
+        if not loads:
+            return []
+        scope, axis = rows.inner(), self.streamed[0]
+        scope.names[axis] = name = self.allocator.create_name("next_visit")
+        scope.masks[axis] = f"({name} < {end})"
+        self.line(f"{name} = {visit}")
+        self.write(loads, scope)
+        return [scope.text[item] for item in loads]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -277,9 +325,7 @@ class StreamingTritonPrinter(BlockPrinter):
         self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
         if self.is_half:
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
-            self.line(
-                "factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays"
-            )
+            self.line("factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays")
             self.line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
         else:  # one operation more, and more accurate for large scores
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
