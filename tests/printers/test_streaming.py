@@ -25,7 +25,7 @@ def test_cpp(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_in_cpp(dtype: torch.dtype) -> None:
-    source = check(gradient_kernel(queries=133, keys=70, dtype=dtype))
+    source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials
     assert source.count("contract<64, ") == 4
 
 
