@@ -168,12 +168,12 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
         if is_gpu else interleaved_host_times(contenders, chosen.rounds, device)
     )  # fmt: skip
     bandwidth = 2 * source.nbytes / times["copy"].median
-    for side, error in errors.items():
+    for side, distance in errors.items():
         median = times[side].median
         ratio = round(median / times["inductor"].median, 3) if "inductor" in errors else None
         row: Row = {
             "case": name, "rows": rows, "side": side, "ms": round(1e3 * median, 4), "/ inductor": ratio,
-            "bandwidth": round(case.weight_bytes / median / bandwidth, 3), "error": error,
+            "bandwidth": round(case.weight_bytes / median / bandwidth, 3), "error": distance,
         }  # fmt: skip
         report.add(row, {"seconds": times[side].samples, "copy": times["copy"].samples})
 

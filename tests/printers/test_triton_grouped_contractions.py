@@ -9,6 +9,7 @@ import torch
 
 from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, parse_kernel
 from fxwrap.printers.triton import Configuration, configurations
+from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import check
 
 GROUPED = """kernel(a: f16[37*40], w: f16[4*24*40], group: i64[37], bias: f32[4*24]) -> (out: f32[37*24]) \
@@ -65,6 +66,16 @@ def test_every_configuration_is_correct() -> None:
     assert any(item.dot for item in found)
     for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
         check(kernel, item, {"group": GROUPS}, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_a_gpu_multiplies_blocks_of_a_group_in_a_pipeline(rows: int) -> None:
+    kernel = parse_kernel(
+        GROUPED.replace("37", str(rows)).replace("24", "256").replace("960", "65536").replace("40", "256")
+    )
+    dots = [item for item in configurations(kernel) if item.dot]
+    text = instructions(kernel, dots[0])
+    assert "wgmma.mma_async" in text and "cp.async" in text
 
 
 def test_rows_have_a_matrix_each_in_the_plain_form_and_share_those_of_groups_in_the_other() -> None:
