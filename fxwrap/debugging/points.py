@@ -122,7 +122,7 @@ def _computed(line: LineBase) -> Iterator[tuple[Value, str, int]]:
         return
     origin = line.origin or Origin()
     written, results = writes(line), defined(line)
-    nodes = origin.results if len(origin.results) == len(written) else ()
+    nodes = origin.results if len(origin.results) == len(written or results) else ()
     only = origin.nodes[0] if len(origin.nodes) == 1 else ""
     for index, value in enumerate(written):
         if isinstance(value.type, TensorType):
@@ -130,7 +130,7 @@ def _computed(line: LineBase) -> Iterator[tuple[Value, str, int]]:
     positions = {id(value): index for index, value in enumerate(_results(line))}
     for index, value in enumerate(results):
         if isinstance(value.type, TensorType) and line.alias_of(value) is None:
-            yield value, only, positions.get(id(value), index)
+            yield value, *(nodes[index] if nodes and not written else (only, positions.get(id(value), index)))
 
 
 def _results(line: LineBase) -> tuple[object, ...]:

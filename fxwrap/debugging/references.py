@@ -24,8 +24,13 @@ from fxwrap.wrapper_ir import operator_schema
 _SLICED: Mapping[str, int] = {"scan": 2, "map_impl": 1}
 """Operators that run their graph for each slice of tensors, with the position of these among the arguments."""
 
-_BLOCK_OPERATORS = frozenset({"cond", "while_loop", "while_loop_stack_output", "invoke_subgraph", *_SLICED})
-"""Operators that run the nodes of their graphs in the order in which a program runs the lines of its blocks."""
+_ASSOCIATIVE = "associative_scan"
+"""The operator whose graph eager mode runs in the order of a tree, and a program from element to element."""
+
+_BLOCK_OPERATORS = frozenset(
+    {"cond", "while_loop", "while_loop_stack_output", "invoke_subgraph", _ASSOCIATIVE, *_SLICED}
+)
+"""Operators with graphs whose runs are recorded, in the order in which a program runs the lines of its blocks."""
 
 
 _UNNAMED = "?."
@@ -199,12 +204,23 @@ class _Runner(Interpreter):
     def _run_blocks(self, node: Node) -> Any:
         """Runs an operator on graphs, whose results are recorded too."""
         arguments, keywords = self.fetch_args_kwargs_from_env(node)
+        if operator_label(node.target) == _ASSOCIATIVE:  # type: ignore[arg-type]
+            self._record_in_order(*arguments)
+            return node.target(*arguments, **keywords)  # type: ignore[operator]
         blocks = [self._block(item) if isinstance(item, GraphModule) else item for item in arguments]
         result = node.target(*blocks, **keywords)  # type: ignore[operator]
         for block in blocks:
             if isinstance(block, _Block):
                 block.record_runs(_iterations(node, arguments))
         return result
+
+    def _record_in_order(self, combine: GraphModule, scanned: Sequence[Tensor], extra: Sequence[object] = ()) -> None:
+        """Runs the combine function from the second element on, as programs do, and records its results."""
+        block = self._block(combine)
+        last: Sequence[object] = [tensor[0] for tensor in scanned if tensor.shape[0]]
+        for position in range(1, scanned[0].shape[0]):
+            last = block(*last, *[tensor[position] for tensor in scanned], *extra)  # type: ignore[assignment]
+        block.record_runs(None)
 
     def _block(self, module: GraphModule) -> _Block:
         return _Block(self, module)

@@ -183,6 +183,28 @@ def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch
             assert "aten.tanh" in bisection.divergence.culprit
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_bug_of_an_associative_scan_is_found(dynamic: bool, patch: pytest.MonkeyPatch) -> None:
+    """Of a scan that is expanded into operators, and of one of symbolic length, whose loop runs element by element."""
+
+    def combine(left: Tensor, state: Tensor, right: Tensor, x: Tensor) -> list[Tensor]:
+        return [left * right, torch.asinh(torch.sinh(state * right + x))]
+
+    def recurrence(gate: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.higher_order.associative_scan(combine, [gate.sigmoid(), x], ())[1].relu() + 1
+
+    inputs = (torch.randn(7, 4), torch.randn(7, 4))
+    options = {"emitter": "python"}
+    assert fxwrap.bisect(recurrence, inputs, options=options, dynamic=dynamic).agrees
+    patch.setitem(RULES, "aten.asinh.default", RULES["aten.tanh.default"])
+    divergence = fxwrap.bisect(recurrence, inputs, options=options, dynamic=dynamic).divergence
+    assert divergence is not None and divergence.line is not None
+    assert (divergence.part, divergence.culprit) == ("lowering", "of aten.asinh")
+    assert divergence.line.node.startswith("associative_scan_combine_graph_0.") == dynamic
+    assert divergence.runs + divergence.reference_runs <= 2 * math.log2(divergence.lines)
+    assert all(location.startswith("test_bisection.py:") for location in divergence.line.locations)
+
+
 @pytest.mark.parametrize("sizes", [(2, 3, 4), (2, 3, 6)])
 def test_values_into_which_views_are_folded_are_compared_in_the_order_of_memory(
     sizes: tuple[int, ...], patch: pytest.MonkeyPatch

@@ -115,8 +115,8 @@ class DeregistrationCounter final : public c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle&) override { deregistrations.fetch_add(1); }
 };
 
-// Never destroyed: libraries are deregistered until the process ends.
-[[maybe_unused]] const auto* const deregistration_counter = new c10::RegistrationHandleRAII(
+// Never destroyed: libraries are deregistered until the process ends. In memory, so that leak checkers find its owner.
+[[gnu::used]] const auto* const deregistration_counter = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<DeregistrationCounter>()));
 
 // Returns the site's call if it was prepared after the last deregistration of an operator, which may have been its own.
