@@ -16,6 +16,7 @@ from fxwrap.artifact.archive import ArchiveWriter
 from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
+from fxwrap.artifact.emitted_code import write_emitted
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
@@ -98,15 +99,18 @@ def save_program(
 def program_content(
     program: Program, label: str, *, emitter: str, options: str, plan: MemoryPlan | None, call: Mapping[str, object]
 ) -> bytes:
-    """Returns the content of a saved program, with the libraries that this process runs it with.
+    """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
     `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does.
     """
     program, file = _checked(program, label, with_payloads=True), io.BytesIO()
     metadata = {**_metadata(program, emitter, options), "call": call}
-    _write_archive(file, program, plan, metadata, "", True, lambda writer: write_binaries(
-        writer, program, (emitter,), reuse=True
-    ))  # fmt: skip
+
+    def add_code(writer: ArchiveWriter) -> dict[str, object]:
+        metadata["emitted"] = write_emitted(writer, program, emitter)
+        return write_binaries(writer, program, (emitter,), reuse=True)
+
+    _write_archive(file, program, plan, metadata, "", True, add_code)
     return file.getvalue()
 
 
@@ -179,7 +183,8 @@ def _write_archive(
         if constants and program.constants:
             write_constants(writer, layout, tensors)
         contents = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
-        writer.close({**metadata, **contents, "binaries": add_binaries(writer)})
+        binaries = add_binaries(writer)
+        writer.close({**metadata, **contents, "binaries": binaries})
 
 
 def _check_runs_without_python(binaries: Mapping[str, Any], path: str) -> None:

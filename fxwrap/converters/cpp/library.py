@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import torch
+
 from fxwrap.converters.cpp.replay import ReplayingProgram, function_as_program, graphed_functions
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.devices import KernelLanguage, language_traits
@@ -99,6 +101,21 @@ class EmittedCpp(EmittedProgram):
             return native.load_program(library, constants)
         functions = graphed_functions(program, self._replayed_calls, [item.emitted for item in self.functions])
         return ReplayingProgram(native.load_program(library, [*constants, functions.handle]), functions)
+
+
+def load_cpp(source: str, constants: Sequence[torch.Tensor]) -> EmittedProgram:
+    """Returns the program of an emitted translation unit without captured functions, whose library is registered.
+
+    `constants` are in the program's order.
+    """
+
+    @cache
+    def load() -> native.NativeProgram:
+        library = native.find_prebuilt_program(source)
+        assert library is not None
+        return native.load_program(library, constants)
+
+    return EmittedProgram(source, lambda: load().boxed, load)
 
 
 def linked_units(kernels: Sequence[KernelText]) -> list[native.NativeSource]:
