@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fxwrap.loop_ir import STORAGE_ONLY, Kernel, KernelError, StreamingReduction, find_streaming_reduction
 from fxwrap.printers.triton.configuration import Hint, next_power_of_2
@@ -38,17 +40,39 @@ def streaming_configurations(
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), MIN_DOT)
     width = next_power_of_2(max(hint(product(axis.size for axis in item.axes)) for item in parts.products))
     is_half = all(buffer.dtype in STORAGE_ONLY for buffer in kernel.outputs[:1])
-    half = {64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)],
-            128: [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 32, 4, 3)],
-            256: [(64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2)]}  # fmt: skip
-    single = {64: [(64, 32, 4, 3), (128, 32, 8, 3), (32, 64, 4, 3)], 128: [(32, 64, 4, 3), (64, 32, 4, 2)],
-              256: [(32, 32, 4, 2), (32, 16, 4, 2)]}  # fmt: skip
-    shapes = (half if is_half else single)[min(max(width, 64), 256)]
+    tables = _HALF if is_half else _SINGLE
+    matrices = len(parts.products) + len(parts.weighted_sums)
+    shapes = tables[min(max(matrices, 2), 4)][min(max(width, 64), 256)]
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, half_products=not interpreted)
         for r, k, warps, stages in shapes
     ]
     return tuple(dict.fromkeys(candidates))
+
+
+_Shapes: TypeAlias = Mapping[int, Mapping[int, Sequence[tuple[int, int, int, int]]]]
+"""Rows, positions, warps and stages, by the number of matrix products of a step and by the width of a head."""
+
+_HALF: _Shapes = {
+    2: {64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)],
+        128: [(64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 4, 3)],
+        256: [(64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2)]},
+    3: {64: [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2)],
+        128: [(64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 3)],
+        256: [(64, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)]},
+    4: {64: [(64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2)],
+        128: [(64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)],
+        256: [(64, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)]},
+}  # fmt: skip
+
+_SINGLE: _Shapes = {
+    2: {64: [(64, 32, 4, 3), (128, 32, 8, 3), (32, 64, 4, 3)], 128: [(32, 64, 4, 3), (64, 32, 4, 2)],
+        256: [(32, 32, 4, 2), (32, 16, 4, 2)]},
+    3: {64: [(64, 32, 4, 2), (32, 32, 4, 2)], 128: [(32, 32, 4, 2), (64, 16, 4, 2)],
+        256: [(32, 16, 4, 2), (16, 16, 4, 1)]},
+    4: {64: [(64, 32, 4, 2), (32, 32, 4, 2)], 128: [(32, 32, 4, 2), (32, 16, 4, 2)],
+        256: [(32, 16, 4, 1), (16, 16, 4, 1)]},
+}  # fmt: skip
 
 
 def streaming_parts(kernel: Kernel) -> StreamingReduction:
