@@ -44,7 +44,8 @@ def write_emitted(writer: ArchiveWriter, program: Program, emitter: str) -> dict
     writer.add_bytes(entry, emitted.source.encode())
     devices = {item.value.name: str(item.value.tensor_type.device) for item in program.constants}
     described: dict[str, object] = {
-        "identity": code_identity(), "entry": entry, "constant_devices": devices, "operators": called_operators(program),
+        "identity": code_identity(), "entry": entry, "constant_devices": devices,
+        "operators": called_operators(program),
     }  # fmt: skip
     if isinstance(emitted, EmittedPython):
         text = emitted.text
