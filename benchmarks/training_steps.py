@@ -6,7 +6,8 @@ in eager between them. All sides are timed in one process in interleaved rounds,
 - time: median of a step with the device's work; host: until a step returns, with an empty device queue before. On a CPU
   both include the kernels, so that tiny models show the host's part.
 - peak: memory that a step allocates beyond what was allocated before it.
-- planned: the largest memory of a program by its plan, beside which the other state of the process lives.
+- planned: the largest memory of a program by its plan, beside which the other state of the process lives; on CPUs only,
+  since it needs one more compile of the separate programs.
 
     python benchmarks/training_steps.py --small --record      # tiny models: host time
     python benchmarks/training_steps.py --device cuda --record
@@ -95,17 +96,18 @@ def planned_peak_of_parts(model: str, chosen: argparse.Namespace) -> int:
 
 def measure(model: str, report: Report, chosen: argparse.Namespace) -> None:
     """Measures all sides of a model."""
-    trainings, steps, planned = {}, {}, {"separate": planned_peak_of_parts(model, chosen)}
+    device = torch.device(chosen.device)
+    trainings, steps = {}, {}
+    planned = {"separate": planned_peak_of_parts(model, chosen)} if device.type == "cpu" else {}
     for name in chosen.sides:
         torch._dynamo.reset()
         training = trainings[name] = Training(model, chosen)
         step = steps[name] = training.side(name)
         for _ in range(3):
             loss = step(training.inputs)
-        if isinstance(step, fxwrap.CompiledStep):
+        if isinstance(step, fxwrap.CompiledStep) and planned:
             planned[name] = planned_peak(step.compiled)
         print(f"    {model}, {name}: third loss {loss.item():.5f}", flush=True)
-    device = torch.device(chosen.device)
     run = {name: (lambda step=step, name=name: step(trainings[name].inputs)) for name, step in steps.items()}
     contenders = {name: Contender(item, 1) for name, item in run.items()}
     times = interleaved_host_times(contenders, chosen.rounds, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,12 +39,13 @@ FOLDER = "binaries"
 
 
 def write_binaries(
-    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False
+    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False, relink: bool = False
 ) -> dict[str, object]:
     """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
     `reuse` prefers a library that this process has, which may contain kernels of other programs, over one of the
-    program's kernels alone. Raises NativeBuildError where C++ does not compile.
+    program's kernels alone; `relink` links all Triton code of this process instead of using the library of a loaded
+    file. Raises NativeBuildError where C++ does not compile.
     """
     emitters = frozenset(emitters)
     if not emitters:
@@ -54,7 +55,7 @@ def write_binaries(
     manifest: dict[str, object] = {}
     if "cpp" in emitters:
         emitted = to_cpp(program)
-        entries = {key: _add(writer, path) for key, path in emitted.libraries().items()}
+        entries = {key: _add(writer, path) for key, path in emitted.libraries(relink).items()}
         manifest["programs"] = [{"source": key, "entry": entry} for key, entry in entries.items()]
         manifest["native"] = native_entry(program, emitted, lambda unit: entries[native.source_key(unit.source)])
     if in_cpp and emitters - {"cpp"}:
@@ -116,17 +117,20 @@ def _variant_row(writer: ArchiveWriter, variant: TritonVariant | None) -> dict[s
 # --- reading --------------------------------------------------------------------------------------------------------
 
 
-def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
+def load_binaries(
+    archive: Archive, emitter: str, kernels: Sequence[KernelText], sources: Callable[[], Collection[str]]
+) -> str:
     """Registers the compiled code of a file that an emitter of its program needs.
 
-    Returns why it cannot be used: it is missing or for another machine or version; "" if all of it can be used. Raises
-    ArtifactError for a damaged entry.
+    `kernels` are those of the program, `sources` returns the keys of its emitted C++. Returns why the code cannot be
+    used: it is missing or for another machine or version; "" if all of it can be used. Raises ArtifactError for a
+    damaged entry.
     """
     described = archive.manifest.get("binaries", {})
     try:
         install_triton_binaries(archive, described.get("triton", ()))
         section = "programs" if emitter == "cpp" else "kernels"
-        symbols = {kernel.symbol for kernel in kernel_texts(program) if language_traits(kernel.language).links_into_cpp}
+        symbols = {kernel.symbol for kernel in kernels if language_traits(kernel.language).links_into_cpp}
         if emitter != "cpp" and not symbols:
             return ""
         if section not in described:
@@ -135,9 +139,7 @@ def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
         if reason:
             return reason
         if emitter == "cpp":
-            emitted = to_cpp(program)
-            sources = {native.source_key(unit.source) for unit in emitted.units()}
-            same = sources <= {item["source"] for item in described["programs"]}
+            same = set(sources()) <= {item["source"] for item in described["programs"]}
         else:
             same = symbols <= set(described["kernels"]["symbols"])
         if not same:
@@ -147,16 +149,22 @@ def load_binaries(archive: Archive, program: Program, emitter: str) -> str:
         raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
 
 
+def program_sources(program: Program) -> set[str]:
+    """Returns the keys of a program's emitted C++ and that of its captured functions."""
+    return {native.source_key(unit.source) for unit in to_cpp(program).units()}
+
+
 def _load_libraries(archive: Archive, described: Mapping[str, Any], section: str) -> str:
     items = described[section] if section == "programs" else [described[section]]
-    bridge = {str(name): archive.read(str(entry)) for name, entry in described["bridge"]["libraries"].items()}
+    bridge = {str(name): str(entry) for name, entry in described["bridge"]["libraries"].items()}
     libraries = [archive.read(str(item["entry"])) for item in items]
     if sorted(bridge) != sorted(native.BRIDGE_LIBRARIES):
         raise archive.error("manifest.json", f"it names the libraries {sorted(bridge)}, which are not the bridge's")
     paths = [_write_to_cache({"program.so": library}) / "program.so" for library in libraries]
     fits = described["bridge"]["target"] == native.bridge_target()
     if fits and not native.binding_is_loaded() and native.find_prebuilt_bridge() is None:
-        native.register_prebuilt_bridge(_write_to_cache(bridge))
+        contents = {name: archive.read(entry) for name, entry in bridge.items()}
+        native.register_prebuilt_bridge(_write_to_cache(contents))
     prebuilt = native.find_prebuilt_bridge()
     bridges = () if prebuilt is None else (prebuilt / native.BRIDGE_LIBRARIES[0],)
     failure = _load_failure(tuple([str(path) for path in (*bridges, *paths)]))

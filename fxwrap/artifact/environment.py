@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from fxwrap.options import Options
+from fxwrap.runtime.native import binary_target
 
 PACKAGES = ("fxwrap", "torch", "triton", "sympy")
 """The packages whose versions can change emitted code."""
@@ -43,3 +47,33 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "absent"
+
+
+@cache
+def code_identity() -> str:
+    """Returns a hash of versions, machine and fxwrap's sources, which are fixed for the process.
+
+    Processes with the same one emit the same code for a program, and run each other's.
+    """
+    text = "\0".join((environment_text(), repr(binary_target()), sources_hash_of_process()))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def sources_hash_of_process() -> str:
+    """Returns the hash of fxwrap's sources, which are fixed for the process."""
+    return sources_hash()
+
+
+def sources_hash(root: Path = Path(__file__).parent.parent) -> str:
+    """Returns a hash of the files of fxwrap's package: programs of an edited fxwrap have another key."""
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted([name for name in folders if name != "__pycache__"])
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                content = file.read()
+            digest.update(f"{os.path.relpath(path, root)} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()

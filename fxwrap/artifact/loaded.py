@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -14,15 +15,18 @@ from torch.fx import GraphModule
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
 from fxwrap.artifact.saving import save_program
-from fxwrap.converters.emission import emit, emit_interpreter, user_entry
+from fxwrap.converters.emission import emit, emit_interpreter, explain_out_of_memory, user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.intercepted_calls import call_as_graph
 from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
-from fxwrap.memory_planning import MemoryPlan
+from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
 from fxwrap.signature import CallingConvention, StructuredProgram
+from fxwrap.torch_compat import without_fake_mode
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
+
+EntryT = TypeVar("EntryT", bound=Callable[..., Any])
 
 
 def _graph(program: Program) -> EmittedGraph:
@@ -43,6 +47,18 @@ def copy_metadata(graph_module: GraphModule, source: GraphModule) -> None:
             copy_metadata(child, getattr(source, name))
 
 
+@dataclass(frozen=True)
+class DeferredProgram:
+    """A program whose emitted code a file has.
+
+    Fields: `emitted` runs it; `read` reads the program and its memory plan; `has_plan` is whether it has one.
+    """
+
+    emitted: EmittedProgram
+    read: Callable[[], tuple[Program, MemoryPlan | None]]
+    has_plan: bool
+
+
 class LoadedProgram(StructuredProgram):
     """A program from a file. Call it with the arguments of the model; it returns the model's result.
 
@@ -56,7 +72,7 @@ class LoadedProgram(StructuredProgram):
     def __init__(
         self,
         path: str,
-        program: Program,
+        program: Program | DeferredProgram,
         emitter: str,
         layout: ConstantLayout,
         metadata: Mapping[str, Any],
@@ -65,26 +81,41 @@ class LoadedProgram(StructuredProgram):
         trust: str = "full",
         convention: CallingConvention | None = None,
     ) -> None:
-        self._convention = convention or CallingConvention.of_flat(program)
+        self._convention = convention
         self.path = path
         self.trust = trust
         self.emitter = emitter
         self.metadata = metadata
-        self.plan = plan
         self.recompile_reason = recompile_reason
         self._layout = layout
-        self._program = program
-        self._emitted: EmittedProgram | None = None
-        self._lock = threading.Lock()
+        self._deferred = program if isinstance(program, DeferredProgram) else None
+        self._read = None if isinstance(program, DeferredProgram) else (program, plan)
+        self._emitted: EmittedProgram | None = None if self._deferred is None else self._deferred.emitted
+        self._lock = threading.RLock()
+
+    def _read_once(self) -> tuple[Program, MemoryPlan | None]:
+        with self._lock:
+            if self._read is None:
+                assert self._deferred is not None
+                with without_fake_mode():
+                    self._read = self._deferred.read()
+            return self._read
 
     @property
     def program(self) -> Program:
         """The program."""
-        return self._program
+        return self._read_once()[0]
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """The program's memory plan, if it has one."""
+        return self._read_once()[1]
 
     @property
     def convention(self) -> CallingConvention:
         """How arguments become the flat inputs, and the flat outputs the result."""
+        if self._convention is None:
+            self._convention = CallingConvention.of_flat(self.program)
         return self._convention
 
     @property
@@ -94,11 +125,11 @@ class LoadedProgram(StructuredProgram):
             if self._emitted is None:
                 self._require_constants()
                 if self.trust == "none":
-                    self._emitted = emit_interpreter(self._program, UntrustedInterpreter)
+                    self._emitted = emit_interpreter(self.program, UntrustedInterpreter)
                 elif self.emitter == "fx":
-                    self._emitted = _graph(self._program)
+                    self._emitted = _graph(self.program)
                 else:
-                    self._emitted = emit(self._program, self.emitter)
+                    self._emitted = emit(self.program, self.emitter)
             return self._emitted
 
     @property
@@ -109,12 +140,20 @@ class LoadedProgram(StructuredProgram):
     @cached_property
     def boxed(self) -> BoxedCallable:
         """The boxed entry: it takes a list of inputs, which it empties."""
-        return user_entry(self.emitted.boxed, self._program, self.plan, boxed=True, group_sizes=self._group_sizes)
+        return self._entry_of(self.emitted.boxed, boxed=True)
 
     @cached_property
     def flat(self) -> FlatCallable:
         """The flat entry, without the call through this object."""
-        return user_entry(self.emitted.flat, self._program, self.plan, boxed=False, group_sizes=self._group_sizes)
+        return self._entry_of(self.emitted.flat, boxed=False)
+
+    def _entry_of(self, entry: EntryT, *, boxed: bool) -> EntryT:
+        if self._deferred is None:
+            return user_entry(entry, self.program, self.plan, boxed=boxed, group_sizes=self._group_sizes)
+        return explain_out_of_memory(entry, self._memory_advice) if self._deferred.has_plan else entry
+
+    def _memory_advice(self) -> list[str]:
+        return [] if self.plan is None else [out_of_memory_message(self.plan, self.program)]
 
     @property
     def _group_sizes(self) -> Mapping[str, int]:
@@ -122,7 +161,7 @@ class LoadedProgram(StructuredProgram):
         return {str(label): int(size) for label, size in self.metadata.get("groups", {}).items()}
 
     def _call_as_graph(self, inputs: Sequence[object]) -> Any:
-        return call_as_graph(self._program, lambda: self.graph_module, tuple(inputs))
+        return call_as_graph(self.program, lambda: self.graph_module, tuple(inputs))
 
     def _repr_details(self) -> str:
         return f"from '{self.path}', emitter '{self.emitter}'"
@@ -136,7 +175,7 @@ class LoadedProgram(StructuredProgram):
         """
         self._require_trust()
         self._require_constants()
-        whole, emitted = to_fx(self._program), self.emitted
+        whole, emitted = to_fx(self.program), self.emitted
         if not isinstance(emitted, EmittedGraph):
             return whole.graph_module
         copy_metadata(emitted.graph_module, whole.graph_module)
@@ -145,7 +184,7 @@ class LoadedProgram(StructuredProgram):
     @property
     def key(self) -> str:
         """The same hash as that of the saved program."""
-        return program_key(self._program, self.metadata["options"])
+        return program_key(self.program, self.metadata["options"])
 
     def save(self, path: str | Path, *, constants: bool = True) -> None:
         """Saves the program again; see `fxwrap.save`."""
@@ -153,7 +192,7 @@ class LoadedProgram(StructuredProgram):
         if constants:
             self._require_constants()
         save_program(
-            self._program, path, emitter=self.emitter, emitters=(self.emitter,), options=self.metadata["options"],
+            self.program, path, emitter=self.emitter, emitters=(self.emitter,), options=self.metadata["options"],
             plan=self.plan, constants=constants, group_sizes=self._group_sizes, step=self.metadata.get("step"),
             convention=self.convention,
         )  # fmt: skip
@@ -179,8 +218,8 @@ class LoadedProgram(StructuredProgram):
         check_constants(self._layout, tensors, unexpected if strict else (), self._error, require_all=True)
         bound = bind_constants(self._layout, tensors, self._devices(), self._error)
         with self._lock:
-            self._program = self._program.replace(store=ConstantStore(bound))
-            self._emitted = None
+            self._read = self.program.replace(store=ConstantStore(bound)), self.plan
+            self._emitted = self._deferred = None
             for name in ("boxed", "flat", "graph_module", "_entry"):
                 self.__dict__.pop(name, None)
 
@@ -193,7 +232,7 @@ class LoadedProgram(StructuredProgram):
         self._require_constants()
         tensors, unexpected = self._named(constants)
         check_constants(self._layout, tensors, unexpected, self._error, require_all=False)
-        overwrite(self._program.store.tensors, tensors)
+        overwrite(self.program.store.tensors, tensors)
 
     def _named(
         self, constants: Mapping[str, torch.Tensor] | str | Path, mmap: bool = True
@@ -202,7 +241,7 @@ class LoadedProgram(StructuredProgram):
         return match_constant_names(tensors, [window.name for window in self._layout.views], self._error)
 
     def _devices(self) -> dict[str, torch.device]:
-        return {item.value.name: item.value.tensor_type.device for item in self._program.constants}
+        return {item.value.name: item.value.tensor_type.device for item in self.program.constants}
 
     def _error(self, reason: str, remedy: str) -> ArtifactError:
         return ArtifactError(self.path, "", reason, remedy)
@@ -214,8 +253,8 @@ class LoadedProgram(StructuredProgram):
     @property
     def missing_constants(self) -> list[str]:
         """The names of constants without a tensor."""
-        names = [item.value.name for item in self._program.constants]
-        return [name for name in names if name not in self._program.store.tensors]
+        names = [item.value.name for item in self.program.constants]
+        return [name for name in names if name not in self.program.store.tensors]
 
     def _require_constants(self) -> None:
         missing = self.missing_constants

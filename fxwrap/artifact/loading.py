@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 
 from fxwrap.artifact.archive import MANIFEST, Archive
-from fxwrap.artifact.binaries import load_binaries
+from fxwrap.artifact.binaries import load_binaries, program_sources
 from fxwrap.artifact.constants import ENTRY, ConstantLayout, check_no_objects, read_constants
 from fxwrap.artifact.devices import device_map, move_program, program_devices
-from fxwrap.artifact.loaded import LoadedProgram
-from fxwrap.artifact.program_text import read_program
+from fxwrap.artifact.emitted_code import read_emitted
+from fxwrap.artifact.loaded import DeferredProgram, LoadedProgram
+from fxwrap.artifact.program_text import parse_texts, read_program, read_texts
 from fxwrap.artifact.saving import PLAN
 from fxwrap.artifact.signing import check_signature, is_public_key
 from fxwrap.artifact.trust import TRUST_LEVELS
+from fxwrap.converters.emitted_program import kernel_texts
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.lines import ExtensionLine
 from fxwrap.memory_planning import MemoryPlan, plan_from_json
@@ -98,7 +100,24 @@ def load_content(content: bytes, label: str) -> LoadedProgram:
         file.write(content)
         file.seek(0)
         with Archive(Path(label), file) as archive:
-            return _read_program(archive, None, None, "auto", (), False, "full")
+            return _read_deferred(archive) or _read_program(archive, None, None, "auto", (), False, "full")
+
+
+def _read_deferred(archive: Archive) -> LoadedProgram | None:
+    """Returns a program that runs by the emitted code of its file, and is read when it is first asked for."""
+    ready = read_emitted(archive)
+    if ready is None:
+        return None
+    emitted, layout, tensors = ready
+    texts, plan_text = read_texts(archive), archive.read_text(PLAN) if archive.has(PLAN) else None
+
+    def read() -> tuple[Program, MemoryPlan | None]:
+        program = check_windows(parse_texts(archive, texts))
+        _layout(archive, program)
+        return program.replace(store=ConstantStore(tensors)), _plan(archive, plan_text)
+
+    deferred = DeferredProgram(emitted, read, plan_text is not None)
+    return LoadedProgram(str(archive.path), deferred, str(archive.manifest["emitter"]), layout, archive.manifest)
 
 
 def _read_program(
@@ -121,7 +140,9 @@ def _read_program(
     except (ValueError, RuntimeError) as error:
         raise archive.error("", str(error), "Load it for its own device, or compile it for another") from None
     program = move_program(program, devices)
-    recompile_reason = "binaries='ignored'" if binaries == "ignored" else load_binaries(archive, program, emitter)
+    recompile_reason = "binaries='ignored'"
+    if binaries != "ignored":
+        recompile_reason = load_binaries(archive, emitter, kernel_texts(program), lambda: program_sources(program))
     if binaries == "required" and recompile_reason:
         raise archive.error(
             "", recompile_reason, "Save it again on this kind of machine, or compile when loading: binaries='auto'"
@@ -130,7 +151,8 @@ def _read_program(
     if inside:
         tensors = read_constants(archive, layout, _devices(program), mmap)
         program = program.replace(store=ConstantStore(tensors))
-    plan, convention = _plan(archive), _convention(archive, program, known_types and trust == "full")
+    plan = _plan(archive, archive.read_text(PLAN) if archive.has(PLAN) else None)
+    convention = _convention(archive, program, known_types and trust == "full")
     archive.check_unread_entries()
     return LoadedProgram(
         str(archive.path), program, emitter, layout, manifest, plan, recompile_reason, trust, convention
@@ -181,10 +203,10 @@ def _devices(program: Program) -> dict[str, torch.device]:
     return {item.value.name: item.value.tensor_type.device for item in program.constants}
 
 
-def _plan(archive: Archive) -> MemoryPlan | None:
-    if not archive.has(PLAN):
+def _plan(archive: Archive, text: str | None) -> MemoryPlan | None:
+    if text is None:
         return None
     try:
-        return plan_from_json(archive.read_text(PLAN))
+        return plan_from_json(text)
     except PlanningError as error:
         raise archive.error(PLAN, str(error)) from None

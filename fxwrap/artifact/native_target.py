@@ -66,7 +66,8 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
             yield f"the CUDA graph of @{function.line.function} contains collectives: compile with cuda_graphs=False"
     for kernel in dict.fromkeys([kernel for unit in units for kernel in unit.triton_kernels]):
         if not compiled_variants(kernel):
-            yield f"the kernel {kernel.symbol} has no compiled code: call the program once before it is saved"
+            remedy = "call the program once before it is saved, or name architectures"
+            yield f"the kernel {kernel.symbol} has no compiled code: {remedy}"
 
 
 def _operator_entry(target: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -57,33 +58,55 @@ def write_program(writer: ArchiveWriter, program: ir.Program) -> list[dict[str, 
     return described
 
 
-def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], trust: str = "full") -> ir.Program:
-    """Returns the verified program of a file, without payloads of constants.
+@dataclass(frozen=True)
+class ProgramTexts:
+    """The texts of a program in a file, whose hashes were checked."""
 
-    Raises ArtifactError for invalid texts, kernels with a wrong hash, unregistered operators, and with the trust "none"
-    for programs that a stranger may not write.
-    """
+    program: str
+    origins: str
+    kernels: tuple[ir.KernelDefinition, ...]
+
+
+def read_texts(archive: Archive) -> ProgramTexts:
+    """Returns the texts of a file's program. Raises ArtifactError for damaged ones, and kernels with a wrong hash."""
     described = archive.manifest.get("kernels")
     if not isinstance(described, list):
         raise archive.error(MANIFEST, "it does not list the kernels")
     kernels = tuple([_kernel(archive, item) for item in described])
-    text = archive.read_text(PROGRAM)
+    return ProgramTexts(archive.read_text(PROGRAM), archive.read_text(ORIGINS), kernels)
+
+
+def read_program(archive: Archive, extensions: Iterable[type[ExtensionLine]], trust: str = "full") -> ir.Program:
+    """Returns the verified program of a file, without payloads of constants.
+
+    Raises ArtifactError as `read_texts` and `parse_texts` do.
+    """
+    return parse_texts(archive, read_texts(archive), extensions, trust)
+
+
+def parse_texts(
+    archive: Archive, texts: ProgramTexts, extensions: Iterable[type[ExtensionLine]] = (), trust: str = "full"
+) -> ir.Program:
+    """Returns the verified program of texts, without payloads of constants. The archive may be closed.
+
+    Raises ArtifactError for invalid texts, unregistered operators, and with the trust "none" for programs that a
+    stranger may not write.
+    """
     try:
-        program = ir.verify(parse(text, extensions).replace(kernels=kernels))
+        program = ir.verify(parse(texts.program, extensions).replace(kernels=texts.kernels))
     except FxwrapError as error:
         remedy = "Pass the line classes that it uses as `extensions`, or save it again"
         raise archive.error(PROGRAM, f"it is not a program: {error}", remedy) from None
     except (ValueError, TypeError, RecursionError) as error:
         raise archive.error(PROGRAM, f"it cannot be read: {type(error).__name__}: {error}") from None
-    origins = archive.read_text(ORIGINS)
     try:
-        program = restore_origins(program, json.loads(origins))
+        program = restore_origins(program, json.loads(texts.origins))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise archive.error(ORIGINS, f"it cannot be read: {type(error).__name__}: {error}") from None
     _check_numbers(archive, program)
     if trust == "none":
         check_is_safe(archive, program, PROGRAM)
-    _check_operators(archive, program)
+    check_operators(archive, called_operators(program))
     return program
 
 
@@ -99,11 +122,17 @@ def _check_numbers(archive: Archive, program: ir.Program) -> None:
                 raise archive.error(PROGRAM, f"the line '{line.opcode}' has an integer of more than 64 bits")
 
 
-def _check_operators(archive: Archive, program: ir.Program) -> None:
+def called_operators(program: ir.Program) -> list[str]:
+    """Returns the operators that a program calls, as "namespace.name.overload"."""
     called = [line.target if isinstance(line, ExternCall | Mutate) else line.operator for line in program.lines()
               if isinstance(line, ExternCall | Mutate | StartCollective)]  # fmt: skip
+    return list(dict.fromkeys(called))
+
+
+def check_operators(archive: Archive, operators: Iterable[str]) -> None:
+    """Raises ArtifactError for operators that are not registered in this process."""
     missing = []
-    for target in dict.fromkeys(called):
+    for target in operators:
         try:
             operator_overload(target)
         except LookupError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,22 +16,31 @@ from fxwrap.artifact.archive import ArchiveWriter
 from fxwrap.artifact.binaries import write_binaries
 from fxwrap.artifact.constants import check_no_objects, check_savable, declared_layout, layout_of, write_constants
 from fxwrap.artifact.devices import program_devices
+from fxwrap.artifact.emitted_code import write_emitted
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
+from fxwrap.converters.cpp.library import is_compiled_by_triton
+from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.converters.fx import to_fx
+from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
+from fxwrap.lines import GUARD_MESSAGE, Assert, SizeOf
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
 from fxwrap.runtime.cache_folder import write_file
+from fxwrap.runtime.triton.architectures import compile_for_architectures
+from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.signature import CallingConvention, signature_to_json
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import graph_python_code, process_group
-from fxwrap.wrapper_ir import Program, program_key, symbol_infos
+from fxwrap.wrapper_ir import Program, Role, program_key, symbol_infos, symbols_used
 
 PLAN = "memory_plan.json"
 GRAPH = "graph.py"
+
+log = logging.getLogger("fxwrap.artifact")
 
 
 def save_program(
@@ -46,16 +56,17 @@ def save_program(
     step: Mapping[str, object] | None = None,
     convention: CallingConvention | None = None,
     target: str = "any",
+    architectures: Sequence[str] = (),
 ) -> None:
     """Saves a program with its default emitter and compiled code for `emitters`.
 
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
     training step that the program is; `convention` has its arguments and result, by default the flat ones. With the
-    target "native", the file also runs without Python.
+    target "native", the file also runs without Python. Triton kernels are also compiled for `architectures` ("sm_90").
 
-    Raises OptionError for an unknown target; ArtifactError for unsupported programs, read-only folders and, with the
-    target "native", programs that need Python; NativeBuildError where C++ does not compile. The previous file then
-    remains.
+    Raises OptionError for an unknown target or architecture; KernelBuildError for a kernel that does not compile for
+    one; ArtifactError for unsupported programs, read-only folders and, with the target "native", programs that need
+    Python; NativeBuildError where C++ does not compile. The previous file then remains.
     """
     if target not in TARGETS:
         raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
@@ -64,10 +75,14 @@ def save_program(
     metadata.update({} if step is None else {"step": step})
     graph = _graph_text(program)
 
+    _report_guarded_sizes(program, str(path))
+    compile_for_architectures(_triton_uses(program), architectures)
+    again = bool(architectures)
+
     def add_binaries(writer: ArchiveWriter) -> dict[str, object]:
         if target != "native":
-            return write_binaries(writer, program, emitters)
-        binaries = write_binaries(writer, program, (*emitters, "cpp"))
+            return write_binaries(writer, program, emitters, relink=again)
+        binaries = write_binaries(writer, program, (*emitters, "cpp"), relink=again)
         _check_runs_without_python(binaries, str(file_path))
         return binaries
 
@@ -84,15 +99,18 @@ def save_program(
 def program_content(
     program: Program, label: str, *, emitter: str, options: str, plan: MemoryPlan | None, call: Mapping[str, object]
 ) -> bytes:
-    """Returns the content of a saved program, with the libraries that this process runs it with.
+    """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
     `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does.
     """
     program, file = _checked(program, label, with_payloads=True), io.BytesIO()
     metadata = {**_metadata(program, emitter, options), "call": call}
-    _write_archive(file, program, plan, metadata, "", True, lambda writer: write_binaries(
-        writer, program, (emitter,), reuse=True
-    ))  # fmt: skip
+
+    def add_code(writer: ArchiveWriter) -> dict[str, object]:
+        metadata["emitted"] = write_emitted(writer, program, emitter)
+        return write_binaries(writer, program, (emitter,), reuse=True)
+
+    _write_archive(file, program, plan, metadata, "", True, add_code)
     return file.getvalue()
 
 
@@ -108,6 +126,29 @@ def save_for_linked_code(
     write_file(path, lambda file: _write_archive(
         file, program, None, metadata, "", True, lambda _writer: {"native": native}
     ))  # fmt: skip
+
+
+def _triton_uses(program: Program) -> list[KernelUse]:
+    """Returns the kernels of a program whose compiled Triton code a file contains, with typical arguments."""
+    return [use for use in kernel_uses(program).values()
+            if is_compiled_by_triton(language_traits(use.kernel.language))]  # fmt: skip
+
+
+def _report_guarded_sizes(program: Program, path: str) -> None:
+    """Logs one line if guards of the graph restrict the sizes that callers of the file may pass."""
+    guards = [
+        line for line in program.body.lines if isinstance(line, Assert) and line.message.startswith(GUARD_MESSAGE)
+    ]
+    if not guards:
+        return
+    symbols = {symbol.name for line in guards for symbol in symbols_used(line, Role.ATTR)}
+    sizes = [f"{line.symbol.name} is {line.of} {line.dim} of '{line.tensor.name}'" for line in program.body.lines
+             if isinstance(line, SizeOf) and line.symbol.name in symbols]  # fmt: skip
+    conditions = ", ".join([line.message.removeprefix(GUARD_MESSAGE) for line in guards])
+    log.warning(
+        "%s: the traced graph restricts sizes of its inputs: %s (%s). Others raise InputError. For those, trace the "
+        "model with examples of them, or remove the code that depends on the size", path, conditions, ", ".join(sizes),
+    )  # fmt: skip
 
 
 def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
@@ -142,7 +183,8 @@ def _write_archive(
         if constants and program.constants:
             write_constants(writer, layout, tensors)
         contents = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
-        writer.close({**metadata, **contents, "binaries": add_binaries(writer)})
+        binaries = add_binaries(writer)
+        writer.close({**metadata, **contents, "binaries": binaries})
 
 
 def _check_runs_without_python(binaries: Mapping[str, Any], path: str) -> None:

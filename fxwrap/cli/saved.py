@@ -67,6 +67,8 @@ def inspection(saved: LoadedProgram) -> str:
     counted = ", ".join([f"{languages.count(name)} {name}" for name in dict.fromkeys(languages)]) or "none"
     entries: Mapping[str, Any] = manifest["entries"]
     sizes = [f"  {bytes_text(int(item['size'])):>10}  {name}" for name, item in entries.items()]
+    variants = [item["variant"] for item in manifest["binaries"].get("triton", ()) if item["variant"]]
+    architectures = [f"sm_{capability}" for capability in sorted({item["capability"] for item in variants})]
     types = saved.convention.unknown_types
     constants = manifest["constants"]
     where = "in the file" if constants["inside"] else "not in the file: pass them to load_constants"
@@ -77,6 +79,7 @@ def inspection(saved: LoadedProgram) -> str:
         f"written by: {versions}",
         f"options: {manifest['options'] or 'the defaults'}",
         f"kernels: {counted}",
+        *([f"Triton code for: {', '.join(architectures)}"] if architectures else []),
         f"constants: {len(saved.program.constants)}, {where}" if saved.program.constants else "constants: none",
         *[f"  {item.value.name}: {_short_type(item.value.tensor_type)}" for item in saved.program.constants],
         f"entries: {bytes_text(sum(int(item['size']) for item in entries.values()))}",

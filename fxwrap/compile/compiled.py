@@ -215,11 +215,14 @@ class Compiled(EmittedProgram, StructuredProgram):
             self._first_call.skip_tuning()
         return self._result.graph_module
 
-    def save(self, path: str | Path, *, constants: bool = True, target: str = "any") -> None:
+    def save(
+        self, path: str | Path, *, constants: bool = True, target: str = "any", architectures: Sequence[str] = ()
+    ) -> None:
         """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
         save_program(
             self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
             options=self.options.text(), plan=self.plan, constants=constants, convention=self.convention, target=target,
+            architectures=architectures,
         )  # fmt: skip
 
     @property

@@ -188,9 +188,10 @@ def record_compile(compiled: Compiled, name: str, graph: str, events: EventLog) 
 
 def record_loaded(loaded: LoadedProgram) -> CompileRecord:
     """Adds a graph that a file or one of torch's caches had to `compiles`."""
-    events = EventLog(loaded.program.name)
+    name = str(loaded.metadata["name"])
+    events = EventLog(name)
     events.record(GraphLoaded())
-    _process.add(loaded, loaded.program.name, "", events)
+    _process.add(loaded, name, "", events)
     return _process.record(loaded)
 
 

@@ -8,22 +8,19 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch.fx import GraphModule
 
-from fxwrap.converters.emitted_program import EmittedProgram
+from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.devices import find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
 from fxwrap.lines import Launch
 from fxwrap.options import Options
-from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels
 from fxwrap.runtime.native import build_bridge, find_prebuilt_program, precompile_cpp
 from fxwrap.runtime.triton.compile import KernelUse
-from fxwrap.symbolic import Number, evaluate
-from fxwrap.wrapper_ir import Program, Value, hints_with_fallback
+from fxwrap.wrapper_ir import Program
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,7 @@ def compile_program_kernels(
         if isinstance(line, Launch):
             launches.setdefault(line.kernel, []).append(line)
     events.begin_kernels(len(launches))
-    values = hints_with_fallback(program)
-    uses = {name: _kernel_use(program, lines[0], values) for name, lines in launches.items()}
+    uses = kernel_uses(program)
     linked = {
         name: use
         for name, use in uses.items()
@@ -110,18 +106,6 @@ def _try_build(emitted: EmittedProgram) -> bool:
         build_bridge()  # raises if there is no C++ compiler: then no fallback helps
         return False
     return True
-
-
-def _kernel_use(program: Program, launch: Launch, values: Mapping[str, Number]) -> KernelUse:
-    """Returns a kernel with typical scalar arguments of a launch."""
-    kernel = program.kernel(launch.kernel)
-    scalars = [item for item in launch.arguments if isinstance(item, int | float | sympy.Basic)]
-    tensors = [item for item in (*launch.outs, *launch.arguments) if isinstance(item, Value)]
-    return KernelUse(
-        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options),
-        tensors[0].tensor_type.device if tensors else torch.device("cpu"),
-        tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in scalars]),
-    )
 
 
 def _failure(kernel: str, error: FxwrapError, launches: Sequence[Launch]) -> KernelFailure:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.inspection import record_loaded, write_compile
 from fxwrap.compile_cache import NotCacheable, backend_key, is_enabled
 from fxwrap.converters.emitted_program import BoxedCallable
-from fxwrap.converters.intercepted_calls import accept_fake_tensors
+from fxwrap.converters.intercepted_calls import accept_fake_tensors, call_as_graph
 from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
 from fxwrap.options import FIRST_CALL, Options
@@ -36,6 +36,7 @@ from fxwrap.torch_compat import (
     precompiled_graph,
     without_fake_mode,
 )
+from fxwrap.wrapper_ir import TensorType, Value
 
 if TYPE_CHECKING:
     from fxwrap.torch_compat.precompiled import PrecompiledGraph
@@ -95,8 +96,25 @@ def graph_entry(
     `static_inputs` are the positions of inputs whose address never changes, `negative_inputs` those of inputs that may
     have a negative bit.
     """
-    entry = accept_fake_tensors(compiled.boxed, compiled.program, lambda: compiled.graph_module, static_inputs)
+
+    def run_graph(inputs: tuple[Any, ...]) -> Any:
+        return call_as_graph(compiled.program, lambda: compiled.graph_module, inputs)
+
+    entry = accept_fake_tensors(compiled.boxed, run_graph, _tensor_inputs(compiled), static_inputs)
     return with_plain_inputs(entry, negative_inputs) if negative_inputs else entry
+
+
+def _tensor_inputs(compiled: Compiled | LoadedProgram) -> list[int]:
+    """Returns the positions of the flat inputs that are tensors."""
+    if isinstance(compiled, LoadedProgram):  # its program may not have been read
+        return [position for position, item in enumerate(_described_inputs(compiled)) if item.get("kind") == "tensor"]
+    types = [item.value.type if isinstance(item.value, Value) else None for item in compiled.program.inputs]
+    return [position for position, type_ in enumerate(types) if isinstance(type_, TensorType)]
+
+
+def _described_inputs(loaded: LoadedProgram) -> Sequence[Mapping[str, object]]:
+    described: Sequence[Mapping[str, object]] = loaded.metadata["signature"]["inputs"]
+    return described
 
 
 def savable_graph(
@@ -162,6 +180,6 @@ def _call_description(loaded: LoadedProgram) -> tuple[frozenset[int], list[int]]
 
 def _positions(loaded: LoadedProgram, item: object) -> list[int] | None:
     """Returns a list of positions of inputs; None for anything else."""
-    inputs = range(len(loaded.program.inputs))
+    inputs = range(len(_described_inputs(loaded)))
     valid = isinstance(item, list) and all(type(position) is int and position in inputs for position in item)
     return cast("list[int]", item) if valid else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -21,6 +21,7 @@ def save(
     constants: bool = True,
     emitters: Collection[str] | None = None,
     target: str = "any",
+    architectures: Sequence[str] = (),
 ) -> None:
     """Saves a compiled program into one file, for `load` in a process without the model.
 
@@ -36,10 +37,13 @@ def save(
             graph), and none for a program. A graph or program runs with the first one when it is loaded.
         target: "native" for a file that the C runtime runs without Python (docs/deploy.md); it has the compiled code
             of the emitter "cpp" too.
+        architectures: NVIDIA GPUs that the Triton kernels are compiled for, besides those of this process: "sm_80",
+            "sm_90". No such GPU is needed here. Others run the code of an earlier GPU of their generation, or PTX.
 
-    Raises OptionError for an unknown target; ArtifactError for a constant that is not a plain tensor, an in-process
-    kernel, a folder that is not writable and, with target="native", for each item that needs Python, by name;
-    NativeBuildError if C++ does not compile; FxImportError for a graph that `from_fx` does not support.
+    Raises OptionError for an unknown target or architecture; KernelBuildError for a kernel that Triton cannot compile
+    for one; ArtifactError for a constant that is not a plain tensor, an in-process kernel, a folder that is not
+    writable and, with target="native", for each item that needs Python, by name; NativeBuildError if C++ does not
+    compile; FxImportError for a graph that `from_fx` does not support.
     """
     step, group_sizes, convention = None, None, None
     match subject:
@@ -61,4 +65,5 @@ def save(
     save_program(
         program, path, emitter=emitter, emitters=default if emitters is None else emitters, options=options, plan=plan,
         constants=constants, group_sizes=group_sizes, step=step, convention=convention, target=target,
+        architectures=architectures,
     )  # fmt: skip

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from fxwrap.artifact.environment import environment_text
+from fxwrap.artifact.environment import code_identity
 from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CUDA, DEVICE_SPECS, find_language, registered_spec
 from fxwrap.events import EventLog
 from fxwrap.options import FX_BEFORE_LOWERING, FX_EMITTED, Options
-from fxwrap.runtime.native import binary_target, compiler_identity
+from fxwrap.runtime.native import compiler_identity
 from fxwrap.wrapper_ir import Ownership
 
 FORMAT = 2
@@ -77,7 +75,7 @@ def backend_key(options: Options, devices: Iterable[torch.device]) -> str:
     for device_type in options.device_specs():
         _check_device(device_type)
     texts = [_device_text(device, str(device)) for device in dict.fromkeys(devices)]
-    return _digest((f"options {options.text()}", *texts, *_torch_settings(), *_versions()))
+    return _digest((f"options {options.text()}", *texts, *_torch_settings(), code_identity()))
 
 
 def content_key(graph: GraphModule, options: Options) -> str:
@@ -144,28 +142,4 @@ def _torch_settings() -> tuple[str, ...]:
 @cache
 def process_environment() -> tuple[str, ...]:
     """Returns versions, machine, a hash of fxwrap's sources, and the path of torch, which are fixed for the process."""
-    return (*_versions(), str(torch.__file__))
-
-
-def _versions() -> tuple[str, ...]:
-    return (environment_text(), repr(binary_target()), sources_hash_of_process())
-
-
-@cache
-def sources_hash_of_process() -> str:
-    """Returns the hash of fxwrap's sources, which are fixed for the process."""
-    return sources_hash()
-
-
-def sources_hash(root: Path = Path(__file__).parent.parent) -> str:
-    """Returns a hash of the files of fxwrap's package: programs of an edited fxwrap have another key."""
-    digest = hashlib.sha256()
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted([name for name in folders if name != "__pycache__"])
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            with open(path, "rb") as file:
-                content = file.read()
-            digest.update(f"{os.path.relpath(path, root)} {len(content)}\n".encode())
-            digest.update(content)
-    return digest.hexdigest()
+    return (code_identity(), str(torch.__file__))

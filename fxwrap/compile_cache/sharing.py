@@ -20,9 +20,8 @@ from typing import IO, Any
 
 import torch
 
-from fxwrap.artifact.environment import environment_text
+from fxwrap.artifact.environment import environment_text, sources_hash_of_process
 from fxwrap.compile_cache.cache import CacheSlot
-from fxwrap.compile_cache.key import sources_hash_of_process
 from fxwrap.errors import OptionError, RankError
 from fxwrap.events import CacheReceived, CacheShared, WaitTimedOut
 from fxwrap.runtime.cache_folder import cache_folders, file_lock

@@ -64,13 +64,20 @@ def user_entry(
         group_sizes: the ranks of groups by name that the program holds for.
     """
     groups = communication(program)
-    explained = _explain_out_of_memory(entry, program, plan, communicates=bool(groups))
+    explained = entry
+    if plan is not None or groups:
+        explained = explain_out_of_memory(entry, lambda: _memory_advice(program, plan, communicates=bool(groups)))
     return _check_ranks_first(explained, program, groups, boxed, group_sizes) if groups else explained
 
 
-def _explain_out_of_memory(entry: EntryT, program: Program, plan: MemoryPlan | None, *, communicates: bool) -> EntryT:
-    if plan is None and not communicates:
-        return entry
+def _memory_advice(program: Program, plan: MemoryPlan | None, *, communicates: bool) -> list[str]:
+    plan_text = [] if plan is None else [out_of_memory_message(plan, program)]
+    buckets = "Its collectives may run in buckets: bucket_collectives=False needs less memory"
+    return [*plan_text, *([buckets] if communicates else [])]
+
+
+def explain_out_of_memory(entry: EntryT, explanation: Callable[[], Sequence[str]]) -> EntryT:
+    """Returns an entry whose out-of-memory errors end with the lines of an explanation."""
 
     def run(*inputs: object) -> object:
         try:
@@ -78,12 +85,7 @@ def _explain_out_of_memory(entry: EntryT, program: Program, plan: MemoryPlan | N
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             if not any(text in str(error) for text in _OUT_OF_MEMORY):
                 raise
-            lines = [str(error)]
-            if plan is not None:
-                lines.append(out_of_memory_message(plan, program))
-            if communicates:
-                lines.append("Its collectives may run in buckets: bucket_collectives=False needs less memory")
-            raise type(error)("\n".join(lines)) from error
+            raise type(error)("\n".join([str(error), *explanation()])) from error
 
     return cast(EntryT, run)
 

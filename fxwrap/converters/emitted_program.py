@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, cast
 
+import sympy
 import torch
 
-from fxwrap.lines import CheckLayout
+from fxwrap.lines import CheckLayout, Launch
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.signature import gradient_error
+from fxwrap.symbolic import Number, evaluate
 from fxwrap.torch_compat import (
     DisableAutocast,
     any_requires_grad,
@@ -19,7 +22,7 @@ from fxwrap.torch_compat import (
     set_grad_enabled,
     without_fake_mode,
 )
-from fxwrap.wrapper_ir import Program, TensorType, Value
+from fxwrap.wrapper_ir import Program, TensorType, Value, hints_with_fallback
 
 BoxedCallable = Callable[[list[Any]], Any]
 """Takes the flat inputs in a list, which it clears, and returns the tuple of outputs."""
@@ -105,3 +108,24 @@ def has_complex_inputs(program: Program) -> bool:
 def kernel_texts(program: Program) -> tuple[KernelText, ...]:
     """Returns a program's kernels in the runtime's form."""
     return tuple([KernelText(item.language, item.source, item.signature, item.options) for item in program.kernels])
+
+
+def kernel_uses(program: Program) -> dict[str, KernelUse]:
+    """Returns each launched kernel of a program by name, with its device and typical scalars of its first launch."""
+    launches: dict[str, Launch] = {}
+    for line in program.lines():
+        if isinstance(line, Launch):
+            launches.setdefault(line.kernel, line)
+    values = hints_with_fallback(program)
+    return {name: _kernel_use(program, launch, values) for name, launch in launches.items()}
+
+
+def _kernel_use(program: Program, launch: Launch, values: Mapping[str, Number]) -> KernelUse:
+    kernel = program.kernel(launch.kernel)
+    scalars = [item for item in launch.arguments if isinstance(item, int | float | sympy.Basic)]
+    tensors = [item for item in (*launch.outs, *launch.arguments) if isinstance(item, Value)]
+    return KernelUse(
+        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options),
+        tensors[0].tensor_type.device if tensors else torch.device("cpu"),
+        tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in scalars]),
+    )

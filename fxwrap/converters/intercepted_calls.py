@@ -6,7 +6,7 @@ operators torch intercepts as those of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,21 +23,20 @@ from fxwrap.torch_compat import (
     dispatch_mode_count,
     without_dispatch_modes,
 )
-from fxwrap.wrapper_ir import Program, TensorType, Value
+from fxwrap.wrapper_ir import Program
 
 
 def accept_fake_tensors(
-    entry: BoxedCallable, program: Program, graph: Callable[[], Callable[..., object]], static_inputs: Collection[int]
+    entry: BoxedCallable,
+    run_graph: Callable[[tuple[Any, ...]], Any],
+    tensors: Sequence[int],
+    static_inputs: Collection[int],
 ) -> BoxedCallable:
     """Returns a boxed entry that returns fake tensors if it is called with them, or under a fake mode.
 
     Outside a mode it looks at one input only, the last tensor that is not static, since each look costs time in each
-    call. `graph` returns the program's FX graph.
+    call. `run_graph` runs the program's FX graph on the flat inputs, of which those at `tensors` are tensors.
     """
-    tensors = [
-        position for position, item in enumerate(program.inputs)
-        if isinstance(item.value, Value) and isinstance(item.value.type, TensorType)
-    ]  # fmt: skip
     candidates = [position for position in tensors if position not in static_inputs] or tensors or [0]
     position = candidates[-1]
 
@@ -51,7 +50,7 @@ def accept_fake_tensors(
             return entry(inputs)
         arguments = tuple(inputs)
         inputs.clear()
-        return call_as_graph(program, graph, arguments)
+        return run_graph(arguments)
 
     return call
 

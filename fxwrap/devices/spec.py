@@ -88,6 +88,10 @@ class DeviceSpec:
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
+        streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
+            written as its formula is faster as one kernel than as two matmuls and a kernel between them.
+        library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
+            is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
             matmuls of one tensor with several weights.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
@@ -132,6 +136,8 @@ class DeviceSpec:
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
+    streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
+    library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
     instructions_per_byte: int = 0
@@ -197,6 +203,8 @@ CPU = DeviceSpec(
     generated_matmul_rows=((torch.float32, 1), (torch.bfloat16, 1)),
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
+    streaming_attention_sizes=((torch.float32, 512),),
+    library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,
     supports_all_atomics=True,
@@ -217,6 +225,8 @@ CUDA = DeviceSpec(
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
     generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
+    library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
     instructions_per_byte=4,

@@ -22,6 +22,9 @@ _ORDERED = frozenset({
 })  # fmt: skip
 """Higher-order operators that exist for the effects of the operator they call."""
 
+FLEX_OPERATORS = frozenset({"flex_attention", "flex_attention_backward"})
+"""Higher-order operators that become kernels; the FX passes expand calls for which there is none."""
+
 USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"})
 """Higher-order operators that launch a user-defined Triton kernel: on copies of mutated operands, or in place."""
 

@@ -77,25 +77,33 @@ def expand_declined_attention(graph: PreparedGraph, options: Options, declined: 
 
 
 _KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
-"""Languages whose printers have a schedule for attention."""
+"""Languages whose printers have a schedule for attention and for its gradients."""
 
 _MAX_HEAD_WIDTH = 512
 
 
 def _has_kernel(call: _Call) -> bool:
-    """Whether lowering can make a call one kernel, as far as its operands tell."""
-    if _label(call.node) != "flex_attention" or call.options.choose_kernel_form is not None or not call.options.fuse:
-        return False
-    attention = FlexAttention.from_arguments(*call.fake_arguments)
-    spec = call.options.device_specs().get(attention.query.device.type)
+    """Whether lowering can make a call kernels of its own, as far as its operands tell."""
+    if any(path[0] > 2 for path in call.results) and call.joint_position is not None:
+        return False  # gradients of captured tensors: sums over scores at computed indices
+    attention = call.attention
     operands = (attention.query, attention.key, attention.value)
     widths = (attention.query.shape[3], attention.value.shape[3])
+    heads_are_known = all(type(item.shape[1]) is int for item in operands)
+    return heads_are_known and has_attention_kernel(operands, widths, call.options)
+
+
+def has_attention_kernel(operands: Sequence[Tensor], widths: Sequence[int | torch.SymInt], options: Options) -> bool:
+    """Whether a kernel can compute attention of queries, keys and values with these widths of heads."""
+    query = operands[0]
+    spec = options.device_specs().get(query.device.type)
     return (
-        spec is not None
-        and call.options.kernel_language(spec) in _KERNEL_LANGUAGES
+        options.choose_kernel_form is None
+        and options.fuse
+        and spec is not None
+        and options.kernel_language(spec) in _KERNEL_LANGUAGES
         and all(type(size) is int and size <= _MAX_HEAD_WIDTH for size in widths)
-        and all(type(item.shape[1]) is int for item in operands)
-        and all(item.dtype == attention.query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
+        and all(item.dtype == query.dtype and item.dtype in _KERNEL_DTYPES for item in operands)
     )
 
 
@@ -151,18 +159,34 @@ class _Call:
         arguments: Any = map_arg(self.node.args, env.__getitem__)
         return tuple(arguments)
 
+    @property
+    def joint_position(self) -> int | None:
+        """The position of the joint graph among the arguments of a backward; None for a forward."""
+        return 8 if _label(self.node) == "flex_attention_backward" else None
+
+    @property
+    def attention(self) -> FlexAttention:
+        """The call's operands that forward and backward have in common, with fake values."""
+        arguments = self.fake_arguments
+        if self.joint_position is not None:
+            arguments = (*arguments[:3], arguments[7], *arguments[9:])
+        return FlexAttention.from_arguments(*arguments)
+
     def scalarize(self) -> bool:
         """Replaces the call's functions by graphs of ATen operators on scalars; returns whether they can be traced."""
-        attention = FlexAttention.from_arguments(*self.fake_arguments)
-        block_mask: Any = self.node.args[4]
-        score_node, mask_node = self.node.args[3], block_mask[-1]
+        attention, joint = self.attention, self.joint_position
+        score_position, mask_position = (3, 4) if joint is None else (joint - 1, joint + 1)
+        block_mask: Any = self.node.args[mask_position]
         with in_fake_mode(self._mode):
-            score = torch.empty((), dtype=attention.dtype, device=attention.query.device)
+            score, gradient = [torch.empty((), dtype=attention.dtype, device=attention.query.device) for _ in range(2)]
             indices = [torch.empty((), dtype=torch.int32, device=score.device) for _ in range(4)]
-        graphs = {
-            score_node: ([score, *indices, *attention.score_buffers], attention.score_mod),
-            mask_node: ([*indices, *attention.mask_buffers], attention.mask_mod),
+        graphs: dict[Any, tuple[list[object], Callable[..., object]]] = {
+            self.node.args[score_position]: ([score, *indices, *attention.score_buffers], attention.score_mod),
+            block_mask[-1]: ([*indices, *attention.mask_buffers], attention.mask_mod),
         }
+        if joint is not None:
+            operands = [score, *indices, gradient, *attention.score_buffers]
+            graphs[self.node.args[joint]] = operands, _score_gradient(self.fake_arguments[joint])
         replaced: dict[Node, Node] = {}
         for node, (operands, function) in graphs.items():
             assert isinstance(node, Node)
@@ -170,12 +194,14 @@ class _Call:
                 module = self._traced(function, operands)
             except (RuntimeError, ValueError, NotImplementedError, GraphError):
                 return False
+            module.graph.eliminate_dead_code()
             name = f"{self.node.name}_{node.target}"
             replaced[self._copy.node_map[node]] = self._copy.attribute(self._before, name, module)
         arguments: Any = map_arg(self._before.args, lambda node: replaced.get(node, node))
         if attention.blocks.is_trivial:  # nothing reads the lists of the only block
-            blocks = [None if isinstance(item, Node) else item for item in arguments[4][:-1]]
-            arguments = (*arguments[:4], (*blocks, arguments[4][-1]), *arguments[5:])
+            *lists, function = arguments[mask_position]
+            trivial = (*[None if isinstance(item, Node) else item for item in lists], function)
+            arguments = (*arguments[:mask_position], trivial, *arguments[mask_position + 1 :])
         self._before.args = arguments
         return True
 
@@ -238,6 +264,16 @@ class _Call:
         order = sorted(range(fake.dim()), key=lambda dim: -strides[dim])
         dense = result.to(fake.dtype).permute(order).contiguous()
         return dense.permute([order.index(dim) for dim in range(fake.dim())])
+
+
+def _score_gradient(joint: Callable[..., Any]) -> Callable[..., object]:
+    """Returns a joint function whose gradients of indices and captured tensors, which nothing uses, are None."""
+
+    def run(*operands: object) -> tuple[object, ...]:
+        gradient, *others = joint(*operands)
+        return (gradient, *[None] * len(others))
+
+    return run
 
 
 def _forward(call: _Call) -> list[Node]:

@@ -139,6 +139,7 @@ class FlexAttention:
         scale: the factor of the scores.
         stats_unit: what log-sum-exp and maxima are divided by.
         score_buffers, mask_buffers: further operands of the functions.
+        zeroes_fully_masked_rows: whether the output is 0, not NaN, where all scores of a row are minus infinity.
     """
 
     query: Tensor
@@ -151,6 +152,7 @@ class FlexAttention:
     stats_unit: float
     score_buffers: tuple[object, ...] = ()
     mask_buffers: tuple[object, ...] = ()
+    zeroes_fully_masked_rows: bool = True
 
     @classmethod
     def from_arguments(
@@ -171,7 +173,8 @@ class FlexAttention:
         blocks = BlockStructure(counts, indices, full_counts, full_indices, q_block_size, kv_block_size)
         unit = 1.0 if kernel_options.get("BACKEND") == "FLASH" else math.log(2)
         buffers = tuple(score_buffers), tuple(mask_buffers)
-        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers)
+        zeroes = not kernel_options.get("ROWS_GUARANTEED_SAFE", False)
+        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes)
 
     @property
     def groups(self) -> int:
@@ -209,7 +212,7 @@ class FlexAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, indices: Indices) -> tuple[Tensor, Tensor, Tensor]:
         """Returns output, log-sum-exp and maxima for some of the rows, heads and keys.
 
-        Fully masked rows have output 0, log-sum-exp and maximum minus infinity.
+        Fully masked rows have output 0 or NaN, log-sum-exp and maximum minus infinity.
         """
         scores = self.modified(*self.scores(query, key, indices), indices)
         largest = scores.amax(indices.key_dims, keepdim=True)
@@ -218,7 +221,8 @@ class FlexAttention:
         weights = torch.where(weights < torch.finfo(self.dtype).tiny, 0.0, weights)
         total = weights.sum(indices.key_dims)
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
-        out = products.view(*query.shape[:3], value.shape[3]) / torch.where(total == 0, 1.0, total)[..., None]
+        divisor = torch.where(total == 0, 1.0, total) if self.zeroes_fully_masked_rows else total
+        out = products.view(*query.shape[:3], value.shape[3]) / divisor[..., None]
         logsumexp = torch.log(total) + shift.view(total.shape)
         largest = largest.view(total.shape)
         return out.to(self.query.dtype), logsumexp / self.stats_unit, largest / self.stats_unit

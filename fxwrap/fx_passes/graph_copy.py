@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -167,7 +168,8 @@ class GraphCopy:
 
         Infers the fake value if it is None.
         """
-        with self.graph.inserting_before(before):
+        with self.graph.inserting_before(before), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Raw SymInt")  # lowering reads sizes that are symbols, not nodes
             call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
         if fake is None:
             fake = run_on_fakes(call, self.fakes, self.fakes.get(before))

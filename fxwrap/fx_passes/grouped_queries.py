@@ -8,9 +8,9 @@ heads of a group are rows of one head instead: attention of (batch, heads, 1, wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -31,6 +31,8 @@ from fxwrap.options import Options
 from fxwrap.torch_compat import copy_dynamo_module, copy_dynamo_node
 
 _aten = torch.ops.aten
+
+SizesOf: TypeAlias = Callable[[Any], "list[Any] | None"]
 
 _COPIES = frozenset({"clone", "contiguous"})
 _RESHAPES = frozenset({"flatten", "reshape", "unsafe_view", "view"})
@@ -138,9 +140,8 @@ def _query_groups(node: Node) -> QueryGroups | None:
     if type(heads) is not int or type(rows) is not int or rows != 1:
         return None
     shares_heads = arguments.get("enable_gqa", False) is True
-    keys, values = [
-        _shared(arguments[name], heads) if shares_heads else _repeated(arguments[name]) for name in ("key", "value")
-    ]
+    tensors = [arguments[name] for name in ("key", "value")]
+    keys, values = [_shared(item, heads) if shares_heads else repeated_heads(item) for item in tensors]
     if keys is None or values is None or not _is_mask_of_heads(mask, heads):
         return None
     key_heads, group = keys[1:]
@@ -171,13 +172,17 @@ def _shared(node: Any, query_heads: int) -> tuple[Node, int, int] | None:
     return node, heads, query_heads // heads
 
 
-def _repeated(node: Any) -> tuple[Node, int, int] | None:
-    """Returns the tensor whose heads a node repeats, the heads and the repetitions; None for other nodes."""
-    merged = _sizes(node)
+def repeated_heads(node: Any, sizes_of: SizesOf | None = None) -> tuple[Node, int, int] | None:
+    """Returns the tensor whose heads a node repeats, the heads and the repetitions; None for other nodes.
+
+    `sizes_of` returns a node's sizes as expressions, or None; by default those of the metadata.
+    """
+    sizes_of = sizes_of or _sizes
+    merged = sizes_of(node)
     while isinstance(node, Node) and node.args and name_of(node) in _COPIES | _RESHAPES:
         node = node.args[0]
     base = node.args[0] if isinstance(node, Node) and node.args and name_of(node) in _REPETITIONS else None
-    one, repeated = _sizes(base), _sizes(node)
+    one, repeated = sizes_of(base), sizes_of(node)
     if merged is None or one is None or repeated is None or len(merged) != 4 or not isinstance(base, Node):
         return None
     heads, total = one[1], merged[1]

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from fxwrap.events import EventLog
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
+from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
@@ -19,6 +20,7 @@ from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepacked_weights import prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
+from fxwrap.fx_passes.recognize_attention import recognize_attention
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
@@ -55,6 +57,14 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "eliminate_common_subexpressions", "make equal pure calls once (CSE)",
         lambda graph, _context: eliminate_common_subexpressions(graph), "fuse", _fuses,
+    ),
+    Step(
+        "recognize_attention", "turn attention written as its formula into one kernel",
+        recognize_attention, "fuse", _fuses,
+    ),
+    Step(
+        "split_decoding_attention", "turn attention of few query rows into kernels split over keys",
+        split_decoding_attention, "fuse", _fuses,
     ),
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",

@@ -59,11 +59,13 @@ class PreparedGraph(GraphSource):
         fakes: the fake value of each node.
         replaced: nodes that passes removed, with their coverage: "view" of another node's result, or "fused" with it.
         flexible_stride_outputs: positions of outputs whose strides may differ from those of the original graph.
+        coverage_reasons: reasons for the coverage of nodes by name, where lowering has none.
     """
 
     fakes: NodeValues = field(default_factory=dict)
     replaced: Mapping[Node, str] = field(default_factory=dict)
     flexible_stride_outputs: Collection[int] = ()
+    coverage_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

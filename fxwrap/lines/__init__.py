@@ -12,7 +12,7 @@ from fxwrap.lines.kernel import Launch
 from fxwrap.lines.memory import Alloc, Free, Pool, PoolSlice, Reuse, View, Workspace
 from fxwrap.lines.note import Comment, EnterRange, ExitRange
 from fxwrap.lines.random import ExchangeRngState, RestoreRngState, SaveRngState
-from fxwrap.lines.symbol import Assert, Bind, Let, ReadItem, SizeOf
+from fxwrap.lines.symbol import GUARD_MESSAGE, Assert, Bind, Let, ReadItem, SizeOf
 from fxwrap.wrapper_ir import LineBase
 
 CoreLine: TypeAlias = (
@@ -35,7 +35,8 @@ Line: TypeAlias = CoreLine | ExtensionLine
 """The closed union of lines; vendors subclass `ExtensionLine`."""
 
 __all__ = [
-    "CORE_LINES", "SCATTER_OPERATORS", "Alloc", "Assert", "Bind", "CallFunction", "CheckLayout", "Comment", "Cond",
+    "CORE_LINES", "GUARD_MESSAGE", "SCATTER_OPERATORS",
+    "Alloc", "Assert", "Bind", "CallFunction", "CheckLayout", "Comment", "Cond",
     "CoreLine", "EnterDevice", "EnterRange", "ExchangeRngState", "ExitDevice", "ExitRange", "ExtensionLine",
     "ExternCall", "Free", "IndexPut", "Launch", "Let", "Line", "Map", "Mutate", "Pool", "PoolSlice", "ReadItem",
     "RecordEvent", "RestoreRngState", "Return", "Reuse", "SaveRngState", "ScanLoop", "Scatter", "SizeOf",

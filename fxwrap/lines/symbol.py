@@ -10,6 +10,9 @@ from fxwrap.wrapper_ir import ASSERT, Effect, Form, LineBase, Size, Tag, Value, 
 ASSERT_ERRORS = ("RuntimeError", "IndexError", "ValueError", "InputError")
 """The error classes that an assertion may raise."""
 
+GUARD_MESSAGE = "the graph holds for inputs with "
+"""Begins the message of an assertion that a guard of the graph became; the condition follows."""
+
 
 @line_class("symbol.size")
 class SizeOf(LineBase):

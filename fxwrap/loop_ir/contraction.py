@@ -7,11 +7,12 @@ product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.loop_ir.index import Axis
+from fxwrap.loop_ir.index import Axis, IndirectIndex
 from fxwrap.loop_ir.kernel import Compute, DeviceAssert, Kernel, Load, Reduce, Store, indices, operands, operation_dtype
 from fxwrap.symbolic import Size, product
 
@@ -31,7 +32,8 @@ class ContractionForm:
 
     The parallel axes are split into those that no operand or both operands vary along (`batch`), those of the row
     operand alone and those of the column operand alone; `columns` has the most points, and `rows` may be empty. All
-    `sums` have the same axes. Operations outside of the sums run once per element of the parallel axes: epilogues.
+    `sums` have the same axes. Operations outside of the sums run once per element of the parallel axes: epilogues. In a
+    grouped contraction the column operands depend on the rows through the index `group` alone: the matrix of a row.
     """
 
     kernel: Kernel
@@ -39,6 +41,7 @@ class ContractionForm:
     rows: tuple[Axis, ...]
     columns: tuple[Axis, ...]
     sums: tuple[ProductSum, ...]
+    group: IndirectIndex | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,6 +116,54 @@ def find_contraction(kernel: Kernel) -> ContractionForm | None:
     )
 
 
+def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
+    """Returns the form of a contraction whose rows select a matrix by an index that the kernel loads, or None.
+
+    `find_contraction` returns the rows of such a kernel as a batch, of which each element has its own matrix. Printers
+    that know the group of a tile of rows load the elements of its matrix once for all of them.
+    """
+    form = find_contraction(kernel)
+    if form is None or form.rows:
+        return None
+    columns = set[int]().union(*[form.prologue(item.column_operand) for item in form.sums])
+    indirect = {
+        atom
+        for position in columns
+        for index in indices(kernel.operations[position])
+        for atom in index.atoms()
+        if isinstance(atom, IndirectIndex) and not kernel.varying[atom.operation]
+    }
+    for group in sorted(indirect, key=lambda atom: atom.operation):
+        through_group = _dependent_axes(kernel, leaves=(group.operation,))
+        own = frozenset[Axis]().union(*[through_group[item.column_operand] for item in form.sums])
+        rows = tuple([axis for axis in form.batch if axis not in own])
+        if rows and not _shares_matrices(form, group.operation, columns):
+            batch = tuple([axis for axis in form.batch if axis in own])
+            return replace(form, batch=batch, rows=rows, group=group)
+    return None
+
+
+def group_dependent(kernel: Kernel, group: int) -> frozenset[int]:
+    """Returns the operations that depend on the operation `group`, which is not one of them."""
+    dependent: set[int] = set()
+    for position, operation in enumerate(kernel.operations):
+        if any(used == group or used in dependent for used in operands(operation)):
+            dependent.add(position)
+    return frozenset(dependent)
+
+
+def _shares_matrices(form: ContractionForm, group: int, columns: Collection[int]) -> bool:
+    """Whether row operands or epilogues use elements of a group's matrix, of which only the sums have the group."""
+    dependent = group_dependent(form.kernel, group).intersection(columns)
+    sums = {item.reduction for item in form.sums}
+    products = {form.kernel.operations[item].operands[0] for item in sums}  # type: ignore[union-attr]
+    return any(
+        not dependent.isdisjoint(operands(operation))
+        for position, operation in enumerate(form.kernel.operations)
+        if position not in columns and position not in products
+    )
+
+
 def _order(kernel: Kernel, axes: frozenset[Axis]) -> tuple[float, int]:
     """Orders the axes of operands: more points are columns, and of equal or symbolic ones the inner axes."""
     sizes = [axis.size for axis in axes]
@@ -123,11 +174,14 @@ def _order(kernel: Kernel, axes: frozenset[Axis]) -> tuple[float, int]:
     return (0.5 if symbolic else float(count), inner)
 
 
-def _dependent_axes(kernel: Kernel) -> list[frozenset[Axis]]:
-    """Returns the parallel axes that each operation's value depends on."""
+def _dependent_axes(kernel: Kernel, leaves: Collection[int] = ()) -> list[frozenset[Axis]]:
+    """Returns the parallel axes that each operation's value depends on, other than through the `leaves`."""
     dependent: list[frozenset[Axis]] = []
     parallel = frozenset(kernel.axes)
-    for operation in kernel.operations:
+    for position, operation in enumerate(kernel.operations):
+        if position in leaves:
+            dependent.append(frozenset())
+            continue
         axes = frozenset([axis for index in indices(operation) for axis in index.axes()])
         axes = axes.union(*[dependent[operand] for operand in operands(operation)])
         dependent.append(axes & parallel)

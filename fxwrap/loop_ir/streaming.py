@@ -1,15 +1,18 @@
-"""Recognition of streaming reductions: a maximum, and sums of exponentials that it shifts, over the same axes.
+"""Recognition of streaming reductions: sums over axes whose terms are computed from sums of products.
 
-Such a kernel can be computed in one pass over tiles of the reduced axes, with a running maximum and with sums that are
-rescaled whenever it grows (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). Attention
-is one. The kernel's operations say nothing about the pass, which is a schedule of a printer.
+Such a kernel can be computed in one pass over tiles of the reduced axes: the products of a tile are matmuls, weights
+are computed from them element by element, and sums of weights times values are matmuls again. Weights may be
+exponentials that a maximum over the same axes shifts; then the pass has a running maximum, and sums are rescaled
+whenever it grows (online softmax: Milakov and Gimelshein, 2018). Attention is one, and so are its gradients, whose
+maximum is known (FlashAttention: Dao et al., 2022). The kernel's operations say nothing about the pass, which is a
+schedule of a printer.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxwrap.loop_ir.index import Axis
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, operands
@@ -26,6 +29,29 @@ class Contraction:
 
 
 @dataclass(frozen=True)
+class WeightSum:
+    """A sum of weights: operation `position` is the sum of `weights` over the streamed axes."""
+
+    position: int
+    weights: int
+
+
+@dataclass(frozen=True)
+class RunningMaximum:
+    """The maximum that shifts weights, as positions of operations.
+
+    Fields:
+        scores: the operand of the maximum.
+        maximum: the reduction of the scores.
+        weights: exp(scores - maximum), with 0 for a maximum of minus infinity.
+    """
+
+    scores: int
+    maximum: int
+    weights: int
+
+
+@dataclass(frozen=True)
 class TileBound:
     """The number of iterations of an axis that count: `condition` is that its index is less than operation `count`."""
 
@@ -39,33 +65,42 @@ class StreamingReduction:
     """The parts of a streaming reduction, as positions of operations.
 
     Fields:
-        axes: the reduced axes of the maximum and the sums, the tiles of which are streamed.
+        axes: the reduced axes of the sums, the tiles of which are streamed.
         row: the parallel axis of which the second factors of products are independent.
-        column: the parallel axis on which only the weighted sums depend, or None.
-        product: the sum of products that the scores are computed from: `left` varies over rows, `right` over `axes`.
-        scores: the operand of the maximum.
-        maximum: the reduction of the scores.
-        weights: exp(scores - maximum), with 0 for a maximum of minus infinity.
+        columns: the parallel axes on which only weighted sums depend, in the kernel's order; each sum on at most one.
+        products: the sums of products that weights are computed from: `left` varies over rows, `right` over `axes`.
+        softmax: the running maximum of the weights, or None where they are computed from the products alone.
         sums: sums of weights over `axes`.
-        weighted_sums: sums over `axes` of the weights times values that vary over columns and not over rows.
-        bound: a number of iterations of one of `axes`, beyond which scores are minus infinity.
+        weighted_sums: sums over `axes` of weights, `left`, times values that vary over columns and not over rows.
+        bound: a number of iterations of one of `axes`, beyond which weights are zero.
     """
 
     axes: tuple[Axis, ...]
     row: Axis
-    column: Axis | None
-    product: Contraction
-    scores: int
-    maximum: int
-    weights: int
-    sums: tuple[int, ...]
+    columns: tuple[Axis, ...]
+    products: tuple[Contraction, ...]
+    softmax: RunningMaximum | None
+    sums: tuple[WeightSum, ...]
     weighted_sums: tuple[Contraction, ...]
     bound: TileBound | None
 
     @property
+    def weights(self) -> tuple[int, ...]:
+        """The positions of the different weights that are summed."""
+        used = [*[item.left for item in self.weighted_sums], *[item.weights for item in self.sums]]
+        return tuple(dict.fromkeys(used))
+
+    @property
+    def elements(self) -> tuple[int, ...]:
+        """The values that are computed element by element: the scores, or the weights where there is no maximum."""
+        return self.weights if self.softmax is None else (self.softmax.scores,)
+
+    @property
     def results(self) -> tuple[int, ...]:
         """The positions of the reductions over `axes`."""
-        return (self.maximum, *self.sums, *[item.position for item in self.weighted_sums])
+        maximum = [] if self.softmax is None else [self.softmax.maximum]
+        sums = [*[item.position for item in self.sums], *[item.position for item in self.weighted_sums]]
+        return (*maximum, *sums)
 
 
 def find_streaming_reduction(kernel: Kernel) -> StreamingReduction | None:
@@ -84,84 +119,117 @@ class _Finder:
         return operation
 
     def find(self) -> StreamingReduction | None:
-        maxima = [position for position, item in self.reductions.items() if item.kind == "max"]
-        if len(maxima) != 1:
+        axes = self._streamed_axes()
+        if axes is None:
             return None
-        maximum = maxima[0]
-        scores, axes = self._reduction(maximum).operands[0], self.kernel.reduced_by(self._reduction(maximum))
-        inner = [item for item in self.reductions if self.kernel.reduced_by(self.reductions[item]) != axes]
-        product = self._contraction(inner[0]) if len(inner) == 1 else None
-        weights = self._weights(scores, maximum)
-        if product is None or weights is None or not self._precedes(product.position, scores):
+        outer = [position for position, item in self.reductions.items() if self.kernel.reduced_by(item) == axes]
+        inner = [position for position in self.reductions if position not in outer]
+        products = [self._contraction(position, axes) for position in inner]
+        maxima = [position for position in outer if self.reductions[position].kind == "max"]
+        softmax = self._softmax(maxima[0], inner) if len(maxima) == 1 else None
+        found = tuple([item for item in products if item is not None])
+        row = self._row(found, axes)
+        if not found or len(found) != len(products) or row is None or len(maxima) != (softmax is not None):
             return None
-        row = self._row(product, axes)
-        sums: list[int] = []
+        sums: list[WeightSum] = []
         weighted: list[Contraction] = []
-        for position, reduction in self.reductions.items():
-            if position in (maximum, product.position):
+        for position in outer:
+            if position in maxima:
                 continue
-            if reduction.kind != "sum":
-                return None
-            if reduction.operands[0] == weights:
-                sums.append(position)
-                continue
-            factors = self._factors(reduction.operands[0], weights)
-            if factors is None:
-                return None
-            weighted.append(Contraction(position, axes, weights, factors))
-        columns = self._columns(scores, weighted)
-        if row is None or len(columns) > 1 or not weighted:
+            item = self._sum(position, row, axes, softmax)
+            match item:
+                case WeightSum():
+                    sums.append(item)
+                case Contraction():
+                    weighted.append(item)
+                case None:
+                    return None
+        columns = [self._columns(item) for item in weighted]
+        if not weighted or any(len(item) > 1 for item in columns):
             return None
-        values = [item.right for item in weighted]
-        if any(row in self.kernel.value_axes[value] for value in values):
+        used = frozenset[Axis]().union(*columns)
+        in_order = tuple([axis for axis in self.kernel.axes if axis in used])
+        parts = StreamingReduction(axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), None)
+        if any(not used.isdisjoint(self.kernel.value_axes[position]) for position in parts.elements):
             return None
-        bound = self._bound(scores, row, axes)
-        parts = (product, scores, maximum, weights, tuple(sums), tuple(weighted), bound)
-        return StreamingReduction(axes, row, next(iter(columns), None), *parts)
+        return replace(parts, bound=self._bound(parts))
 
     def _operation(self, position: int) -> Operation:
         return self.kernel.operations[position]
 
-    def _precedes(self, position: int, other: int) -> bool:
-        """Whether an operation is among those that another is computed from, without reductions between them."""
-        stack = [other]
-        while stack:
-            at = stack.pop()
-            if at == position:
-                return True
-            if not isinstance(self._operation(at), Reduce):
-                stack.extend(operands(self._operation(at)))
-        return False
+    def _streamed_axes(self) -> tuple[Axis, ...] | None:
+        """Returns the axes of the last reductions, if they are the same."""
+        last = max([self.kernel.stages[position] for position in self.reductions], default=0)
+        spans = {self.kernel.reduced_by(item) for position, item in self.reductions.items()
+                 if self.kernel.stages[position] == last}  # fmt: skip
+        return spans.pop() if len(spans) == 1 else None
 
-    def _contraction(self, position: int) -> Contraction | None:
+    # --- products ---------------------------------------------------------------------------------------------------
+
+    def _contraction(self, position: int, axes: tuple[Axis, ...]) -> Contraction | None:
         reduction = self.reductions[position]
         product = self._operation(reduction.operands[0])
+        if not frozenset(axes).isdisjoint(self.kernel.reduced_by(reduction)):
+            return None
         if reduction.kind != "sum" or not isinstance(product, Compute) or product.name != "mul":
             return None
         left, right = product.operands
         return Contraction(position, self.kernel.reduced_by(reduction), left, right)
 
-    def _row(self, product: Contraction, axes: tuple[Axis, ...]) -> Axis | None:
-        """Returns the innermost parallel axis of which only the left factor depends, if the factors are separable."""
-        left, right = self.kernel.value_axes[product.left], self.kernel.value_axes[product.right]
-        if not left.isdisjoint(axes):
+    def _row(self, products: tuple[Contraction, ...], axes: tuple[Axis, ...]) -> Axis | None:
+        """Returns the innermost parallel axis on which all left factors depend and no right one, if there is one."""
+        lefts = [self.kernel.value_axes[item.left] for item in products]
+        rights = frozenset[Axis]().union(*[self.kernel.value_axes[item.right] for item in products])
+        if any(not left.isdisjoint(axes) for left in lefts):
             return None
-        rows = [axis for axis in self.kernel.axes if axis in left and axis not in right]
+        rows = [axis for axis in self.kernel.axes if all(axis in left for left in lefts) and axis not in rights]
         return rows[-1] if rows else None
 
-    def _factors(self, position: int, weights: int) -> int | None:
-        """Returns the value that a product multiplies the weights with."""
-        operation = self._operation(position)
-        if not isinstance(operation, Compute) or operation.name != "mul" or operation.operands.count(weights) != 1:
-            return None
-        return next(item for item in operation.operands if item != weights)
+    # --- sums -------------------------------------------------------------------------------------------------------
 
-    def _columns(self, scores: int, weighted: list[Contraction]) -> set[Axis]:
-        """Returns the parallel axes on which values depend and scores do not."""
-        own = self.kernel.value_axes[scores].union(self.kernel.reduced)
-        return {axis for item in weighted for axis in self.kernel.value_axes[item.right] - own}
+    def _sum(
+        self, position: int, row: Axis, axes: tuple[Axis, ...], softmax: RunningMaximum | None
+    ) -> WeightSum | Contraction | None:
+        """Returns a sum over the streamed axes; None for other reductions and, with a maximum, for other weights."""
+        reduction = self.reductions[position]
+        (summed,) = reduction.operands
+        if reduction.kind != "sum":
+            return None
+        if softmax is not None and summed == softmax.weights:
+            return WeightSum(position, summed)
+        operation = self._operation(summed)
+        if isinstance(operation, Compute) and operation.name == "mul":
+            for left, right in (operation.operands, operation.operands[::-1]):
+                is_weight = left == softmax.weights if softmax is not None else row in self.kernel.value_axes[left]
+                if is_weight and left != right and row not in self.kernel.value_axes[right]:
+                    return Contraction(position, axes, left, right)
+        return None if softmax is not None else WeightSum(position, summed)
+
+    def _columns(self, item: Contraction) -> frozenset[Axis]:
+        """Returns the parallel axes on which values depend and weights do not."""
+        weights, values = self.kernel.value_axes[item.left], self.kernel.value_axes[item.right]
+        return values.difference(weights, self.kernel.reduced)
 
     # --- the shift by the maximum -----------------------------------------------------------------------------------
+
+    def _softmax(self, maximum: int, products: list[int]) -> RunningMaximum | None:
+        """Returns the weights that a maximum shifts, if its scores are computed from all products."""
+        scores = self.reductions[maximum].operands[0]
+        weights = self._weights(scores, maximum)
+        if weights is None or not self._preceding(scores).issuperset(products):
+            return None
+        return RunningMaximum(scores, maximum, weights)
+
+    def _preceding(self, position: int) -> set[int]:
+        """Returns the operations that one is computed from, up to reductions."""
+        found: set[int] = set()
+        stack = [position]
+        while stack:
+            at = stack.pop()
+            if at not in found:
+                found.add(at)
+                stack.extend(() if isinstance(self._operation(at), Reduce) else operands(self._operation(at)))
+        return found
 
     def _weights(self, scores: int, maximum: int) -> int | None:
         """Returns the position of exp(scores - maximum)."""
@@ -195,25 +263,32 @@ class _Finder:
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def _bound(self, scores: int, row: Axis, axes: tuple[Axis, ...]) -> TileBound | None:
-        """Returns the bound of a streamed axis beyond which all scores are minus infinity."""
-        varying = {row, *axes, *self.kernel.reduced}
-        for condition in self._conditions(scores):
+    def _bound(self, parts: StreamingReduction) -> TileBound | None:
+        """Returns the bound of a streamed axis beyond which all weights are zero, and scores minus infinity."""
+        neutral = 0.0 if parts.softmax is None else -math.inf
+        shared = [[*self._conditions(position, neutral)] for position in parts.elements]
+        for condition in shared[0]:
             test = self._operation(condition)
-            if isinstance(test, Compute) and test.name == "lt":
+            if isinstance(test, Compute) and test.name == "lt" and all(condition in item for item in shared):
                 index, count = test.operands
                 value = self._operation(index)
                 axis = value.index.single_axis if isinstance(value, IndexValue) else None
-                if axis is not None and axis in axes and varying.isdisjoint(self.kernel.value_axes[count]):
+                if axis is not None and axis in parts.axes and self._is_outside(count, axis, parts):
                     return TileBound(axis, condition, count)
         return None
 
-    def _conditions(self, scores: int) -> Iterator[int]:
-        """Yields conditions without any of which the scores are minus infinity."""
-        operation = self._operation(scores)
+    def _is_outside(self, position: int, axis: Axis, parts: StreamingReduction) -> bool:
+        """Whether a value is known before the loop over a streamed axis starts."""
+        inside = {*parts.axes[parts.axes.index(axis) :], parts.row, *parts.columns}
+        widths = [item for product in parts.products for item in product.axes]
+        return inside.union(widths).isdisjoint(self.kernel.value_axes[position])
+
+    def _conditions(self, position: int, neutral: float) -> Iterator[int]:
+        """Yields conditions without any of which a value is neutral."""
+        operation = self._operation(position)
         while isinstance(operation, Compute) and operation.name == "where":
             condition, value, other = operation.operands
-            if not self._is_constant(other, -math.inf):
+            if not self._is_constant(other, neutral):
                 return
             yield from self._conjuncts(condition)
             operation = self._operation(value)

@@ -42,6 +42,8 @@ Keywords: TypeAlias = tuple[tuple[str, Operand], ...]
 class NodeCoverage:
     """The outcome of a node: "fused", "view", "call" or "number"; for a call, `reason` is the decline reason.
 
+    For nodes that one kernel for attention replaces, or might have replaced, `reason` says so.
+
     `node` is its name in the graph, `operator` the operator that it calls, `location` its line in the model's source.
     """
 

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import (
+    FLEX_OPERATORS,
     aliased_operands,
     has_ordered_effect,
     launches_user_kernel,
@@ -124,7 +125,7 @@ class DefinitionBuilder:
         if target is operator.getitem and isinstance(self.operands.get(node.args[0]), tuple | dict):  # type: ignore[arg-type]
             self.operands[node] = self.operands[node.args[0]][node.args[1]]  # type: ignore[index]
         elif isinstance(target, HigherOrderOperator):
-            if operator_label(target) == "flex_attention":  # the FX passes expand calls without a kernel
+            if operator_label(target) in FLEX_OPERATORS:
                 self._define_extern_call(node, position, fake, "", "fused")
                 return
             reason = "it runs graphs or an operator of its own"

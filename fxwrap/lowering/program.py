@@ -201,7 +201,12 @@ class _ProgramLowering:
             note = peak_memory_note(program, builder, self.nodes, hint)
             program = program.replace(header=tuple(sorted([*program.header, *([("peak", note)] if note else [])])))
         replaced = [node_coverage(node, node.name, kind) for node, kind in self.source.replaced.items()]
-        return Lowered(program, (*replaced, *self.state.coverage), self.request.declined_nodes)
+        reasons = self.source.coverage_reasons
+        coverage = [
+            item if item.reason else replace(item, reason=reasons.get(item.node, ""))
+            for item in (*replaced, *self.state.coverage)
+        ]
+        return Lowered(program, tuple(coverage), self.request.declined_nodes)
 
     def _placeholder(self, node: Node) -> None:
         builder, fake = self.builder, self.builder.fakes[node]

@@ -49,7 +49,7 @@ class ScalarKernelBuilder:
         return self._fetch(self._stored(value), indices, 0)
 
     def call(self, module: GraphModule, arguments: Sequence[Scalar | Operand]) -> Scalar:
-        """Returns the result of a graph of scalars and tensors in memory.
+        """Returns the result of a graph of scalars and tensors in memory, which has one; others are None.
 
         Raises Declined if one of its operators has no rule, or none that computes each element by itself.
         """
@@ -62,8 +62,9 @@ class ScalarKernelBuilder:
                 case "get_attr":
                     values[node] = self._attribute(node)
                 case "output":
-                    (result,) = node.args if not isinstance(node.args[0], tuple | list) else node.args[0]
-                    return self.reader.load(values[result], ())
+                    results = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
+                    (result,) = [values[item] for item in results if isinstance(item, Node)]
+                    return self.reader.load(result, ())
                 case _:
                     values[node] = self._define(node, values)
         raise AssertionError("a graph ends with its output")

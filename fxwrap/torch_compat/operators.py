@@ -48,6 +48,16 @@ def is_flex_default_block(size: object) -> bool:
     return type(size) is int and size == 1 << 30
 
 
+def flex_attention_operator() -> HigherOrderOperator:
+    """Returns the higher-order operator of FlexAttention.
+
+    Why: torch.ops lacks it until its module is imported, which is slow.
+    """
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    return flex_attention
+
+
 def flex_decompositions() -> dict[OpOverload, Callable[..., torch.Tensor]]:
     """Returns the decomposition of the operator with which FlexAttention adds gradients of captured buffers.
 

@@ -15,7 +15,7 @@ from fxwrap.options import Options
 from fxwrap.torch_compat import tree_flatten, tree_unflatten
 from fxwrap.training.signature import StepSignature, signature_of
 from fxwrap.training.state import Slot, StepState, create_optimizer_state, find_state, optimizer_numbers
-from fxwrap.training.subclasses import build, count_plain, has_layout, layout_of, plain_tensors
+from fxwrap.training.subclasses import append_parts, build, count_plain, layout_of
 from fxwrap.training.trace import trace_step
 
 
@@ -84,12 +84,11 @@ class CompiledStep:
     def _parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts: list[Tensor] = []
         for tensor, layout in zip(tensors, self._layouts, strict=True):
-            if not has_layout(tensor, layout):
+            if not append_parts(tensor, layout, parts):
                 raise StepError(
                     f"a {type(tensor).__name__} has another layout, mesh or placement than when the step was compiled",
                     "Compile the step again",
                 )
-            parts += plain_tensors(tensor, layout)
         return parts
 
     def __call__(self, *inputs: object) -> Any:

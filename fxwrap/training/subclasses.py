@@ -47,22 +47,26 @@ def layout_of(tensor: Tensor) -> TensorLayout:
     return SubclassLayout(type(tensor), tuple(attributes), parts, context, tensor.size(), tensor.stride())
 
 
-def has_layout(tensor: Tensor, layout: TensorLayout) -> bool:
-    """Whether a tensor has a layout; each call of a step asks for all tensors."""
+def append_parts(tensor: Tensor, layout: TensorLayout, parts: list[Tensor]) -> bool:
+    """Appends the plain tensors of a tensor of a layout; False if it has another. Each call of a step asks for all."""
     if layout is None:
+        parts.append(tensor)
         return type(tensor) in _PLAIN or flatten_subclass(tensor) is None
-    flattened = flatten_subclass(tensor) if type(tensor) is layout.kind else None
-    if flattened is None or (tuple(flattened[0]), flattened[1]) != (layout.attributes, layout.context):
+    if type(tensor) is not layout.kind:
+        return False
+    attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    if context != layout.context or tuple(attributes) != layout.attributes:
         return False
     if tensor.size() != layout.size or tensor.stride() != layout.stride:
         return False
-    inner = [getattr(tensor, name) for name in layout.attributes]
-    return all(
-        has_layout(item, part)
-        if isinstance(item, Tensor) and not isinstance(part, Constant)
-        else Constant(item) == part
-        for item, part in zip(inner, layout.parts, strict=True)
-    )
+    for name, part in zip(layout.attributes, layout.parts, strict=True):
+        item = getattr(tensor, name)
+        if isinstance(part, Constant) or not isinstance(item, Tensor):
+            if Constant(item) != part:
+                return False
+        elif not append_parts(item, part, parts):
+            return False
+    return True
 
 
 def count_plain(layout: TensorLayout) -> int:

@@ -48,11 +48,11 @@ class Origin:
     `sources` are the nodes whose results the line computes, in order; a fused kernel has several. `handle` identifies
     the line in its program: the name of the kernel or operator, and a number ("gelu_0:3"). `results` has the node
     of each value that the line writes, else of each that it defines, and the value's position among that node's
-    results; it is empty where that is unknown, and for lines that were parsed or imported. `metadata` is that of tools other than fxwrap, for
-    lines that were imported from an FX graph: the node's name and its entries, for each node of the line. `calls`
-    are the operators that a launch computes, with operands by role, or in programs that were loaded their text, which
-    `launched_calls` parses; None for other lines, for launches that compute a part of an operator, and in programs that
-    were parsed.
+    results; it is empty where that is unknown, and for lines that were parsed or imported. `metadata` is that of
+    tools other than fxwrap, for lines that were imported from an FX graph: the node's name and its entries, for
+    each node of the line. `calls` are the operators that a launch computes, with operands by role, or in programs
+    that were loaded their text, which `launched_calls` parses; None for other lines, for launches that compute a
+    part of an operator, and in programs that were parsed.
     """
 
     sources: tuple[Source, ...] = ()

@@ -13,6 +13,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <string_view>
 
 namespace {
 
@@ -54,7 +55,9 @@ int main(int count, char** words) {
     FxwrapRunOptions options{};
     options.size = sizeof options;
     options.outputs_as_tensors = 1;
-    options.on_operator = [](void* context, const char*, int32_t begins) { *static_cast<int*>(context) += begins; };
+    options.on_line = [](void* context, const char* name, int32_t begins) {
+      if (std::string_view(name).find("::") != std::string_view::npos) *static_cast<int*>(context) += begins;
+    };
     options.context = &operators;
     if (on_own) options.has_stream = 1, options.device = stream.device, options.stream = stream.handle;
     at::Tensor first;

@@ -104,7 +104,7 @@ class Driver {
       else if (command == "int" || command == "float" || command == "bool") inputs_.push_back({command, "", "", next()});
       else if (command == "none") inputs_.push_back({command, "", "", ""});
       else if (command == "run") write_results(next());
-      else if (command == "operators") run_observed();
+      else if (command == "lines") run_observed();
       else if (command == "constant") constants_.push_back(Recipe{next(), next(), next(), next()});
       else if (command == "constant2") constants_.push_back(Recipe{next(), next(), next(), next()}), version_ = 2;
       else if (command == "old_constant") old_constants_.push_back(Recipe{next(), next(), next(), next()});
@@ -161,7 +161,7 @@ class Driver {
   void run_observed() {
     FxwrapRunOptions options{};
     options.size = sizeof options;
-    options.on_operator = [](void*, const char* name, int32_t begins) { std::printf("%s %s\n", begins ? "begin" : "end", name); };
+    options.on_line = [](void*, const char* name, int32_t begins) { std::printf("%s %s\n", begins ? "begin" : "end", name); };
     std::vector<fxwrap::Value> values;
     for (const Recipe& recipe : inputs_) values.push_back(make_value(recipe));
     model().run(std::move(values), options);

@@ -196,6 +196,10 @@ def test_the_error_of_a_kernel_is_that_of_python(tmp_path: Path, preloaded: str)
             with pytest.raises(IndexError) as error:
                 fxwrap.load(path).flat(*inputs)
             assert done.code == 3 and done.lines == (f"IndexError: {error.value}", "alive 0")
+            done = drive("open", path, *words, "lines", LD_PRELOAD=preloaded)
+            (kernel,) = fxwrap.load(path).program.kernels
+            lines = (f"begin {kernel.name}", f"end {kernel.name}", f"IndexError: {error.value}", "alive 0")
+            assert done.lines == lines
         else:
             wanted = fxwrap.load(path).flat(*inputs)[0]
             assert torch.equal(read_result(tmp_path / "out.0", wanted), wanted)

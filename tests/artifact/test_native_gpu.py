@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from fxwrap.artifact.saving import save_program
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
+from tests.artifact.cross_compile import SHAPE, function
 from tests.artifact.native_host import described, read_result
 from tests.artifact.test_native_host import STREAMS
 
@@ -89,6 +92,21 @@ def test_a_host_runs_triton_kernels_of_the_file(tmp_path: Path, dtype: torch.dty
         torch.testing.assert_close(
             read_result(tmp_path / "data" / f"out.{index}", tensor.cpu()), tensor.cpu(), rtol=0, atol=0
         )
+
+
+@pytest.mark.parametrize("architectures", (("sm_80",), ("sm_80", "sm_90", "sm_100")), ids=("ptx", "all"))
+def test_a_host_runs_a_file_that_was_compiled_without_a_gpu(tmp_path: Path, architectures: tuple[str, ...]) -> None:
+    """The file has code for other GPUs, and PTX for this one if it has no own code."""
+    command = [sys.executable, "-m", "tests.artifact.cross_compile", tmp_path / "f.fxw", *architectures]
+    subprocess.run(command, check=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    x = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
+    (tmp_path / "data").mkdir()
+    assert run_host(tmp_path / "f.fxw", tmp_path / "data", [x], 3, False)[0] == []
+    for index, wanted in enumerate(function(x)):
+        result = read_result(tmp_path / "data" / f"out.{index}", wanted.cpu())
+        torch.testing.assert_close(result, wanted.cpu(), rtol=2e-2, atol=2e-2)
+    loaded = fxwrap.load(tmp_path / "f.fxw")
+    torch.testing.assert_close(loaded.flat(x), function(x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))

@@ -166,7 +166,7 @@ def test_a_function_that_cannot_be_captured_runs(saved: Path, tmp_path: Path) ->
 def test_a_device_without_capture_runs_the_functions(saved: Path, tmp_path: Path) -> None:
     x, state = torch.arange(16.0).reshape(4, 4), torch.ones(4)
     words = tensor_commands(tmp_path, [x, state])
-    done = drive("open", saved, *words, "operators")
+    done = drive("open", saved, *words, "lines")
     assert done.code == 0 and "begin aten::mm" in done.lines, (done.lines, done.errors)
     done = drive("open", saved, *words, "run", tmp_path / "out")
     wanted = expected(4, 1.0)[:16].reshape(4, 4)

@@ -17,6 +17,7 @@ import fxwrap
 from fxwrap.artifact.archive import ArchiveWriter
 from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError, OptionError
+from fxwrap.lines import ExternCall, Launch
 from fxwrap.runtime.native import build_runtime
 from tests.artifact.native_host import described, drive, driver, read_result, tensor_commands
 from tests.artifact.programs import batch, exported
@@ -122,10 +123,34 @@ def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
     )
 
 
-def test_operators_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> None:
-    done = drive("open", affine, *tensor_commands(tmp_path, [batch()]), "operators")
-    assert done.code == 0 and "begin aten::mm" in done.lines
-    assert [line.split()[0] for line in done.lines] == ["begin", "end"] * (len(done.lines) // 2)
+def test_lines_are_reported_to_a_callback(affine: Path, tmp_path: Path) -> None:
+    """Operators and kernels, in the order of the program."""
+    done = drive("open", affine, *tensor_commands(tmp_path, [batch()]), "lines")
+    names = [line.target if isinstance(line, ExternCall) else line.kernel
+             for line in fxwrap.load(affine).program.body.lines if isinstance(line, ExternCall | Launch)]  # fmt: skip
+    assert [name.startswith("aten.mm") for name in names] == [True, False, True], names
+    names = [f"aten::{name.split('.')[1]}" if "." in name else name for name in names]
+    assert done.code == 0 and done.lines == tuple([f"{word} {name}" for name in names for word in ("begin", "end")])
+
+
+def test_a_kernel_without_code_for_the_device(tmp_path: Path) -> None:
+    """A Triton kernel that has code for GPUs alone, and tensors of the CPU."""
+    options = fxwrap.Options(emitter="cpp", cpu_kernels="triton")
+    program = torch.export.export(Doubled(), (torch.ones(3),))
+    compiled = fxwrap.compile_graph(program, options=options)
+    compiled.save(tmp_path / "triton.fxw", target="native", architectures=("sm_80", "sm_90"))
+    words = tensor_commands(tmp_path, [torch.ones(3)])
+    done = drive("open", tmp_path / "triton.fxw", *words, "run", tmp_path / "out")
+    (kernel,) = compiled.program.kernels
+    assert done.code == 3 and done.lines[0].startswith(
+        f"RuntimeError: kernel '{kernel.name}' has no compiled form for these arguments on this device (it has code "
+        "for sm_80, sm_90), and only Python compiles another: save the file with the GPU's architecture"
+    ), done.lines
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
 
 
 STREAMS = """

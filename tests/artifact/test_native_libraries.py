@@ -167,9 +167,9 @@ def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
         text = source.read_text()
         if source.name == "bridge.h":
             call = "  void (*call)(Frame& f, CallSite& site);\n"
-            assert call in text and "abi_version = 6" in text
+            assert call in text and "abi_version = 7" in text
             text = text.replace(call, f"  void (*added)(Frame& f);\n{call}").replace(
-                "abi_version = 6", "abi_version = 7"
+                "abi_version = 7", "abi_version = 8"
             )
         (other / name).write_text(text)
     sources = [other / path.relative_to(Path(fxwrap.__file__).parent) for path in runtime_sources()]

@@ -218,9 +218,12 @@ def test_settings_of_torch_are_part_of_the_key() -> None:
 @contextmanager
 def _clear_memoised() -> Iterator[None]:
     """Clears the memoised environment of the process, before and after the scope."""
-    key_module.process_environment.cache_clear()
+    memoised = key_module.process_environment, environment.code_identity
+    for function in memoised:
+        function.cache_clear()
     yield
-    key_module.process_environment.cache_clear()
+    for function in memoised:
+        function.cache_clear()
 
 
 @pytest.mark.parametrize("package", ["fxwrap", "torch", "triton"])
@@ -237,11 +240,11 @@ def test_an_edit_of_fxwrap_changes_the_key(tmp_path: Path) -> None:
     package.mkdir()
     edited = package / "lowering.py"
     edited.write_text("a = 1\n")
-    before = key_module.sources_hash(package)
+    before = environment.sources_hash(package)
     stamp = edited.stat().st_mtime_ns
     edited.write_text("a = 2\n")
     os.utime(edited, ns=(stamp, stamp))
-    assert key_module.sources_hash(package) != before
+    assert environment.sources_hash(package) != before
 
 
 def test_symbol_information_is_part_of_the_key() -> None:

@@ -405,9 +405,9 @@ def whole_step_without_sync(compile_: Compile) -> list[Tensor]:
         optimizer.zero_grad()
         return first.detach() + second.detach()
 
-    x = rank_inputs(4)
-    run = step if compile_ is identity else fxwrap.compile_step(step, (x,))
-    return [*[run(x) for _ in range(2)], *map(local, model.parameters()), *map(local, model.buffers())]
+    run = step if compile_ is identity else fxwrap.compile_step(step, (rank_inputs(4),), dynamic=True)
+    losses = [run(rank_inputs(batch)) for batch in BATCHES]
+    return [*losses, *map(local, model.parameters()), *map(local, model.buffers())]
 
 
 def _fsdp_of_tensor_parallel() -> nn.Module:

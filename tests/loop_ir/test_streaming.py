@@ -18,7 +18,7 @@ from fxwrap.loop_ir import (
     find_streaming_reduction,
     parse_kernel,
 )
-from tests.support.attention_kernel import attention_kernel
+from tests.support.attention_kernel import attention_kernel, gradient_kernel
 
 SUMS = """kernel(in0: f32[24]) -> (out0: f32[2]) for [p0: 2] reduce [r0: 3, r1: 4] {
   %0 = f32 load in0[12*p0 + 4*r0 + r1]
@@ -65,8 +65,8 @@ def test_attention_is_a_streaming_reduction() -> None:
     assert str(parse_kernel(str(kernel))) == str(kernel)
     parts = find_streaming_reduction(kernel)
     assert parts is not None
-    names = parts.row.name, parts.column and parts.column.name, [axis.name for axis in parts.axes]
-    assert names == ("p1", "p2", ["r1"])
+    names = parts.row.name, [axis.name for axis in parts.columns], [axis.name for axis in parts.axes]
+    assert names == ("p1", ["p2"], ["r1"])
     assert len(parts.sums) == len(parts.weighted_sums) == 1
     buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
     evaluate_kernel(kernel, buffers)
@@ -76,6 +76,28 @@ def test_attention_is_a_streaming_reduction() -> None:
     scores = scores.masked_fill(row < column - 2, -torch.inf)
     torch.testing.assert_close(buffers["out"].view(2, 20, 3), scores.softmax(-1) @ value)
     torch.testing.assert_close(buffers["logsumexp"].view(2, 20), scores.logsumexp(-1))
+
+
+def test_gradients_of_attention_are_a_streaming_reduction() -> None:
+    """Two products, no maximum, two weights, sums along different columns, and two streamed axes."""
+    kernel = gradient_kernel()
+    assert str(parse_kernel(str(kernel))) == str(kernel)
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None
+    names = parts.row.name, [axis.name for axis in parts.columns], [axis.name for axis in parts.axes]
+    assert names == ("p1", ["p2", "p3"], ["r2", "r3"])
+    assert parts.softmax is None
+    assert [len(item) for item in (parts.products, parts.weights, parts.sums, parts.weighted_sums)] == [2, 2, 1, 2]
+    buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
+    query, grad_out = buffers["query"].view(2, 2, 35, 5), buffers["grad_out"].view(2, 2, 35, 3)
+    key, value = buffers["key"].view(2, 1, 20, 5), buffers["value"].view(2, 1, 20, 3)
+    weights = (query @ key.mT * 0.25 - buffers["logsumexp"].view(2, 2, 35, 1)).exp()
+    weights = weights * (torch.arange(35)[:, None] >= torch.arange(20) - 2)
+    evaluate_kernel(kernel, buffers)
+    grad_scores = weights * (grad_out @ value.mT - buffers["terms"].view(2, 2, 35, 1))
+    torch.testing.assert_close(buffers["grad_key"].view(2, 20, 5), (grad_scores.mT @ query).sum(1))
+    torch.testing.assert_close(buffers["grad_value"].view(2, 20, 3), (weights.mT @ grad_out).sum(1))
+    torch.testing.assert_close(buffers["total"].view(2, 20), weights.sum((1, 2)))
 
 
 @pytest.mark.parametrize(

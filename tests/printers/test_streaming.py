@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import KernelError, evaluate_kernel, parse_kernel
+from fxwrap.loop_ir import Kernel, KernelError, evaluate_kernel, parse_kernel
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
@@ -13,7 +13,7 @@ from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
-from tests.support.attention_kernel import attention_kernel
+from tests.support.attention_kernel import attention_kernel, gradient_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -23,6 +23,12 @@ def test_cpp(dtype: torch.dtype) -> None:
     assert source.count("contract<64, ") == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_in_cpp(dtype: torch.dtype) -> None:
+    source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials
+    assert source.count("contract<64, ") == 4
+
+
 def test_tiles_that_no_stack_holds_are_declined() -> None:
     with pytest.raises(KernelError, match="too many for a stack"):
         print_cpp_kernel(attention_kernel(rows=64, keys=64, width=512, columns=1024))
@@ -30,9 +36,19 @@ def test_tiles_that_no_stack_holds_are_declined() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_triton(dtype: torch.dtype) -> None:
-    kernel = attention_kernel(rows=35, keys=40, dtype=dtype)
+    assert _check_triton(attention_kernel(rows=35, keys=40, dtype=dtype)).count("tl.dot(") == 2
+
+
+def test_gradients_in_triton() -> None:
+    """Queries and gradients of outputs are factors of two products each, and loaded once."""
+    source = _check_triton(gradient_kernel(queries=40, keys=35))
+    assert source.count("tl.dot(") == 4
+    assert source.count("tl.load(grad_out_ptr") == source.count("tl.load(query_ptr") == 1
+
+
+def _check_triton(kernel: Kernel) -> str:
+    """Compares a kernel in Triton's interpreter with the evaluator; returns its text."""
     printed: PrintedKernel = print_streaming_triton(kernel, StreamingConfiguration(16, 32))
-    assert printed.source.count("tl.dot(") == 2
     generator = torch.Generator().manual_seed(0)
     buffers = [*kernel.inputs, *kernel.outputs]
     results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}
@@ -41,12 +57,20 @@ def test_triton(dtype: torch.dtype) -> None:
     launch = load_kernel("triton", printed.source, printed.signature, printed.options)
     launch(tuple(map(int, printed.grid)), *results.values())
     for item in kernel.outputs:
-        tolerance = 4e-3 if dtype is torch.float16 else 1e-5
+        tolerance = 4e-3 if item.dtype is torch.float16 else 1e-5
         torch.testing.assert_close(results[item.name], expected[item.name], rtol=tolerance, atol=tolerance)
+    return printed.source
 
 
-def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead() -> None:
-    kernel = attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16),
+        gradient_kernel(queries=256, keys=256, width=64, columns=64, dtype=torch.bfloat16),
+    ],
+    ids=["forward", "gradients"],
+)
+def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kernel) -> None:
     ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, num_stages=2))).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx

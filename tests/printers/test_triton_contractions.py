@@ -57,3 +57,28 @@ def test_every_configuration_is_correct(rows: int) -> None:
 
 def test_sums_in_float64_have_no_dot() -> None:
     assert not any(item.dot for item in configurations(matmul(8, 24, 40, "f64")))
+
+
+def _one_row(reduced: int, dtype: str, sums: int) -> Kernel:
+    """The products of one row with matrices, added."""
+    matrices = ", ".join([f"b{number}: {dtype}[4096*{reduced}]" for number in range(sums)])
+    lines = [f"%0 = {dtype} load a[k]", "%1 = f32 cast %0"]
+    for number in range(sums):
+        at = len(lines)
+        lines += [f"%{at} = {dtype} load b{number}[{reduced}*j + k]", f"%{at + 1} = f32 cast %{at}"]
+        lines += [f"%{at + 2} = f32 mul %1 %{at + 1}", f"%{at + 3} = f32 reduce sum %{at + 2}"]
+    if sums == 2:
+        lines.append("%10 = f32 add %5 %9")
+    lines += [f"%{len(lines)} = {dtype} cast %{len(lines) - 1}", f"store out[j] %{len(lines)}"]
+    body = "".join([f"  {line}\n" for line in lines])
+    signature = f"kernel(a: {dtype}[{reduced}], {matrices}) -> (out: {dtype}[4096])"
+    return parse_kernel(f"{signature} for [j: 4096] reduce [k: {reduced}] {{\n{body}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("reduced", "dtype", "sums", "columns"),
+    [(14336, "bf16", 1, 4), (4096, "bf16", 2, 2), (14336, "f32", 1, 1), (4096, "f32", 2, 1), (4096, "bf16", 1, 1)],
+)
+def test_one_row_of_half_precision_reads_several_columns(reduced: int, dtype: str, sums: int, columns: int) -> None:
+    """Where rows are long, or have two sums."""
+    assert configurations(_one_row(reduced, dtype, sums))[0].y_block == columns

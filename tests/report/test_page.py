@@ -122,7 +122,7 @@ def test_lines_nodes_sources_and_emitted_code_are_linked() -> None:
     name = kernel["name"]
     assert origins_of(data, f"kernel.launch @{name}(", data["rows"]) == {launch}
     assert origins_of(data, f"kernel_{name}(", data["emitted"]["python"]) == {launch}
-    assert origins_of(data, f"{name}(data_ptr", data["emitted"]["cpp"]) == {launch}
+    assert origins_of(data, f"KERNEL(f, {name}, ", data["emitted"]["cpp"]) == {launch}
     assert launch in {row[1] for row in data["emitted"]["fx"]}
     assert any(len(row) == 3 and launch in row[2] for row in data["emitted"]["python"])  # the text of the kernel
 

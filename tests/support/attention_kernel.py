@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index, linearize_index
+from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, Scalar, as_index, linearize_index
 
 F32 = torch.float32
 
@@ -38,3 +38,43 @@ def attention_kernel(
     ]  # fmt: skip
     outputs = [Buffer("out", dtype, heads * rows * columns), Buffer("logsumexp", computes, heads * rows)]
     return body.finish([head, row, column], [inner, key], inputs, outputs)
+
+
+def gradient_kernel(
+    groups: int = 2, queries: int = 35, keys: int = 20, width: int = 5, columns: int = 3, dtype: torch.dtype = F32
+) -> Kernel:
+    """Returns the gradients of the keys and values of causal attention, whose rows are keys.
+
+    It streams the query heads of a group and their queries; the log-sum-exp and the terms of each query are inputs.
+    """
+    body = KernelBuilder()
+    head, row, column, value_column = Axis("p0", 2), Axis("p1", keys), Axis("p2", width), Axis("p3", columns)
+    inner, value_inner, group, query = Axis("r0", width), Axis("r1", columns), Axis("r2", groups), Axis("r3", queries)
+    computes = torch.float64 if dtype is torch.float64 else F32
+    sizes = {"query": (2, groups, queries, width), "key": (2, keys, width), "value": (2, keys, columns),
+             "grad_out": (2, groups, queries, columns), "logsumexp": (2, groups, queries),
+             "terms": (2, groups, queries)}  # fmt: skip
+
+    def load(name: str, *axes: Axis) -> Scalar:
+        stored = computes if name in ("logsumexp", "terms") else dtype
+        return body.load(name, linearize_index(axes, sizes[name]), stored).to(computes)
+
+    (score,) = body.reduce("sum", load("key", head, row, inner) * load("query", head, group, query, inner), [inner])
+    mask = body.index(query) >= body.index(row) - 2
+    weights = mask.where((score * 0.25 - load("logsumexp", head, group, query)).exp(), 0.0)
+    grad_out = load("grad_out", head, group, query, value_inner)
+    (grad_weights,) = body.reduce("sum", load("value", head, row, value_inner) * grad_out, [value_inner])
+    grad_scores = weights * (grad_weights - load("terms", head, group, query))
+    (grad_key,) = body.reduce("sum", grad_scores * load("query", head, group, query, column), [group, query])
+    (grad_value,) = body.reduce("sum", weights * load("grad_out", head, group, query, value_column), [group, query])
+    (total,) = body.reduce("sum", weights, [group, query])
+    body.store("grad_key", linearize_index((head, row, column), sizes["key"]), grad_key.to(dtype))
+    body.store("grad_value", linearize_index((head, row, value_column), sizes["value"]), grad_value.to(dtype))
+    body.store("total", linearize_index((head, row), (2, keys)), total)
+    inputs = [
+        Buffer(name, computes if name in ("logsumexp", "terms") else dtype, math.prod(size))
+        for name, size in sizes.items()
+    ]
+    outputs = [Buffer("grad_key", dtype, 2 * keys * width), Buffer("grad_value", dtype, 2 * keys * columns),
+               Buffer("total", computes, 2 * keys)]  # fmt: skip
+    return body.finish([head, row, column, value_column], [inner, value_inner, group, query], inputs, outputs)

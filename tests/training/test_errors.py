@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import fxwrap
 from fxwrap.errors import InputError, StepError
 from fxwrap.options import Options
+from tests.support.jobs import fake_job
 
 OPTIONS = Options(emitter="python")
 X = torch.ones(4, 8)
@@ -127,6 +130,30 @@ def test_inputs() -> None:
         compiled({"x": X})
     with pytest.raises(InputError, match="input_0"):
         compiled(torch.ones(3, 8))
+
+
+def test_distributed_state_with_another_layout() -> None:
+    """Each call reads the state where it is: another tensor of the same layout is fine, no other one is."""
+    with fake_job(2):
+        mesh = init_device_mesh("cpu", (2,))
+        layer = nn.Module()
+
+        def set_weight(placement: Placement, factor: float = 1.0) -> None:
+            layer.weight = nn.Parameter(distribute_tensor(torch.ones(4, 8) * factor, mesh, [placement]))
+
+        def step(x: Tensor) -> Tensor:
+            return (layer.weight.detach().to_local() * x).sum()  # type: ignore[operator, union-attr]
+
+        set_weight(Shard(0))
+        compiled = fxwrap.compile_step(step, (X[:2],), options=OPTIONS)
+        set_weight(Shard(0), 3.0)
+        assert torch.equal(compiled(X[:2]), step(X[:2]))
+        set_weight(Replicate())
+        with pytest.raises(StepError, match="a DTensor has another layout, mesh or placement"):
+            compiled(X[:2])
+        layer.weight = nn.Parameter(torch.ones(2, 8))
+        with pytest.raises(StepError, match="a Parameter has another layout, mesh or placement"):
+            compiled(X[:2])
 
 
 def test_a_failed_compile_changes_nothing() -> None:

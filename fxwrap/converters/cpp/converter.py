@@ -129,7 +129,8 @@ class CppConverter(LoopConverter):
         self.kernels[symbol] = kernel
         function = self.unit.kernel(kernel.name, symbol, emit_cpp_declaration(symbol, kernel.signature))
         pointers = [f"data_ptr(f, {self.writer.name_of(value)})" for value in tensors]
-        self.writer.emit(f"{function}({', '.join([*pointers, *map(self.writer.number, scalars)])});")
+        arguments = ", ".join([*pointers, *map(self.writer.number, scalars)])
+        self.writer.emit(f"KERNEL(f, {function}, ({arguments}));")
 
     def _launch_triton(
         self,

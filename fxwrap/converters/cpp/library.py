@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+import torch
+
 from fxwrap.converters.cpp.replay import ReplayingProgram, function_as_program, graphed_functions
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.devices import KernelLanguage, language_traits
@@ -73,16 +75,16 @@ class EmittedCpp(EmittedProgram):
         """Returns the program and those of its captured functions, which have a library each."""
         return (self, *[unit for function in self.functions for unit in function.emitted.units()])
 
-    def libraries(self) -> Mapping[str, Path]:
+    def libraries(self, relink: bool = False) -> Mapping[str, Path]:
         """Compiles and returns the libraries of the program and its functions, by the key of the source.
 
-        Raises NativeBuildError for a compilation error.
+        `relink` compiles even where a loaded file has the library. Raises NativeBuildError for a compilation error.
         """
-        return {native.source_key(unit.source): unit.library() for unit in self.units()}
+        return {native.source_key(unit.source): unit.library(relink) for unit in self.units()}
 
-    def library(self) -> Path:
-        """Compiles and returns the library of the program. Raises NativeBuildError for a compilation error."""
-        path = native.find_prebuilt_program(self.source)
+    def library(self, relink: bool = False) -> Path:
+        """Compiles and returns the library of the program, as `libraries` does."""
+        path = None if relink else native.find_prebuilt_program(self.source)
         if path is not None:
             return path
         return native.compile_cpp(self.source, name=self._program.name, extra_sources=self.kernel_units())
@@ -99,6 +101,21 @@ class EmittedCpp(EmittedProgram):
             return native.load_program(library, constants)
         functions = graphed_functions(program, self._replayed_calls, [item.emitted for item in self.functions])
         return ReplayingProgram(native.load_program(library, [*constants, functions.handle]), functions)
+
+
+def load_cpp(source: str, constants: Sequence[torch.Tensor]) -> EmittedProgram:
+    """Returns the program of an emitted translation unit without captured functions, whose library is registered.
+
+    `constants` are in the program's order.
+    """
+
+    @cache
+    def load() -> native.NativeProgram:
+        library = native.find_prebuilt_program(source)
+        assert library is not None
+        return native.load_program(library, constants)
+
+    return EmittedProgram(source, lambda: load().boxed, load)
 
 
 def linked_units(kernels: Sequence[KernelText]) -> list[native.NativeSource]:

@@ -29,13 +29,13 @@ reinterpret_cast requires return short signed sizeof static static_assert static
 thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
 _BRIDGE_NAMES = """
-Arg Args BoolSymbol DType Device FloatSymbol Frame Functions Grid Input Inputs IntSymbol Ints Kernel Layout
-ListSlot MemoryFormat Number Numbers Observer Operator Program CallSite Slot Slots Variant Variants abi_version alias
-call check_alignment check_layout check_rank complex copy count data_ptr defined drop element element_bool element_float
-element_int empty_strided enter_device enter_range enter_stream exchange_random_state exit_device exit_range
-fail_assert fxwrap fxwrap_program item_bool item_float item_int launch list bump_version move named
-none opaque owned pool_slice replay restore_random_state reuse same_input save_random_state size size_t std
-storage_offset stride view
+Arg Args BoolSymbol CALL DType Device FloatSymbol Frame Functions Grid Input Inputs IntSymbol Ints KERNEL Kernel
+Layout ListSlot MemoryFormat Number Numbers Observer Operator Program CallSite Slot Slots Variant Variants abi_version
+alias begin_kernel call check_alignment check_layout check_rank complex copy count data_ptr defined drop element
+element_bool element_float element_int empty_strided end_kernel enter_device enter_range enter_stream
+exchange_random_state exit_device exit_range fail_assert fxwrap fxwrap_program item_bool item_float item_int launch
+list bump_version move named none opaque owned pool_slice replay restore_random_state reuse same_input
+save_random_state size size_t std storage_offset stride view
 """
 _PROGRAM_NAMES = """
 arguments_ constants errno f inputs int16_t int32_t int64_t int8_t kernel outputs program results_ run site stderr stdin
@@ -245,7 +245,11 @@ class CppUnit:
         if is_new:
             self.needs_torch = True
             language, source, *rest = texts
-            fields = [*map(string_text, (symbol, language)), self.kernel_source(name, source), *map(string_text, rest)]
+            fields = [
+                *map(string_text, (name, symbol, language)),
+                self.kernel_source(name, source),
+                *map(string_text, rest),
+            ]
             declaration = f'extern "C" const Variants {variants} __attribute__((weak));'
             record = f"static Kernel {identifier}{{{', '.join([*fields, f'&{variants}'])}}};"
             self.tables.append(f"{declaration}\n{record}")

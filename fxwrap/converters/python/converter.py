@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from fxwrap.converters.python.text import INDENT, PythonModule, call_text, liter
 from fxwrap.converters.view_chains import single_view_operator
 from fxwrap.converters.views import arguments_written_by_kernels, detached_results, untracked_views
 from fxwrap.devices import language_traits
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
 from fxwrap.runtime.kernels import prepare_kernels
 from fxwrap.runtime.modules import load_module
@@ -432,7 +433,33 @@ class PythonConverter(Converter):
         self.assign(line.result, f"{wait}({self.text(line.pending)})", line.pending)
 
 
-def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedProgram:
+@dataclass(frozen=True)
+class PythonModuleText:
+    """An emitted module.
+
+    Fields: `name` is the program's, `function` that of its boxed entry; `checks_inputs` is whether the program checks
+    its inputs, `has_complex_inputs` whether one is complex.
+    """
+
+    source: str
+    name: str
+    function: str
+    checks_inputs: bool
+    has_complex_inputs: bool
+
+
+class EmittedPython(EmittedProgram):
+    """A program as a Python module."""
+
+    def __init__(
+        self, text: PythonModuleText, kernels: tuple[KernelText, ...], constants: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`kernels` are all that the module launches, `constants` the program's by name."""
+        super().__init__(text.source, lambda: _build(text, kernels, constants))
+        self.text = text
+
+
+def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedPython:
     """Returns the program as a Python module, which is written to the cache folder at the first call.
 
     `handlers` emit extension lines; the default are the handlers of the registered devices. Raises UnsupportedError for
@@ -453,7 +480,9 @@ def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedP
     function = "\n    ".join([f"def {module.local(program.name)}(arguments):", *statements])
     names = [module.local(value.name) for value in constants]
     source = module.text(_title(program), _constants_text(names, constants) + function)
-    return EmittedProgram(source, lambda: _build(source, program, module.local(program.name)))
+    checks, has_complex = checks_inputs(program), has_complex_inputs(program)
+    text = PythonModuleText(source, program.name, module.local(program.name), checks, has_complex)
+    return EmittedPython(text, kernel_texts(program), program.store.tensors)
 
 
 def _title(program: ir.Program) -> str:
@@ -468,12 +497,14 @@ def _constants_text(names: list[str], constants: list[ir.Value]) -> str:
     return f"def load_constants(constants):\n    global {', '.join(names)}\n{''.join(assignments)}\n\n"
 
 
-def _build(source: str, program: ir.Program, function: str) -> BoxedCallable:
-    prepare_kernels(kernel_texts(program))
-    module = load_module(source, program.name)
-    if program.constants:
-        module.load_constants(program.store.tensors)
-    built: BoxedCallable = getattr(module, function)
-    if checks_inputs(program):
-        built = with_plain_inputs(built, has_complex=has_complex_inputs(program))
+def _build(
+    text: PythonModuleText, kernels: tuple[KernelText, ...], constants: Mapping[str, torch.Tensor]
+) -> BoxedCallable:
+    prepare_kernels(kernels)
+    module = load_module(text.source, text.name)
+    if constants:
+        module.load_constants(constants)
+    built: BoxedCallable = getattr(module, text.function)
+    if text.checks_inputs:
+        built = with_plain_inputs(built, has_complex=text.has_complex_inputs)
     return bind_graph_lifetime(built, [item for item in vars(module).values() if isinstance(item, GraphManager)])

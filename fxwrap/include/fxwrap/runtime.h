@@ -117,8 +117,10 @@ FXWRAP_FUNCTION const char* fxwrap_metadata(const FxwrapModel* model);
 
 /* --- calls --------------------------------------------------------------------------------------------------------- */
 
-/* Called before (`begins` is 1) and after (0) each operator call of a run, on its thread. */
-typedef void (*FxwrapOperatorCallback)(void* context, const char* operator_name, int32_t begins);
+/* Called before (`begins` is 1) and after (0) each line of a run that computes, on its thread, also if it fails. The name is
+ * an operator's ("aten::mm"), a kernel's in the program ("add_gelu_0"), or that of a function that is replayed as a device
+ * graph, whose lines are only reported in runs that capture it. On a GPU, the end of a line is that of its launch. */
+typedef void (*FxwrapLineCallback)(void* context, const char* name, int32_t begins);
 
 /* Zero is every default. `size` is sizeof(FxwrapRunOptions). */
 typedef struct FxwrapRunOptions {
@@ -127,7 +129,7 @@ typedef struct FxwrapRunOptions {
   int32_t has_stream;         /* work is queued on `stream` of `device` instead of its current stream */
   const char* device;         /* "cuda:0" */
   void* stream;               /* a cudaStream_t */
-  FxwrapOperatorCallback on_operator;
+  FxwrapLineCallback on_line;
   void* context;
 } FxwrapRunOptions;
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -14,7 +15,8 @@ from fxwrap.errors import FxwrapError
 from fxwrap.fx_passes.effects import EMPTY_OPERATORS, FUNCTIONALIZED, USER_KERNELS, mutated_operands, operator_label
 from fxwrap.lines import CallFunction, Cond, ExternCall, Launch, Map, ScanLoop, View, While
 from fxwrap.lowering.attention import emit_attention
-from fxwrap.lowering.builder import Builder, FakeValue, node_error
+from fxwrap.lowering.attention_gradients import emit_attention_gradients
+from fxwrap.lowering.builder import Builder, FakeValue, LoweringRequest, node_error
 from fxwrap.lowering.calls.copies import writable_operand
 from fxwrap.lowering.calls.nodes import literal, literals
 from fxwrap.lowering.control.blocks import (
@@ -346,16 +348,19 @@ def _view_of_operand(
     return value
 
 
-def _flex_attention(blocks: BlockLowering, node: Node) -> None:
-    """Lowers FlexAttention to one kernel. Raises KernelDeclined where that is impossible."""
+def _flex_attention(
+    emit: Callable[[Builder, LoweringRequest, Node], None], blocks: BlockLowering, node: Node
+) -> None:
+    """Lowers FlexAttention or its gradients to kernels. Raises KernelDeclined where that is impossible."""
     try:
-        emit_attention(blocks.builder, blocks.request, node)
+        emit(blocks.builder, blocks.request, node)
     except (Declined, FxwrapError) as error:
         raise KernelDeclined(frozenset({blocks.builder.qualified(node)}), str(error), expected=True) from error
 
 
 _RULES: Mapping[str, Callable[[BlockLowering, Node], None]] = {
-    "flex_attention": _flex_attention,
+    "flex_attention": partial(_flex_attention, emit_attention),
+    "flex_attention_backward": partial(_flex_attention, emit_attention_gradients),
     "cond": _cond,
     "while_loop": _while_loop,
     "while_loop_stack_output": lambda blocks, node: _while_loop(blocks, node, stacked=True),

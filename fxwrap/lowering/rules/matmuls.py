@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxwrap.loop_ir import Scalar
+import torch
+
+from fxwrap.loop_ir import Index, IndexLike, Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, broadcast_indices, reduction
 from fxwrap.lowering.graph_definitions import library_call_reason
+from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
     MATMUL_RULES,
     Declined,
@@ -107,6 +110,68 @@ def _addmm(
     alpha: NumberOrSymbol,
 ) -> LoweringResult:  # fmt: skip
     return _with_addend(call, addend, _matrix_product(call, left, right), beta, alpha)
+
+
+def _group_of_row(reader: ElementReader, offsets: Definition, row: IndexLike, count: int) -> Index:
+    """Returns the number of groups that end at or before a row, by binary search; the last group for rows beyond."""
+    group, position = reader.body.constant(0, torch.int64), reader.body.index(row)
+    step = 1 << (count.bit_length() - 1)
+    while step:
+        following = group + step
+        probe = unchecked_indirect_index(reader, following.minimum(count) - 1, count)
+        ends = reader.load(offsets, (probe,)).to(torch.int64) <= position
+        group = (ends & (following <= count)).where(following, group)
+        step //= 2
+    return unchecked_indirect_index(reader, group.minimum(count - 1), count)
+
+
+@lowering_rule("aten._grouped_mm.default", rules=MATMUL_RULES)
+def _grouped_mm(
+    call: OperatorCall,
+    left: Definition,
+    right: Definition,
+    offsets: Definition | None,
+    bias: Definition | None,
+    out_dtype: torch.dtype | None,
+) -> LoweringResult:
+    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end have any value.
+
+    The number of rows of a matrix is not known, and no device is known where a kernel is faster than the library.
+    """
+    if call.matmul_kernels != "generated":
+        raise Declined(library_call_reason(call.name) or "a library call")
+    if bias is not None or not left.dtype.is_floating_point:
+        raise Declined("kernels of grouped matmuls have floating-point operands and no bias")
+    if offsets is None:
+        return _matrix_product(call, left, right)
+    (count, *_), (rows, *_) = right.sizes, left.sizes
+    if len(left.sizes) != 2 or len(right.sizes) != 3 or not isinstance(count, int) or not count:
+        raise Declined("kernels of grouped matmuls have groups of rows, and a constant number of matrices")
+    _check(call, left, right, rows)
+
+    def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
+        group = _group_of_row(reader, offsets, at[0], count)
+        return reader.load(left, (at[0], *reduced)) * reader.load(right, (group, *reduced, at[1]))
+
+    sizes, dtype = (rows, right.sizes[2]), left.compute_dtype
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, element, (call.dtype,))
+    return total
+
+
+@lowering_rule("aten._weight_int8pack_mm.default", rules=MATMUL_RULES)
+def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition, scales: Definition) -> LoweringResult:
+    """Rows times int8 columns, each with a scale, which multiplies the sum."""
+    if weight.dtype is not torch.int8 or not left.dtype.is_floating_point or scales.dtype is not left.dtype:
+        raise Declined("its operands are of other dtypes than int8 and one floating-point dtype")
+    _check(call, left, left, left.sizes[0])
+
+    def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
+        column = reader.load(weight, (at[1], *reduced)).to(left.compute_dtype)
+        return reader.load(left, (at[0], *reduced)) * column
+
+    sizes = (left.sizes[0], weight.sizes[0])
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, left.compute_dtype, element, (call.dtype,))
+    return call.define(lambda reader, at: reader.load(total, at) * reader.load(scales, at[1:]))
 
 
 def _matrix_vector_product(call: OperatorCall, matrix: Definition, vector: Definition) -> Reduced:

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from fxwrap.errors import GraphError
-from fxwrap.lines import Assert, Let, SizeOf
+from fxwrap.lines import GUARD_MESSAGE, Assert, Let, SizeOf
 from fxwrap.lowering.builder import Builder, FakeValue
 from fxwrap.lowering.symbols.table import SymbolicNumber
 from fxwrap.symbolic import (
@@ -259,8 +259,7 @@ class InputBinder:
             if isinstance(condition, int) or condition is sympy.true:
                 continue
             if {symbol.name for symbol in condition.free_symbols} <= bound:
-                message = f"the graph holds for inputs with {print_expr(condition)}"
-                checks.append(Assert(condition, message, "InputError"))
+                checks.append(Assert(condition, f"{GUARD_MESSAGE}{print_expr(condition)}", "InputError"))
         return checks
 
     def _check_range(self, info: SymbolInfo, subject: str) -> None:

@@ -11,6 +11,7 @@ from fxwrap.loop_ir import (
     ContractionForm,
     Index,
     IndexLike,
+    IndirectIndex,
     Kernel,
     Load,
     ProductSum,
@@ -194,6 +195,7 @@ class ContractionPrinter(LoopPrinter):
             not isinstance(load, Load)
             or load.mask is not None
             or load.index.stride(self.tiles.vector_axis) != as_index(1)
+            or any(isinstance(atom, IndirectIndex) for atom in load.index.atoms())
         ):
             return None
         if self.tiles.row_axis is not None and load.index.stride(self.tiles.row_axis) is None:

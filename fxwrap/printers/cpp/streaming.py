@@ -8,9 +8,20 @@ that stay in the nearest caches.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
-from fxwrap.loop_ir import Axis, Compute, Contraction, KernelError, Store, StreamingReduction, assume
+from fxwrap.loop_ir import (
+    ZERO,
+    Axis,
+    Compute,
+    Contraction,
+    KernelError,
+    Load,
+    Store,
+    StreamingReduction,
+    as_index,
+    assume,
+)
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
@@ -39,15 +50,16 @@ class StreamingPrinter(LoopPrinter):
         super().__init__(plan, writer, origin_comments)
         self.parts = parts
         self.inner = parts.axes[-1]
-        self.outer = [axis for axis in self.kernel.axes if axis not in (parts.row, parts.column)]
-        self.columns = () if parts.column is None else (parts.column,)
-        self.depth = _element_count(parts.product.axes)
-        self.width = _round_up(_element_count(self.columns))
+        self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
         self.lanes = _round_up(_at_most(_MAX_LANES, parts.row.size), 16)
         self.keys = _at_most(_MAX_KEYS, self.inner.size)
-        self.type = CPP_TYPES[self.statements.dtype(parts.maximum)]
-        elements = self.lanes * (self.depth + self.keys) + self.keys * self.depth
-        elements += (self.lanes + self.keys) * self.width * len(parts.weighted_sums)
+        self.type = CPP_TYPES[self.statements.dtype(parts.results[0])]
+        depths = [_element_count(item.axes) for item in parts.products]
+        widths = [self._width(item) for item in parts.weighted_sums]
+        elements = self.lanes * self.keys * (len(depths) + len(parts.weights) - (parts.softmax is not None))
+        elements += (self.lanes + self.keys) * (sum(depths) + sum(widths))
+        self.matrices = self._matrix_loads()
+        elements += self.lanes * self.keys * len(self.matrices)
         if elements > _MAX_TILE_ELEMENTS:
             raise KernelError(f"the tiles of its streaming reduction have {elements} elements, too many for a stack")
         self.asserts = self._assert_scopes()
@@ -62,11 +74,19 @@ class StreamingPrinter(LoopPrinter):
             self._hoist([store.value for store in self.kernel.stores], self.outer, known)
             self.write_device_asserts(self.asserts["tile"], known)
             self._print_row_tile(known)
-            with self.writer.nest(self._streamed_heads(known)):
+            with self._streamed_loops(dict(known)) as inside:
                 bound = self.parts.bound
                 with self._assume({} if bound is None else {bound.condition: True}):
-                    self._print_step(dict(known))
+                    self._print_step(inside)
             self._print_results(known)
+
+    def _columns(self, item: Contraction) -> tuple[Axis, ...]:
+        """Returns the column that the values of a sum vary along, if any."""
+        return tuple([axis for axis in self.parts.columns if axis in self.kernel.value_axes[item.right]])
+
+    def _width(self, item: Contraction) -> int:
+        """Returns the elements of the values of a sum for one position, rounded up as in its tile."""
+        return _round_up(_element_count(self._columns(item)))
 
     # --- scopes -----------------------------------------------------------------------------------------------------
 
@@ -128,40 +148,54 @@ class StreamingPrinter(LoopPrinter):
             self.writer.line(f"const int64_t {self.inner.name} = {self.inner.name}_0 + key;")
             yield
 
-    def _streamed_heads(self, known: EmittedValues) -> list[str]:
-        """Returns the heads of the loops over tiles of the streamed axes; within its bound, the condition holds."""
-        heads, bound = [], self.parts.bound
-        for axis in self.parts.axes:
-            end, name, step = print_size(axis.size), axis.name, f"++{axis.name}"
-            if bound is not None and bound.axis == axis:
-                end = f"fxwrap::min<int64_t>({end}, {known[bound.count]})"
-            if axis == self.inner:
-                name, step = f"{axis.name}_0", f"{axis.name}_0 += {self.keys}"
-            heads.append(f"for (int64_t {name} = 0, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})")
-        return heads
+    @contextmanager
+    def _streamed_loops(self, known: EmittedValues) -> Iterator[EmittedValues]:
+        """Opens the loops over tiles of the streamed axes; within its bound, the condition holds."""
+        bound, axes = self.parts.bound, self.parts.axes
+        with ExitStack() as stack:
+            for number, axis in enumerate(axes):
+                end, name, step = print_size(axis.size), axis.name, f"++{axis.name}"
+                if bound is not None and bound.axis == axis:
+                    self._hoist([bound.count], [*self.outer, *axes[:number]], known)
+                    end = f"fxwrap::min<int64_t>({end}, {known[bound.count]})"
+                if axis == self.inner:
+                    name, step = f"{axis.name}_0", f"{axis.name}_0 += {self.keys}"
+                head = f"for (int64_t {name} = 0, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})"
+                stack.enter_context(self.writer.nest([head]))
+            yield known
 
     # --- a tile of rows ---------------------------------------------------------------------------------------------
 
     def _print_row_tile(self, known: EmittedValues) -> None:
-        """Writes the tiles, the left factors of a tile of rows, and the initial values of its reductions."""
+        """Writes the tiles, the left factors of a tile of rows, and the initial values of its reductions.
+
+        The tiles of products are those of scores and weights, too, where a maximum shifts these.
+        """
         parts, lanes, line = self.parts, self.lanes, self.writer.line
-        self._declare("rows", self.depth * lanes)
-        self._declare("keys", _round_up(self.keys) * self.depth, " = {}")
-        self._declare("scores", _round_up(self.keys) * lanes)
-        self._declare("maxima", lanes)
+        for item in parts.products:
+            depth = _element_count(item.axes)
+            self._declare(f"rows_{item.position}", depth * lanes)
+            self._declare(f"keys_{item.position}", _round_up(self.keys) * depth, " = {}")
+            self._declare(f"products_{item.position}", _round_up(self.keys) * lanes)
         self._declare("factors", lanes)
-        for position in parts.sums:
-            self._declare(f"sums_{position}", lanes, " = {}")
+        if parts.softmax is not None:
+            self._declare("maxima", lanes)
+        else:
+            for weights in parts.weights:
+                self._declare(f"weights_{weights}", _round_up(self.keys) * lanes)
+        for total in parts.sums:
+            self._declare(f"sums_{total.position}", lanes, " = {}")
         for item in parts.weighted_sums:
-            self._declare(f"values_{item.position}", self.keys * self.width, " = {}")
-            self._declare(f"sums_{item.position}", self.width * lanes, " = {}")
+            self._declare(f"values_{item.position}", self.keys * self._width(item), " = {}")
+            self._declare(f"sums_{item.position}", self._width(item) * lanes, " = {}")
         with self._lane_loop(self.asserts["row"]):
-            line(f"maxima[lane] = {self._lowest};")
+            line(f"maxima[lane] = {self._lowest};" if parts.softmax is not None else f"factors[lane] = {self.type}(1);")
             self.write_device_asserts(self.asserts["row"], dict(known))
-        with self.writer.nest([loop_head(axis) for axis in parts.product.axes]), self._lane_loop():
-            values = dict(known)
-            self.statements.write([parts.product.left], values)
-            line(f"rows[{_position(parts.product.axes, lanes)} + lane] = {values[parts.product.left]};")
+        for item in parts.products:
+            with self.writer.nest([loop_head(axis) for axis in item.axes]), self._lane_loop():
+                values = dict(known)
+                self.statements.write([item.left], values)
+                line(f"rows_{item.position}[{_position(item.axes, lanes)} + lane] = {values[item.left]};")
 
     @property
     def _lowest(self) -> str:
@@ -174,27 +208,45 @@ class StreamingPrinter(LoopPrinter):
 
     def _print_step(self, known: EmittedValues) -> None:
         parts, lanes, line = self.parts, self.lanes, self.writer.line
-        known[parts.product.position] = f"scores[key * {lanes} + lane]"
-        factors = [item.right for item in (parts.product, *parts.weighted_sums)]
-        self._hoist([parts.scores, *factors], [*self.outer, *parts.axes[:-1]], known)
+        factors = [item.right for item in (*parts.products, *parts.weighted_sums)]
+        known |= {item.position: self._element(f"products_{item.position}") for item in parts.products}
+        self._hoist([*parts.elements, *factors], [*self.outer, *parts.axes[:-1]], known)
         self.write_device_asserts(self.asserts["step"], known)
         line(f"const int64_t count = fxwrap::min<int64_t>({self.keys}, {self.inner.name}_end - {self.inner.name}_0);")
-        self._pack("keys", parts.product.right, parts.product.axes, self.depth, known)
-        line(f"contract<{lanes}, {self.type}>(rows, keys, {self.depth}, 1, {self.depth}, count, nullptr, scores);")
-        self._declare("next", self.lanes)
-        with self._lanes():
-            line("next[lane] = maxima[lane];")
+        for item in parts.products:
+            depth, keys = _element_count(item.axes), f"keys_{item.position}"
+            self._pack(keys, item.right, item.axes, depth, known)
+            arguments = f"rows_{item.position}, {keys}, {depth}, 1, {depth}, count, nullptr, products_{item.position}"
+            line(f"contract<{lanes}, {self.type}>({arguments});")
+        if parts.softmax is not None:
+            self._declare("next", self.lanes)
+            with self._lanes():
+                line("next[lane] = maxima[lane];")
+        for position in self.matrices:
+            self._pack_matrix(position, known)
         choice = self._uniform_condition()
         if choice is None:
-            self._print_scores(known)
+            self._print_elements(known)
         else:
             for head, value in ((f"if ({known[choice]})", True), ("else", False)):
                 with self.writer.block(head), self._assume({choice: value}):
-                    self._print_scores(known)
-        self._print_rescaling()
-        self._print_weights()
+                    self._print_elements(known)
+        if parts.softmax is not None:
+            self._print_rescaling()
+            self._print_weights()
+        else:
+            self._print_sums()
         for item in parts.weighted_sums:
             self._print_weighted_sum(item, known)
+
+    def _element(self, tile: str) -> str:
+        """Returns the element of a tile of products or weights in the loops over its positions and rows."""
+        return f"{tile}[key * {self.lanes} + lane]"
+
+    @property
+    def _scores(self) -> str:
+        """The tile of scores, in the memory of one of products, each element of which is read once, before."""
+        return f"products_{self.parts.products[0].position}"
 
     def _print_weights(self) -> None:
         """Writes the weights of a tile, in place of its scores, and adds their sum to those so far.
@@ -205,19 +257,31 @@ class StreamingPrinter(LoopPrinter):
         if sums:
             self._declare("weights", lanes, " = {}")
         with self.writer.block("for (int64_t key = 0; key < count; ++key)"), self._lanes():
-            line(f"const {self.type} weight = op::weight(scores[key * {lanes} + lane] - next[lane]);")
-            line(f"scores[key * {lanes} + lane] = weight;")
+            line(f"const {self.type} weight = op::weight({self._element(self._scores)} - next[lane]);")
+            line(f"{self._element(self._scores)} = weight;")
             if sums:
                 line("weights[lane] += weight;")
         if sums:
             with self._lanes():
-                for position in sums:
-                    line(f"sums_{position}[lane] = sums_{position}[lane] * factors[lane] + weights[lane];")
+                for item in sums:
+                    name = f"sums_{item.position}"
+                    line(f"{name}[lane] = {name}[lane] * factors[lane] + weights[lane];")
+
+    def _print_sums(self) -> None:
+        """Adds the sums of the weights of a tile to those so far."""
+        line, lanes = self.writer.line, self.lanes
+        for item in self.parts.sums:
+            self._declare(f"total_{item.position}", lanes, " = {}")
+            with self.writer.block("for (int64_t key = 0; key < count; ++key)"), self._lanes():
+                line(f"total_{item.position}[lane] += {self._element(f'weights_{item.weights}')};")
+            with self._lanes():
+                line(f"sums_{item.position}[lane] += total_{item.position}[lane];")
 
     def _uniform_condition(self) -> int | None:
         """Returns a condition of a whole tile that makes a condition of its elements irrelevant, or None."""
         kernel, allowed = self.statements.kernel, frozenset([*self.outer, *self.parts.axes[:-1]])
-        for position in self.statements.backward_slice([self.parts.scores], {self.parts.product.position: ""}):
+        products = {item.position: "" for item in self.parts.products}
+        for position in self.statements.backward_slice(self.parts.elements, products):
             operation = kernel.operations[position]
             if isinstance(operation, Compute) and operation.name == "logical_or":
                 uniform = [item for item in operation.operands if kernel.value_axes[item] <= allowed]
@@ -225,18 +289,23 @@ class StreamingPrinter(LoopPrinter):
                     return uniform[0]
         return None
 
-    def _print_scores(self, known: EmittedValues) -> None:
-        """Writes the scores of a tile, and the maxima so far."""
+    def _print_elements(self, known: EmittedValues) -> None:
+        """Writes the scores of a tile, and the maxima so far; or its weights, where no maximum shifts them."""
         parts = self.parts
         with self._key_loop():
             values = dict(known)
-            self._hoist([parts.scores], [*self.outer, *parts.axes], values)
+            self._hoist(parts.elements, [*self.outer, *parts.axes], values)
             self.write_device_asserts(self.asserts["key"], values)
             with self._lane_loop(self.asserts["score"]):
                 self.write_device_asserts(self.asserts["score"], values)
-                self.statements.write([parts.scores], values, named=[parts.scores])
-                self.writer.line(f"scores[key * {self.lanes} + lane] = {values[parts.scores]};")
-                self.writer.line(f"next[lane] = combine::max(next[lane], {values[parts.scores]});")
+                self.statements.write(parts.elements, values, named=parts.elements)
+                if parts.softmax is None:
+                    for weights in parts.weights:
+                        self.writer.line(f"{self._element(f'weights_{weights}')} = {values[weights]};")
+                else:
+                    scores = values[parts.softmax.scores]
+                    self.writer.line(f"{self._element(self._scores)} = {scores};")
+                    self.writer.line(f"next[lane] = combine::max(next[lane], {scores});")
 
     def _print_rescaling(self) -> None:
         """Writes the factors of the sums so far, and as `next` the shift of the scores: 0 for fully masked rows."""
@@ -248,9 +317,11 @@ class StreamingPrinter(LoopPrinter):
             line(f"next[lane] = largest == {self._lowest} ? {zero} : largest;")
 
     def _print_weighted_sum(self, item: Contraction, known: EmittedValues) -> None:
-        values, sums, columns = f"values_{item.position}", f"sums_{item.position}", _element_count(self.columns)
-        self._pack(values, item.right, self.columns, self.width, known)
-        arguments = f"scores, {values}, 1, {self.width}, count, {columns}, factors, {sums}"
+        columns, width = self._columns(item), self._width(item)
+        values, sums, count = f"values_{item.position}", f"sums_{item.position}", _element_count(columns)
+        weights = self._scores if self.parts.softmax is not None else f"weights_{item.left}"
+        self._pack(values, item.right, columns, width, known)
+        arguments = f"{weights}, {values}, 1, {width}, count, {count}, factors, {sums}"
         self.writer.line(f"contract<{self.lanes}, {self.type}>({arguments});")
 
     def _pack(self, tile: str, value: int, axes: Sequence[Axis], stride: int, known: EmittedValues) -> None:
@@ -263,29 +334,61 @@ class StreamingPrinter(LoopPrinter):
                 self.statements.write([value], values)
                 self.writer.line(f"{tile}[key * {stride} + {_position(axes)}] = {values[value]};")
 
+    # --- matrices that the elements read ----------------------------------------------------------------------------
+
+    def _matrix_loads(self) -> tuple[int, ...]:
+        """Returns the loads whose neighbours in memory are of neighbouring keys: rows are far apart.
+
+        Read row by row, each in whole cache lines, they become a tile in which rows are lanes.
+        """
+        row, inner = self.parts.row, self.inner
+        positions = self.statements.backward_slice(self.parts.elements, {})
+        return tuple([
+            position for position in sorted(positions)
+            if isinstance(load := self.kernel.operations[position], Load) and load.mask is None
+            and load.index.stride(inner) == as_index(1) and load.index.stride(row) not in (None, ZERO, as_index(1))
+        ])  # fmt: skip
+
+    def _pack_matrix(self, position: int, known: EmittedValues) -> None:
+        """Writes a tile of a matrix of rows and keys."""
+        name, type_ = f"matrix_{position}", CPP_TYPES[self.statements.dtype(position)]
+        self.writer.line(f"alignas(64) {type_} {name}[{self.keys * self.lanes}];")
+        row, size = self.parts.row.name, print_size(self.parts.row.size)
+        with self.writer.block(f"for (int lane = 0; lane < {self.lanes}; ++lane)"):
+            self.writer.line(f"const int64_t {row} = fxwrap::min<int64_t>({row}_0 + lane, {size} - 1);")
+            with self._key_loop():
+                values = dict(known)
+                self.statements.write([position], values)
+                self.writer.line(f"{self._element(name)} = {values[position]};")
+        known[position] = self._element(name)
+
     # --- results ----------------------------------------------------------------------------------------------------
 
     def _print_results(self, known: EmittedValues) -> None:
         """Writes the stores of a tile of rows."""
         parts, row = self.parts, self.parts.row
-        by_column = [store for store in self.kernel.stores if self._varies_on_column(store)]
-        by_row = [store for store in self.kernel.stores if store not in by_column]
-        weighted = {item.position: f"sums_{item.position}" for item in parts.weighted_sums}
-        values = {**known, parts.maximum: "maxima[lane]", **{item: f"sums_{item}[lane]" for item in parts.sums}}
+        groups: dict[frozenset[Axis], list[Store]] = {}
+        for position, operation in enumerate(self.kernel.operations):
+            if isinstance(operation, Store):
+                columns = self.kernel.value_axes[position].intersection(parts.columns)
+                groups.setdefault(columns, []).append(operation)
+        values = {**known, **{item.position: f"sums_{item.position}[lane]" for item in parts.sums}}
+        if parts.softmax is not None:
+            values[parts.softmax.maximum] = "maxima[lane]"
+        for item in parts.weighted_sums:
+            index = _position(self._columns(item), self.lanes)
+            values[item.position] = f"sums_{item.position}[{index} + lane]"
         size = print_size(row.size)
         with self.writer.block(f"for (int lane = 0; lane < {self.lanes} && {row.name}_0 + lane < {size}; ++lane)"):
             self.writer.line(f"const int64_t {row.name} = {row.name}_0 + lane;")
-            indexed = {item: f"{name}[{_position(self.columns, self.lanes)} + lane]" for item, name in weighted.items()}
-            values |= indexed
             self._hoist([store.value for store in self.kernel.stores], [*self.outer, row], values)
-            self.write_stores(by_row, values)
-            if by_column:
-                with self.writer.nest([loop_head(axis) for axis in self.columns], "#pragma omp simd"):
-                    self.write_stores(by_column, values)
-
-    def _varies_on_column(self, store: Store) -> bool:
-        axes = self.kernel.value_axes[self.kernel.operations.index(store)]
-        return not axes.isdisjoint(self.columns)
+            for columns in sorted(groups, key=lambda axes: [self.kernel.axes.index(axis) for axis in axes]):
+                if not columns:
+                    self.write_stores(groups[columns], values)
+                    continue
+                heads = [loop_head(axis) for axis in parts.columns if axis in columns]
+                with self.writer.nest(heads, "#pragma omp simd"):
+                    self.write_stores(groups[columns], dict(values))
 
 
 def _element_count(axes: Sequence[Axis]) -> int:

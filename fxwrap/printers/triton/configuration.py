@@ -28,6 +28,7 @@ from fxwrap.loop_ir import (
     ReductionResult,
     Store,
     find_contraction,
+    find_grouped_contraction,
     operands,
 )
 from fxwrap.symbolic import Size, evaluate, product
@@ -107,6 +108,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
         candidates = _pointwise_configurations(kernel, hint)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
         candidates = _dot_configurations(contraction, hint)
+    elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
+        candidates = _grouped_configurations(grouped, hint)
     elif contraction is not None and not contraction.rows and not _is_outer_reduction(kernel, hint):
         candidates = _matvec_configurations(contraction, hint)
     elif _is_outer_reduction(kernel, hint):
@@ -280,7 +283,10 @@ def can_use_dot(contraction: ContractionForm) -> bool:
 
 
 def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long."""
+    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
+
+    Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
+    """
     kernel = contraction.kernel
     plain = _inner_reduction_configurations(kernel, hint)
     longest = next_power_of_2(hint(kernel.reduced_count))
@@ -288,7 +294,12 @@ def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Con
         Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
         for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
     ]  # fmt: skip
-    return [*blocks, *plain] if longest > _MAX_PERSISTENT_MATVEC else [*plain, *blocks]
+    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(contraction.sums) > 1
+    preferred: list[Configuration] = []
+    if is_long != has_several and all(load.dtype.itemsize == 2 for load in _full_tile_loads(kernel)):
+        preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
+        blocks = [item for item in blocks if item not in preferred]
+    return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
@@ -315,6 +326,25 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         for stages in (3, 1)
     ]
     return [*dots[:1], *summed, *dots[1:]]
+
+
+def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few."""
+    assert contraction.group is not None
+    kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
+    in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
+    block = min(max(next_power_of_2(in_group), MIN_DOT_BLOCK), 128)
+    longest = max(next_power_of_2(hint(kernel.reduced_count)), MIN_DOT_BLOCK)
+    wide = [
+        Configuration(columns, rows, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, x_block, r_block, warps, stages in _DOT_TILES if y_block <= block
+    ]  # fmt: skip
+    narrow = [
+        Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
+    ]  # fmt: skip
+    single = [] if _is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
+    return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
 
 
 def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:

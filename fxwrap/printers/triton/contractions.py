@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -11,10 +11,13 @@ from fxwrap.loop_ir import (
     Axis,
     Compute,
     ContractionForm,
+    IndirectIndex,
     Kernel,
     Load,
     ProductSum,
     find_contraction,
+    find_grouped_contraction,
+    group_dependent,
     operation_dtype,
 )
 from fxwrap.printers.triton.configuration import Configuration
@@ -35,7 +38,7 @@ class DotPrinter(TritonPrinter):
         self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
     ) -> None:
         super().__init__(kernel, configuration, limits, {}, parameters)
-        contraction = find_contraction(kernel)
+        contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
         self.whole = self.tile
@@ -81,9 +84,11 @@ class DotPrinter(TritonPrinter):
 
     def _emit_looped(self) -> None:
         kernel, sums = self.kernel, self.contraction.sums
-        row_operands = {self._left_right(item)[0] for item in sums}, {self._left_right(item)[1] for item in sums}
-        prologues = [self._prologue(operands) for operands in row_operands]
-        for position in sorted(set().union(*prologues)):
+        pairs = [self._left_right(item) for item in sums]
+        targets = {left for left, _ in pairs}, {right for _, right in pairs}
+        prologues = [self._prologue(operands) for operands in targets]
+        of_group = self._of_group(prologues)
+        for position in sorted(set().union(*prologues) - of_group):
             if not kernel.varying[position]:
                 self._operation(position, looped=True)
         for item in sums:
@@ -91,27 +96,76 @@ class DotPrinter(TritonPrinter):
             y, x = self._dimension("y"), self._dimension("x")
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[item.reduction])]
             self._line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
-        r = self._dimension("r")
-        start = self._stable_name("start")
-        size = self.index_printer.size(r.size)
-        self._line(f"for {start} in tl.range(0, {size}, {r.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += 1
-        left = self._emit_operands("yr", row_operands[0], prologues[0], start)
-        right = self._emit_operands("rx", row_operands[1], prologues[1], start)
-        for item in sums:
-            (name,) = self._result_names(item.reduction)
-            first, second = self._left_right(item)
-            precision = "" if self._dot_dtype(item) in STORAGE_ONLY else ', input_precision="ieee"'
-            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
-            self._line(text, kernel.operations[item.reduction].origin)
-        self.depth -= 1
-        self.origin = ""
+        if self.contraction.group is None:
+            self._emit_sums(targets, prologues, self.index_printer.size(self._dimension("r").size))
+        else:
+            self._emit_groups(self.contraction.group, targets, prologues, of_group)
         self._enter("yx")
         done = set().union(*prologues) | {item.reduction for item in sums}
         for position in range(len(kernel.operations)):
             if position not in done and not kernel.varying[position]:
                 self._operation(position, looped=True)
         self.tile = self.whole
+
+    def _of_group(self, prologues: Sequence[set[int]]) -> frozenset[int]:
+        """Returns the operations of column operands that depend on the group."""
+        group = self.contraction.group
+        columns = prologues[1 if self._rows_are_first() else 0]
+        return frozenset() if group is None else group_dependent(self.kernel, group.operation) & columns
+
+    def _emit_groups(
+        self,
+        group: IndirectIndex,
+        targets: tuple[set[int], set[int]],
+        prologues: list[set[int]],
+        of_group: frozenset[int],
+    ) -> None:
+        """Prints the loop over the groups of a tile's rows: the rows of other groups are zeros, which add nothing."""
+        row_name, column_name = "yx" if self._rows_are_first() else "xy"
+        position, rows = group.operation, self._value(group.operation)
+        number = self.tile.dimensions.index(self._dimension(row_name))
+        names = ("first", "last", "number", "group", "members")
+        first, last, number_name, one, members = [self._stable_name(name) for name in names]
+        integer = "tl.int64" if self.use_int64 else "tl.int32"
+        mask = self.masks.get(number)
+        bounds = {first: ("min", self.index_printer.size(group.size)), last: ("max", "-1")}
+        for name, (kind, other) in bounds.items():
+            chosen = rows if mask is None else f"tl.where({mask}, {rows}, {other})"
+            self._line(f"{name} = tl.{kind}({chosen}).to({integer})")
+        self._line(f"for {number_name} in tl.range({first}, {last} + 1):")
+        self.depth += 1
+        self._line(f"{one} = tl.cast({number_name}, {integer})")
+        self._line(f"{members} = ({rows} == {one}){'' if mask is None else f' & {mask}'}")
+        size = self.index_printer.size(self._dimension("r").size)
+        steps = self._stable_name("steps")
+        self._line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
+        self.text[position] = one
+        saved = dict(self.dimension_masks)
+        self._enter("rx" if column_name == "x" else "yr")
+        for item in sorted(of_group):
+            if not self.kernel.varying[item]:
+                self._operation(item, looped=True)
+        self.dimension_masks[row_name] = members
+        self._emit_sums(targets, prologues, steps)
+        self.dimension_masks = saved
+        self.text[position] = rows
+        self.depth -= 1
+
+    def _emit_sums(self, targets: tuple[set[int], set[int]], prologues: list[set[int]], count: str) -> None:
+        """Prints the loop over `count` elements of the reduced axes, which adds the products of blocks."""
+        r, start = self._dimension("r"), self._stable_name("start")
+        self._line(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):")
+        self.depth += 1
+        left = self._emit_operands("yr", targets[0], prologues[0], start)
+        right = self._emit_operands("rx", targets[1], prologues[1], start)
+        for item in self.contraction.sums:
+            (name,) = self._result_names(item.reduction)
+            first, second = self._left_right(item)
+            precision = "" if self._dot_dtype(item) in STORAGE_ONLY else ', input_precision="ieee"'
+            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
+            self._line(text, self.kernel.operations[item.reduction].origin)
+        self.depth -= 1
+        self.origin = ""
 
     def _emit_operands(self, block: str, targets: Iterable[int], prologue: set[int], start: str) -> dict[int, str]:
         """Prints the operands of one side, and returns the text of each as an operand of the dot."""
@@ -134,8 +188,8 @@ class DotPrinter(TritonPrinter):
             text, dtype = self._operand(target)
             if dtype is not operation_dtype(self.kernel.operations[self._source(target)]):
                 text = f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
-            mask = self.masks.get(self.tile.dimensions.index(r))
-            if mask is not None and self._source(target) not in self.zero_filled:
+            mask = self._mask(self._filled_dimensions(r), None)
+            if mask and self._source(target) not in self.zero_filled:
                 text = f"tl.where({mask}, {text}, 0.0)"
             if len(self.varying_dimensions[self._source(target)]) < 2:
                 text = f"tl.broadcast_to({text}, {shape})"
@@ -181,9 +235,17 @@ class DotPrinter(TritonPrinter):
 
     def _left_right(self, item: ProductSum) -> tuple[int, int]:
         """Returns the operands that vary along y and along x."""
-        by_rows = self._dimension("y").axes == self.contraction.rows
         pair = (item.row_operand, item.column_operand)
-        return pair if by_rows else pair[::-1]
+        return pair if self._rows_are_first() else pair[::-1]
+
+    def _rows_are_first(self) -> bool:
+        return self._dimension("y").axes == self.contraction.rows
+
+    def _filled_dimensions(self, r: Dimension) -> list[int]:
+        """Returns the dimensions of a block outside of which computed operands are zero: r, and the rows of a group."""
+        dimensions = self.tile.dimensions
+        grouped = self.contraction.group is not None
+        return [n for n, item in enumerate(dimensions) if item is r or (grouped and item.axes == self.contraction.rows)]
 
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         """Returns the policy of a load: elements that one program reads leave the cache first."""

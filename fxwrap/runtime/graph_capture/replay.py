@@ -279,6 +279,7 @@ class GraphedFunction:
         self.groups = tuple(groups)
         self.graphs: dict[object, list[GraphCapture]] = {}
         self.capture_disabled = False
+        self._other_positions: list[int] | None = None  # of operands that are no tensors
         self._seen: OrderedDict[object, None] = OrderedDict()
         self._moves: dict[int, int] = {}
         self._clock = 0
@@ -312,8 +313,10 @@ class GraphedFunction:
 
     def _find_or_capture(self, arguments: list[object], numbers: tuple[object, ...]) -> GraphCapture | None:
         """Returns the graph for a call, captured now if necessary; None if the function must run eagerly."""
-        others = tuple([item for item in arguments if not isinstance(item, torch.Tensor)])
-        key = (numbers, others) if others else numbers
+        if self._other_positions is None:  # the types of operands are those of the program
+            self._other_positions = [at for at, item in enumerate(arguments) if not isinstance(item, torch.Tensor)]
+        others = self._other_positions
+        key = (numbers, *[arguments[at] for at in others]) if others else numbers
         known = self.graphs.get(key)
         if known is None:
             if key not in self._seen:

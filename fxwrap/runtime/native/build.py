@@ -59,6 +59,7 @@ _HEADERS = (
     *("graph_capture/capturer.h", "graph_capture/copies.h", "graph_capture/replay.h"),
     *("cuda/driver.h", "cuda/launch.h", "cuda/stream_operators.h", "binding/binding.h"),
     *("engine/engine.h", "engine/call.h", "engine/checks.h", "engine/dtypes.h", "engine/failure.h"),
+    "engine/observer.h",
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
 )

@@ -38,7 +38,7 @@ _UNITS = (
 _SOURCES = tuple([name for unit in _UNITS for name in unit])
 _HEADERS = (
     *[f"host/{name}.h" for name in ("sha256", "ed25519", "json", "archive", "constants", "code", "model")],
-    *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure")],
+    *[f"engine/{name}.h" for name in ("engine", "call", "checks", "dtypes", "failure", "observer")],
     *("cpu/tensor.h", "cpu/engine.h", "bridge/bridge.h", "bridge/kernel_failure.h", "../../include/fxwrap/runtime.h"),
 )
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-O2", "-DNDEBUG", "-pthread")

@@ -25,7 +25,7 @@ _LAUNCH_FILE_SUFFIXES = (".json", ".ptx", ".cubin", ".hsaco")
 def collect_triton_binaries(kernel: KernelText) -> list[TritonBinary]:
     """Returns all binaries of a kernel in this process, compiled by Triton or registered from files."""
     constants, _ = split_launch_options(kernel.options)
-    compiled = [_binary(item, constants) for item in triton_compiled_kernels(kernel)]
+    compiled = [triton_binary(item, constants) for item in triton_compiled_kernels(kernel)]
     known = {item.key for item in compiled}
     return [*compiled, *[item for item in find_prebuilt_triton(kernel.symbol) if item.key not in known]]
 
@@ -37,7 +37,8 @@ def triton_compiled_kernels(kernel: KernelText) -> list[Any]:
     return [item for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
 
 
-def _binary(compiled: Any, constants: Collection[str]) -> TritonBinary:
+def triton_binary(compiled: Any, constants: Collection[str]) -> TritonBinary:
+    """Returns a kernel that Triton compiled in the form of saved programs. `constants` are its constant parameters."""
     files = {name: Path(path) for name, path in compiled.metadata_group.items() if name.endswith(_LAUNCH_FILE_SUFFIXES)}
     contents = {name: path.read_bytes() for name, path in sorted(files.items())}
     return TritonBinary(compiled.hash, contents, variant_of(compiled, constants))

@@ -7,16 +7,25 @@ grid.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 _DTYPE_CODES = {
     "u8": 0, "i8": 1, "i16": 2, "i32": 3, "i64": 4, "fp16": 5, "fp32": 6, "fp64": 7, "u1": 11, "i1": 11, "bf16": 15,
     "fp8e5": 23, "fp8e4nv": 24, "fp8e5b16": 25, "fp8e4b8": 26, "u16": 27, "u32": 28, "u64": 29,
 }  # fmt: skip
 """The values of bridge.h's DType by Triton's names."""
+
+_TRITON_NAMES = {
+    torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+}  # fmt: skip
+"""Triton's names of the element types of kernels' parameters."""
 
 # Classes of integers as in launch.h: 1, then 32-bit, then 64-bit ones; plus 1 if divisible by 16.
 _ONE, _NARROW, _WIDE = 0, 1, 3
@@ -81,6 +90,37 @@ def variant_of(compiled: Any, constants: Collection[str]) -> TritonVariant | Non
         metadata.name, cubin, "" if target[2] else ptx, int(target[1]), 32 * metadata.num_warps, metadata.shared,
         bytes([kind for kind, _ in known]), bytes([passing for _, passing in known]),
     )  # fmt: skip
+
+
+def make_source(
+    function: Any, arguments: Sequence[torch.dtype | int | float | bool], constants: Mapping[str, object]
+) -> Any:
+    """Returns Triton's source of a kernel for arguments of the classes that a launch has: dtypes for aligned tensors,
+    and scalars."""
+    names = [name for name in function.arg_names if name not in constants]
+    declared = {parameter.name: parameter.annotation_type for parameter in function.params}
+    kinds = {name: declared[name] or _kind(item) for name, item in zip(names, arguments, strict=True)}
+    values = {name: item for name, item in zip(names, arguments) if kinds[name] == "constexpr"} | dict(constants)
+    signature = {name: kinds.get(name, "constexpr") for name in function.arg_names}
+    positions = {name: position for position, name in enumerate(function.arg_names)}
+    constexprs = {(positions[name],): item for name, item in values.items()}
+    attributes = {(positions[name],): [_DIVISIBLE] for name, item in zip(names, arguments)
+                  if isinstance(item, torch.dtype) or (kinds[name] in _INTEGERS and item % 16 == 0)}  # fmt: skip
+    source = importlib.import_module("triton.compiler").ASTSource
+    return source(function, signature, constexprs, attributes)
+
+
+def _kind(argument: torch.dtype | int | float | bool) -> str:
+    """Returns Triton's type of an argument."""
+    match argument:
+        case bool():
+            return "u1"
+        case int():
+            return "constexpr" if argument == 1 else "i32" if -(2**31) <= argument < 2**31 else "i64"
+        case float():
+            return "fp32"
+        case _:
+            return f"*{_TRITON_NAMES[argument]}"
 
 
 def _is_plain(metadata: Any) -> bool:

@@ -289,7 +289,7 @@ def test_origins_are_comments() -> None:
     source = fxwrap.compile_graph(graph.graph_module, graph.example_inputs, options=options).source
     assert re.search(r"  // \w+: aten\.addmm  \S*\.py:\d+\n  CALL\(f, aten_addmm,", source)
     operators = r"aten\.add\.Tensor, aten\.native_layer_norm"
-    launch = rf"  // [^:]+: {operators}  \S*\.py:\d+  add_layer_norm_\d+:\d+\n  add_layer_norm_\d+\("
+    launch = rf"  // [^:]+: {operators}  \S*\.py:\d+  add_layer_norm_\d+:\d+\n  KERNEL\(f, add_layer_norm_\d+, \("
     assert re.search(launch, source)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +54,7 @@ def chunk(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_graph_for_one_chunk(emitter: Any) -> None:
+def test_a_graph_for_one_chunk(emitter: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Views of the chunk are chains of operators, and sequences of two chunks are rejected."""
     inputs = [torch.randn(2, 3, 16, 5)]
     graph = make_fx(lambda x: (chunk(x),), tracing_mode="symbolic")(*inputs)
@@ -62,6 +64,11 @@ def test_a_graph_for_one_chunk(emitter: Any) -> None:
         torch.testing.assert_close(compiled(x)[0], chunk(x))
     with pytest.raises(InputError, match="the graph holds for inputs with"):
         compiled(torch.randn(2, 3, 70, 5))
+    compiled.save(tmp_path / "chunk.fxw")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "fxwrap.artifact"]
+    assert re.search(
+        r"chunk\.fxw: the traced graph restricts sizes of its inputs: .* == 64 \(s\d is size 2 of 'x_1'\)", line
+    )
     module = fxwrap.to_fx(compiled.program).graph_module
     assert not module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
     again = fxwrap.from_fx(module)

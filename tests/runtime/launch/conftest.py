@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver as triton_driver
 
+from fxwrap.runtime import kernels
 from tests.conftest import HAS_CUDA
 from tests.runtime.launch.fake_driver import FakeDriver, build
+
+Calls = list[tuple[tuple[int, ...], tuple[Any, ...]]]
+"""Grids and arguments of launches."""
 
 
 @pytest.fixture
@@ -57,3 +62,15 @@ def chip() -> Iterator[_UnavailableGpu]:
     triton_driver.set_active(gpu)
     yield gpu
     triton_driver.set_active(None)  # Triton selects its own at the next use
+
+
+@pytest.fixture
+def python_launches(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Launches that the runtime's operator was called for."""
+    calls: Calls = []
+
+    def load(_language: str, _source: str, _signature: tuple[str, ...], _options: Any) -> Callable[..., None]:
+        return lambda grid, *arguments: calls.append((grid, arguments))
+
+    monkeypatch.setattr(kernels, "load_kernel", load)
+    return calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,15 @@ import fxwrap
 from fxwrap.artifact.archive import Archive
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.converters.cpp.library import linked_units
-from fxwrap.runtime import kernels
 from fxwrap.runtime.cache_folder import cache_folder
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import NativeProgram, compile_cpp, launcher_class, load_program, precompile_cpp
 from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.runtime.triton.launchers import add_variant
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
+from tests.runtime.launch.conftest import Calls
 from tests.runtime.launch.fake_driver import FakeDriver, build
 from tests.runtime.launch.kernels import compiled, fill
-
-Calls = list[tuple[tuple[int, ...], tuple[Any, ...]]]
 
 
 def program(kernel: KernelText) -> fxwrap.Program:
@@ -47,18 +45,6 @@ def built(kernel: KernelText, **changes: Any) -> NativeProgram:
     variants = [replace(item, **changes) for item in compiled_variants(kernel)]
     units = variants_unit({kernel.symbol: variants})
     return load_program(compile_cpp(to_cpp(program(kernel)).source, name="filled", extra_sources=units))
-
-
-@pytest.fixture
-def python_launches(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Launches that the runtime's operator was called for."""
-    calls: Calls = []
-
-    def load(_language: str, _source: str, _signature: tuple[str, ...], _options: Any) -> Callable[..., None]:
-        return lambda grid, *arguments: calls.append((grid, arguments))
-
-    monkeypatch.setattr(kernels, "load_kernel", load)
-    return calls
 
 
 def address(*tensors: torch.Tensor) -> str:

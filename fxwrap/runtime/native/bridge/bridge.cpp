@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include "bridge/calls.h"
@@ -19,6 +20,7 @@
 #include "bridge/checks.h"
 #include "bridge/functions.h"
 #include "engine/checks.h"
+#include "engine/observer.h"
 #include "cuda/launch.h"
 
 namespace fxwrap {
@@ -113,8 +115,8 @@ class DeregistrationCounter final : public c10::OpRegistrationListener {
   void onOperatorDeregistered(const c10::OperatorHandle&) override { deregistrations.fetch_add(1); }
 };
 
-// Never destroyed: libraries are deregistered until the process ends.
-[[maybe_unused]] const auto* const deregistration_counter = new c10::RegistrationHandleRAII(
+// Never destroyed: libraries are deregistered until the process ends. In memory, so that leak checkers find its owner.
+[[gnu::used]] const auto* const deregistration_counter = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<DeregistrationCounter>()));
 
 // Returns the site's call if it was prepared after the last deregistration of an operator, which may have been its own.
@@ -155,10 +157,22 @@ std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
   return prepared;
 }
 
+// The architectures that a kernel has code for: "sm_80, sm_90".
+static std::string architectures_of(const Kernel& kernel) {
+  std::set<int32_t> capabilities;
+  for (int64_t i = 0; kernel.compiled != nullptr && i < kernel.compiled->size; ++i) {
+    capabilities.insert(kernel.compiled->data[i].capability);
+  }
+  std::string text;
+  for (int32_t capability : capabilities) text += (text.empty() ? "sm_" : ", sm_") + std::to_string(capability);
+  return text.empty() ? "none" : text;
+}
+
 void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots tensors, Slots outs, Numbers numbers) {
   const auto launch_operator = c10::Dispatcher::singleton().findSchema({"fxwrap_runtime::launch", ""});
-  TORCH_CHECK(launch_operator.has_value(), "no compiled form of a kernel holds for its arguments, and another can only be ",
-              "compiled by Python: import fxwrap");
+  TORCH_CHECK(launch_operator.has_value(), "kernel '", kernel.name, "' has no compiled form for these arguments on this ",
+              "device (it has code for ", architectures_of(kernel), "), and only Python compiles another: save the file with ",
+              "the GPU's architecture, after a call with such arguments, or import fxwrap");
   c10::List<std::string> signature;
   c10::List<at::Scalar> scalars;
   auto entries = signature_entries(kernel.signature);
@@ -176,27 +190,10 @@ void launch_by_operator(Frame& f, const Kernel& kernel, const Grid& grid, Slots 
 namespace bridge {
 namespace {
 
-// Tells the observer of a run that an operator begins and ends.
-class ObservedCall {
- public:
-  ObservedCall(const Frame& f, const char* name) : observer_(f.observer), name_(name) {
-    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 1);
-  }
-  ~ObservedCall() {
-    if (observer_ != nullptr) observer_->on_operator(observer_->context, name_, 0);
-  }
-  ObservedCall(const ObservedCall&) = delete;
-  ObservedCall& operator=(const ObservedCall&) = delete;
-
- private:
-  const Observer* observer_;
-  const char* name_;
-};
-
 void call(Frame& f, CallSite& site) {
   const PreparedCall* prepared = prepared_call(site);
   const PreparedCall& ready = prepared != nullptr ? *prepared : resolve_call(site);
-  const ObservedCall observed(f, site.operator_->name);
+  const ObservedLine observed(f, site.operator_->name);
   if (ready.is_functional()) {
     const at::AutoDispatchBelowADInplaceOrView functional;
     ready.run(f);
@@ -244,7 +241,7 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
 }
 
 void copy(Frame& f, Slot to, Slot from) {
-  const ObservedCall observed(f, "aten::copy_");
+  const ObservedLine observed(f, "aten::copy_");
   tensor_at(f, to).copy_(tensor_at(f, from));
 }
 

@@ -48,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 6;
+constexpr int64_t abi_version = 7;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -140,10 +140,11 @@ struct Operator {
   const char* overload;
 };
 
-// Called before and after each operator call of a run.
+// Called before and after each operator call, kernel and replay of a run.
 struct Observer {
-  void (*on_operator)(void* context, const char* operator_name, int32_t begins) = nullptr;
+  void (*on_line)(void* context, const char* name, int32_t begins) = nullptr;
   void* context = nullptr;
+  const char* kernel = nullptr;  // which emitted code has begun and not ended
 };
 
 struct Functions;
@@ -155,7 +156,7 @@ struct Frame {
   int64_t* ints;
   double* floats;
   void* lists;                 // its type of lists and objects [lists]
-  const Observer* observer = nullptr;
+  Observer* observer = nullptr;
 };
 
 // One call of an operator; `prepared` is the engine's.
@@ -177,6 +178,26 @@ struct CallSite {
     static fxwrap::CallSite site = {&operator_, arguments_, results_};                      \
     fxwrap::call(frame, site);                                                          \
   } while (0)
+
+// KERNEL(f, name, (arguments...)): calls a kernel for the CPU, a function.
+#define KERNEL(frame, name, arguments) \
+  do {                                 \
+    fxwrap::begin_kernel(frame, #name); \
+    name arguments;                    \
+    fxwrap::end_kernel(frame);         \
+  } while (0)
+
+inline void begin_kernel(Frame& f, const char* name) {
+  if (f.observer == nullptr) return;
+  f.observer->on_line(f.observer->context, name, 1);
+  f.observer->kernel = name;
+}
+inline void end_kernel(Frame& f) {
+  if (f.observer == nullptr) return;
+  const char* name = f.observer->kernel;
+  f.observer->kernel = nullptr;
+  f.observer->on_line(f.observer->context, name, 0);
+}
 
 // Kernels with a launch grid.
 struct Grid {
@@ -218,6 +239,7 @@ struct Variants {
 
 // A kernel of a program. `symbol` is derived from its content: equal kernels share their variants.
 struct Kernel {
+  const char* name;                // in the program
   const char* symbol;
   const char* language;
   const char* source;

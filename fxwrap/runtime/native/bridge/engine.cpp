@@ -22,6 +22,7 @@
 #include "bridge/frame.h"
 #include "cuda/stream_operators.h"
 #include "engine/call.h"
+#include "engine/observer.h"
 #include "graph_capture/replay.h"
 
 namespace at {
@@ -295,11 +296,7 @@ class TorchEngine final : public Engine {
       }
       {
         const StreamGuard stream(call.options);
-        Observer observer;
-        if (call.options != nullptr && call.options->on_operator != nullptr) {
-          observer = {call.options->on_operator, call.options->context};
-          execution.frame().observer = &observer;
-        }
+        const RunObserver observer(execution.frame(), call.options);
         execution.run();
       }
       const bool as_tensors = call.options != nullptr && call.options->outputs_as_tensors != 0;

@@ -9,6 +9,7 @@
 #include "bridge/kernel_failure.h"
 #include "cpu/tensor.h"
 #include "engine/call.h"
+#include "engine/observer.h"
 
 namespace fxwrap::cpu {
 namespace {
@@ -237,6 +238,7 @@ class CpuEngine final : public Engine {
     }
     apply_threads();
     try {
+      const RunObserver observer(f, call.options);
       program.run(f);
     } catch (const KernelFailure& failure) {
       throw Failure(failure.kind, failure.message);

@@ -5,6 +5,7 @@
 
 #include "cpu/tensor.h"
 #include "engine/failure.h"
+#include "engine/observer.h"
 
 namespace fxwrap::cpu {
 namespace {
@@ -95,7 +96,10 @@ void pool_slice(Frame& f, Slot out, Slot pool, int64_t offset, Ints sizes, Ints 
   tensor_at(f, out) = window(tensor_at(f, pool), offset, sizes, strides, dtype);
 }
 
-void copy(Frame& f, Slot to, Slot from) { copy(tensor_at(f, to), tensor_at(f, from)); }
+void copy(Frame& f, Slot to, Slot from) {
+  const ObservedLine observed(f, "aten::copy_");
+  copy(tensor_at(f, to), tensor_at(f, from));
+}
 void alias(Frame& f, Slot out, Slot from) { tensor_at(f, out) = Tensor(tensor_at(f, from)); }
 void move(Frame& f, Slot out, Slot from) {
   Tensor tensor = std::move(tensor_at(f, from));

@@ -9,6 +9,7 @@
 
 #include "bridge/frame.h"
 #include "bridge/functions.h"
+#include "engine/observer.h"
 
 namespace fxwrap {
 
@@ -181,6 +182,7 @@ void bridge::launch(Frame& f, Kernel& kernel, Grid grid, Slots tensors, Slots ou
   const size_t count = tensors.size() + outs.size() + numbers.size();
   TORCH_CHECK(count == cache.parameters().size(), "a kernel has ", cache.parameters().size(), " parameters, and ", count,
               " arguments");
+  const ObservedLine observed(f, kernel.name);
   Arguments arguments;
   if (read_arguments(arguments, f, cache, tensors, outs, numbers) && cache.launch(grid, arguments)) return;
   launch_by_operator(f, kernel, grid, tensors, outs, numbers);

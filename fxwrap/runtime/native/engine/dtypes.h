@@ -48,7 +48,7 @@ inline constexpr DTypeName dtype_names[] = {
     {DType::bits1x8, "bits1x8", nullptr, 1, 0, 0, 0},
     {DType::bits2x4, "bits2x4", nullptr, 1, 0, 0, 0},
     {DType::bits4x2, "bits4x2", nullptr, 1, 0, 0, 0},
-    {DType::bcomplex32, "bcomplex32", nullptr, 4, 0, 0, 0},
+    {DType::bcomplex32, "bc32", nullptr, 4, 0, 0, 0},
 };
 
 inline const DTypeName* find_dtype(const std::string& name) {

@@ -9,6 +9,7 @@
 
 #include "bridge/frame.h"
 #include "bridge/functions.h"
+#include "engine/observer.h"
 #include "graph_capture/copies.h"
 #include "graph_capture/replay.h"
 
@@ -110,6 +111,7 @@ void bridge::replay(Frame& f, Slot functions, int64_t index, Slots tensors, Numb
   for (Slot slot : tensors) arguments.push_back(tensor_at(f, slot));
   const at::Tensor& handle = tensor_at(f, functions);
   GraphedFunctions* graphed = GraphedFunctions::of_handle(handle);
+  const ObservedLine observed(f, graphed == nullptr ? "replay" : graphed->at(index).name());
   Tensors results = graphed == nullptr ? replay_by_operator(handle, index, arguments, numbers)
                                        : graphed->at(index).call(std::move(arguments), numbers, f.observer);
   auto result = results.begin();

@@ -152,7 +152,7 @@ GraphedFunction::GraphedFunction(ReplayedFunction described, GraphManager& manag
       mutated_operands_(described_.mutated_operands.begin(), described_.mutated_operands.end()),
       static_operands_(described_.static_operands.begin(), described_.static_operands.end()) {}
 
-Tensors GraphedFunction::call(Tensors arguments, const std::vector<Number>& numbers, const Observer* observer) {
+Tensors GraphedFunction::call(Tensors arguments, const std::vector<Number>& numbers, Observer* observer) {
   if (capture_disabled_) return run_body(arguments, numbers, observer);
   GraphCapturer* capturer = manager_.capturer();
   if (capturer == nullptr) {
@@ -170,7 +170,7 @@ Tensors GraphedFunction::call(Tensors arguments, const std::vector<Number>& numb
 }
 
 Tensors GraphedFunction::run_body(const Tensors& arguments, const std::vector<Number>& numbers,
-                                  const Observer* observer) const {
+                                  Observer* observer) const {
   const Program& program = *described_.program;
   Execution execution(program);
   Frame& f = execution.frame();

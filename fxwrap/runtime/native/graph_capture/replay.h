@@ -104,12 +104,13 @@ class GraphedFunction {
   // `nested` are the functions that this one replays itself, or an undefined tensor.
   GraphedFunction(ReplayedFunction described, GraphManager& manager, at::Tensor nested);
 
-  Tensors call(Tensors arguments, const std::vector<Number>& numbers, const Observer* observer);
+  const char* name() const { return described_.name.c_str(); }
+  Tensors call(Tensors arguments, const std::vector<Number>& numbers, Observer* observer);
 
  private:
   using Graphs = std::map<GraphKey, std::list<GraphCapture>>;
 
-  Tensors run_body(const Tensors& arguments, const std::vector<Number>& numbers, const Observer* observer) const;
+  Tensors run_body(const Tensors& arguments, const std::vector<Number>& numbers, Observer* observer) const;
   GraphCapture* find_or_capture(const Tensors& arguments, const std::vector<Number>& numbers);
   GraphCapture* capture(const GraphKey& key, const Tensors& arguments, const std::vector<Number>& numbers);
   void evict_moved(GraphCapture& graph, const Tensors& arguments);

@@ -1,0 +1,204 @@
+"""Mixtures of experts and matmuls of quantised weights, beside Inductor and eager, interleaved in one run.
+
+    python benchmarks/quantised.py --device cuda --record              # 8B shapes and experts of three models, bfloat16
+    python benchmarks/quantised.py --cases int8 int4 --rows 1          # on a CPU: a fourth of the width
+
+"fxwrap" has the default options, "generated" computes every matmul that it can as a kernel. Columns: milliseconds,
+medians of interleaved rounds; their ratio to Inductor's; the bytes of the weights over the time, as a part of the
+bytes that a copy reads and writes in a second; norm(difference) / norm of the result against float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.measure_kernels import (
+    Contender,
+    compile_with,
+    fresh_function,
+    interleaved_device_times,
+    interleaved_host_times,
+    relative_error,
+)
+from benchmarks.results import Report, Row, add_record_option
+
+SIDES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "inductor": ("inductor", {}),
+    "fxwrap": ("fxwrap", {}),
+    "generated": ("fxwrap", {"matmul_kernels": "generated"}),
+}
+"""The backend and the options of each side besides eager."""
+
+EXPERTS = {"mixtral": (8, 2, 4096, 14336), "qwen3": (128, 8, 2048, 768), "deepseek": (64, 6, 2048, 1408)}
+"""Experts, experts of a token, width and hidden width."""
+
+GROUP = 64
+"""Elements of a row of int4 weights that share a scale."""
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The formula of torchao's weight-only int8: rows of weights have scales."""
+    return functional.linear(x, weight.to(x.dtype)) * scale
+
+
+def int8_packed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """ATen's operator of weight-only int8."""
+    return torch._weight_int8pack_mm(x, weight, scale)
+
+
+def int4_linear(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Two int4 weights in a byte, with scales and zeros of groups of a row."""
+    halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, GROUP).to(x.dtype)
+    return functional.linear(x, ((halves - zero[..., None]) * scale[..., None]).flatten(1))
+
+
+def float8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Weight-only float8: one scale for each row of weights."""
+    return functional.linear(x, weight.to(x.dtype)) * scale
+
+
+def reference_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the grouped matmul, one group at a time."""
+    parts = x.tensor_split(offsets.tolist()[:-1])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+def experts(
+    product: GroupedProduct, x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor
+) -> Tensor:
+    """The experts of tokens that are sorted by expert, with SwiGLU, weighted and added."""
+    gate, up = product(x[tokens], into.transpose(1, 2), offsets).chunk(2, -1)
+    result = product(functional.silu(gate) * up, out.transpose(1, 2), offsets) * gates[:, None]
+    return torch.zeros_like(x).index_add(0, tokens, result)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, its arguments, the function in float64 and the bytes of the weights that it reads."""
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    reference: Callable[..., Tensor]
+    weight_bytes: int
+
+
+def linear_case(name: str, rows: int, width: int, dtype: torch.dtype) -> Case:
+    """Returns a matmul of rows and of 4 * `width` quantised columns."""
+    columns = 4 * width
+    x = torch.randn(rows, width, dtype=dtype)
+    scale = torch.rand(columns, dtype=dtype)
+    if name == "int4":
+        packed = torch.randint(0, 256, (columns, width // 2), dtype=torch.uint8)
+        scales = torch.rand(columns, width // GROUP, dtype=dtype)
+        zeros = torch.randint(0, 16, scales.shape).to(dtype)
+        return Case(int4_linear, (x, packed, scales, zeros), int4_linear, packed.nbytes + 2 * scales.nbytes)
+    if name == "float8":
+        weight = torch.randn(columns, width).to(torch.float8_e4m3fn)
+        return Case(float8_linear, (x, weight, scale), float8_linear, weight.nbytes)
+    weight = torch.randint(-128, 128, (columns, width), dtype=torch.int8)
+    return Case(int8_linear if name == "int8" else int8_packed, (x, weight, scale), int8_linear, weight.nbytes)
+
+
+def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -> Case:
+    """Returns the experts of `count` tokens, each of random experts."""
+    number, chosen, width, hidden = EXPERTS[name]
+    width, hidden = width // width_divisor, hidden // width_divisor
+    picked = torch.stack([torch.randperm(number)[:chosen] for _ in range(count)]).flatten()
+    order = picked.argsort(stable=True)
+    offsets = picked.bincount(minlength=number).cumsum(0).to(torch.int32)
+    weights = [
+        torch.randn(number, 2 * hidden, width, dtype=dtype) / width**0.5,
+        torch.randn(number, width, hidden, dtype=dtype) / hidden**0.5,
+    ]
+    read = sum(weight[0].nbytes for weight in weights) * len(picked.unique())
+    inputs = (torch.randn(count, width, dtype=dtype), order // chosen, offsets, torch.rand(len(order), dtype=dtype))
+    return Case(partial(experts, torch._grouped_mm), (*inputs, *weights), partial(experts, reference_product), read)
+
+
+CASES = ("int8", "int8-packed", "int4", "float8", *EXPERTS)
+
+
+def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) -> None:
+    """Measures all sides of a case and adds their rows."""
+    device, is_gpu = torch.device(chosen.device), chosen.device == "cuda"
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    dtype, divisor = getattr(torch, chosen.dtype), 1 if is_gpu else 4
+    with device:
+        case = expert_case(name, rows, divisor, dtype) if name in EXPERTS else linear_case(
+            name, rows, 4096 // divisor, dtype
+        )  # fmt: skip
+    wide = [item.double() if item.is_floating_point() and item.itemsize > 1 else item for item in case.inputs]
+    expected = case.reference(*wide)
+    del wide
+    functions: dict[str, Callable[..., Tensor]] = {"eager": case.function}
+    for side, (backend, options) in SIDES.items():
+        functions[side] = compile_with(backend, fresh_function(lambda *items: case.function(*items)), options)
+    errors: dict[str, float] = {}
+    contenders: dict[str, Contender] = {}
+    for side, function in functions.items():
+        run = torch.no_grad()(partial(function, *case.inputs))
+        try:
+            errors[side] = relative_error(run(), expected)
+        except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
+            report.add({"case": name, "rows": rows, "side": side, "ms": None, "note": f"{type(error).__name__}"})
+            continue
+        contenders[side] = Contender(partial(_repeat, run, chosen.calls), chosen.calls)
+    source = torch.ones(min(max(case.weight_bytes, 1 << 20), 1 << 29), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    contenders["copy"] = Contender(lambda: target.copy_(source), 1)
+    for contender in contenders.values():
+        contender.run()
+    times = (
+        interleaved_device_times(contenders, chosen.rounds)
+        if is_gpu else interleaved_host_times(contenders, chosen.rounds, device)
+    )  # fmt: skip
+    bandwidth = 2 * source.nbytes / times["copy"].median
+    for side, distance in errors.items():
+        median = times[side].median
+        ratio = round(median / times["inductor"].median, 3) if "inductor" in errors else None
+        row: Row = {
+            "case": name, "rows": rows, "side": side, "ms": round(1e3 * median, 4), "/ inductor": ratio,
+            "bandwidth": round(case.weight_bytes / median / bandwidth, 3), "error": distance,
+        }  # fmt: skip
+        report.add(row, {"seconds": times[side].samples, "copy": times["copy"].samples})
+
+
+def _repeat(run: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        run()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 1024], help="rows, or tokens of experts")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=5, help="calls of a round")
+    add_record_option(parser)
+    chosen = parser.parse_args()
+    report = Report(f"quantised-{chosen.device}", chosen, torch.device(chosen.device))
+    for name in chosen.cases:
+        for rows in chosen.rows:
+            measure(name, rows, chosen, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Attention written as its formula, found by data flow: softmax(scores) @ value, scores = f(query @ key).
+
+The search starts at each softmax over the last dimension. Upwards, the scores are one matmul and operators of single
+elements around it: scale, bias, mask, casts. Downwards, the weights reach the left operand of a matmul. Between them
+are only operators that keep the order of elements, such as views that split or merge leading dimensions. Each
+intermediate result has no other reader, so that nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.graph_copy import expressions_of
+from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.torch_compat import FakeTensor, OpOverload
+
+_aten = torch.ops.aten
+
+_VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
+"""Operators whose result has their operand's elements, in the same order."""
+
+ELEMENTWISE = frozenset({
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp",
+    "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "ne", "neg", "rsub", "sigmoid", "sub", "tanh", "to_copy", "where",
+})  # fmt: skip
+"""Operators of single elements that scores, biases and masks are computed with."""
+
+_PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.baddbmm.default})
+
+Sizes: TypeAlias = list[Any]
+"""Sizes as ints and expressions, whose comparison installs no guard."""
+
+
+@dataclass(frozen=True)
+class AttentionFormula:
+    """Attention, as nodes of a graph.
+
+    Fields:
+        softmax: the weights.
+        query_key: the matmul of queries and transposed keys.
+        scores: the nodes from `query_key` to the operand of the softmax, both included.
+        output: the matmul of weights and values.
+        inner: the nodes between `query_key` and `output`, which only they read.
+        zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
+    """
+
+    softmax: Node
+    query_key: Node
+    scores: tuple[Node, ...]
+    output: Node
+    inner: tuple[Node, ...]
+    zeroes_fully_masked_rows: bool
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A softmax between two matmuls that is not recognised as attention, and why."""
+
+    softmax: Node
+    reason: str
+
+
+def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[AttentionFormula], list[NearMiss]]:
+    """Returns the attention formulas of a graph, and what nearly is one."""
+    found: list[AttentionFormula] = []
+    missed: list[NearMiss] = []
+    for node in nodes:
+        softmax = _softmax_ending_at(node, fakes)
+        if softmax is None:
+            continue
+        result = _Search(softmax, fakes).result()
+        if isinstance(result, AttentionFormula):
+            found.append(result)
+        elif result is not None:
+            missed.append(NearMiss(node, result))
+    return found, missed
+
+
+def sizes_of(node: Node, fakes: NodeValues) -> Sizes:
+    """Returns the sizes of a node's tensor as ints and expressions."""
+    return expressions_of(fakes[node].shape)
+
+
+def permutation(node: Node, fakes: NodeValues) -> list[int] | None:
+    """Returns the dimensions of its operand in the order of the result's, for calls that permute them."""
+    if node.op != "call_function" or not _is_tensor(node.args[0] if node.args else None, fakes):
+        return None
+    arguments: Any = node.args
+    rank = fakes[arguments[0]].ndim
+    order = list(range(rank))
+    match name_of(node):
+        case "permute":
+            return [dim % rank for dim in arguments[1]]
+        case "transpose" | "t":
+            one, other = [dim % rank for dim in arguments[1:3] or (0, rank - 1)]
+            order[one], order[other] = order[other], order[one]
+            return order
+        case _:
+            return None
+
+
+def keeps_order(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call returns the elements of its only tensor, in the same order and dtype."""
+    source = node.args[0] if isinstance(node.target, OpOverload) and node.args else None
+    if not isinstance(source, Node) or not _is_tensor(source, fakes) or not _is_tensor(node, fakes):
+        return False
+    name = name_of(node)
+    if name in _VIEWS:
+        return True
+    if name == "expand":
+        return bool(_count(sizes_of(source, fakes)) == _count(sizes_of(node, fakes)))
+    order = permutation(node, fakes)
+    if order is None:
+        return False
+    sizes = sizes_of(source, fakes)
+    moved = [dim for dim in order if sizes[dim] != 1]
+    return moved == sorted(moved)
+
+
+def _count(sizes: Sizes) -> Any:
+    product: Any = 1
+    for size in sizes:
+        product = product * size
+    return product
+
+
+def _is_tensor(node: object, fakes: NodeValues) -> bool:
+    return isinstance(node, Node) and isinstance(fakes.get(node), FakeTensor)
+
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """A softmax over the last dimension: its operand, the nodes that compute it, the last of which has the weights."""
+
+    operand: Node
+    nodes: tuple[Node, ...]
+    zeroes_fully_masked_rows: bool = False
+
+
+def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
+    """Returns the softmax whose weights a node computes."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _is_tensor(node, fakes):
+        return None
+    name, rank = name_of(node), fakes[node].ndim
+    if name in ("softmax", "safe_softmax"):
+        arguments: Any = node.args
+        is_last = rank >= 2 and arguments[1] in (-1, rank - 1)
+        return _Softmax(arguments[0], (node,), name == "safe_softmax") if is_last else None
+    return _written_out_softmax(node, fakes) if name == "div" and rank >= 2 else None
+
+
+def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
+    """Returns exp(x - amax(x)) / sum(exp(x - amax(x)))."""
+    weights, total = node.args[:2]
+    summed = _reduced(total, "sum", fakes)
+    if summed is None or summed is not weights or name_of(summed) != "exp":
+        return None
+    difference = summed.args[0]
+    if not isinstance(difference, Node) or name_of(difference) != "sub" or difference.kwargs:
+        return None
+    operand, maximum = difference.args
+    if not isinstance(maximum, Node) or not isinstance(total, Node) or not isinstance(operand, Node):
+        return None
+    inner: list[Any] = [maximum]
+    if name_of(maximum) in ("detach", "alias"):
+        inner.append(maximum.args[0])
+    if _reduced(inner[-1], "amax", fakes) is not operand:
+        return None
+    return _Softmax(operand, (*reversed(inner), difference, summed, total, node))
+
+
+def _reduced(node: object, name: str, fakes: NodeValues) -> Node | None:
+    """Returns the tensor that a call reduces along its last dimension, which it keeps."""
+    if not isinstance(node, Node) or not _is_tensor(node, fakes) or name_of(node) != name or node.kwargs:
+        return None
+    operand, dims, keep = (*node.args, None, None)[:3]
+    is_last = isinstance(dims, list | tuple) and [dim % fakes[node].ndim for dim in dims] == [fakes[node].ndim - 1]
+    return operand if is_last and keep is True and isinstance(operand, Node) else None
+
+
+# --- data flow --------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    def __init__(self, softmax: _Softmax, fakes: NodeValues) -> None:
+        self.softmax = softmax
+        self.fakes = fakes
+        self.weights = softmax.nodes[-1]
+
+    def result(self) -> AttentionFormula | str | None:
+        """Returns the formula; the reason why a softmax between matmuls is none; None for other softmaxes."""
+        scores = self._path(self.softmax.operand, 0)
+        below = self._below() if scores is not None else None
+        if scores is None or below is None:
+            return None
+        passed, output = below
+        if isinstance(output, str):
+            return output
+        inner = (*scores[1:], *self.softmax.nodes, *passed)
+        own = {scores[0], *inner, output}
+        for node in (scores[0], *inner):
+            if not own.issuperset(node.users):
+                return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
+        rows, keys = self._last_two(self.softmax.operand)
+        for node in self._fixed_shapes(scores, output):
+            if self._last_two(node) != (rows, keys):
+                return "its scores are reshaped across rows and keys"
+        zeroes = self.softmax.zeroes_fully_masked_rows
+        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes)
+
+    def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
+        """Returns the nodes that must have rows and keys as their last dimensions."""
+        combining = [node for node in scores[1:] if len(node.all_input_nodes) > 1]
+        left: Any = output.args[-2]
+        return [scores[0], *combining, left]
+
+    def _last_two(self, node: Node) -> tuple[object, ...]:
+        return tuple(sizes_of(node, self.fakes)[-2:])
+
+    def _path(self, node: object, depth: int) -> list[Node] | None:
+        """Returns the nodes from a matmul to a node of the scores."""
+        if not isinstance(node, Node) or not _is_tensor(node, self.fakes) or depth > _MAX_DEPTH:
+            return None
+        if node.target in _PRODUCTS:
+            return [node]
+        operands: Sequence[Any] = ()
+        if keeps_order(node, self.fakes):
+            operands = node.args[:1]
+        elif isinstance(node.target, OpOverload) and name_of(node) in ELEMENTWISE:
+            size = _count(sizes_of(node, self.fakes))
+            arguments: Any = node.args
+            operands = [
+                item for item in arguments
+                if _is_tensor(item, self.fakes) and self.fakes[item].dtype.is_floating_point
+                and _count(sizes_of(item, self.fakes)) == size
+            ]  # fmt: skip
+        for operand in operands:
+            path = self._path(operand, depth + 1)
+            if path is not None:
+                return [*path, node]
+        return None
+
+    def _below(self) -> tuple[list[Node], Node | str] | None:
+        """Returns the nodes between the weights and the matmul with values, and that matmul or why there is none."""
+        passed: list[Node] = []
+        node = self.weights
+        while True:
+            users = [user for user in node.users if user.op != "output"]
+            product = next((user for user in users if user.target in _PRODUCTS), None)
+            if product is not None:
+                if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
+                    return passed, "its weights are no left operand of a matmul"
+                return passed, product
+            following = next((user for user in users if self._passes_weights(user)), None)
+            if following is None:
+                if any(name_of(user) in ("native_dropout", "dropout", "bernoulli", "rand_like") for user in users):
+                    return passed, "its weights have dropout"
+                return None
+            passed.append(following)
+            node = following
+
+    def _passes_weights(self, node: Node) -> bool:
+        """Whether a call passes weights on as they are, or casts them."""
+        is_cast = name_of(node) == "to_copy" and _is_tensor(node, self.fakes) and self.fakes[node].is_floating_point()
+        return is_cast or keeps_order(node, self.fakes)
+
+
+_MAX_DEPTH = 24
+"""The largest number of operators between scores and softmax."""

@@ -1,0 +1,144 @@
+"""Attention of few query rows becomes a kernel that is split over keys: a call of FlexAttention.
+
+The kernels of libraries give each head one program, which reads all keys in sequence: one token occupies a small part
+of a large GPU. Lowering splits such calls over keys (`lowering/attention.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_scores import biased_score_functions
+from fxwrap.fx_passes.flex_attention import has_attention_kernel
+from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.torch_compat import FakeTensor, OpOverload, flex_attention_operator, in_fake_mode, torch_schema
+
+_aten = torch.ops.aten
+
+_LIBRARY_CALLS = frozenset({
+    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default,
+})  # fmt: skip
+
+_MAX_ROWS = 16
+"""The largest number of query rows: those of one block of a dot."""
+
+_MIN_KEYS = 512
+"""The smallest number of keys that is worth a second kernel."""
+
+_MAX_MATRICES = 64
+"""The largest number of pairs of batch and key head: each is a program, and more of them occupy a GPU."""
+
+_WHOLE = 1 << 30
+"""The block size of FlexAttention without a block mask."""
+
+
+def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which attention of few query rows to many keys is a call of FlexAttention.
+
+    Calls with dropout, with `is_causal`, or whose log-sum-exp is used stay, and all calls on devices with few threads.
+    """
+    calls = {
+        node: arguments for node in graph.nodes
+        if (arguments := _arguments(node)) and _is_split(node, arguments, graph.fakes, context)
+    }  # fmt: skip
+    if not calls:
+        return graph
+    copy = GraphCopy(graph)
+    for node, arguments in calls.items():
+        _replace(copy, node, arguments)
+    return copy.finish()
+
+
+def _arguments(node: Node) -> dict[str, Any] | None:
+    """Returns the arguments of a library's attention by parameter name; None for other nodes."""
+    if node.target not in _LIBRARY_CALLS:
+        return None
+    assert isinstance(node.target, OpOverload)
+    names = [item.name for item in torch_schema(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _bias_of(arguments: Mapping[str, Any]) -> Node | None:
+    bias: Node | None = arguments.get("attn_bias", arguments.get("attn_mask"))
+    return bias
+
+
+def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, context: FxPassContext) -> bool:
+    """Whether a call is one of few rows that a kernel computes in parts."""
+    preserved = {str(node.target), "aten.scaled_dot_product_attention.default"}
+    if not preserved.isdisjoint(context.extern_operators):
+        return False
+    if arguments.get("dropout_p", 0.0) != 0 or arguments.get("is_causal", False) is not False:
+        return False
+    results = [user for user in node.users if user.target is not operator.getitem or user.users]
+    if not results or any(user.target is not operator.getitem or user.args[1] != 0 for user in results):
+        return False
+    operands = [fakes[arguments[name]] for name in ("query", "key", "value")]
+    query, key, value = operands
+    spec = context.options.device_specs().get(query.device.type)
+    bias = _bias_of(arguments)
+    if spec is None or not spec.massively_parallel or (bias is not None and not _is_readable(fakes[bias], query)):
+        return False
+    heads, rows, key_heads = query.shape[1], query.shape[2], key.shape[1]
+    if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads or rows > _MAX_ROWS:
+        return False
+    is_occupied = size_hint(query.shape[0]) * key_heads > _MAX_MATRICES
+    return (
+        not is_occupied
+        and size_hint(key.shape[2]) >= _MIN_KEYS
+        and has_attention_kernel(operands, [query.shape[3], value.shape[3]], context.options)
+    )
+
+
+def _is_readable(bias: FakeTensor, query: FakeTensor) -> bool:
+    return bias.dtype.is_floating_point and 2 <= bias.ndim <= 4 and bias.device == query.device
+
+
+def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
+    """Replaces a call, whose output keeps its layout."""
+    before, name = copy.node_map[node], f"{node.name}_split"
+    query, key, value = [copy.node_map[arguments[item]] for item in ("query", "key", "value")]
+    bias, buffer = _bias_of(arguments), None
+    if bias is not None:
+        buffer = _without_broadcasts(copy, before, copy.node_map[bias], name)
+    fake = copy.fakes[query]
+    functions = biased_score_functions(fake, None if buffer is None else copy.fakes[buffer])
+    names = ("scores", "mask")
+    score_mod, mask_mod = [
+        copy.attribute(before, f"{name}_{item}", module) for item, module in zip(names, functions, strict=True)
+    ]
+    scale = arguments.get("scale")
+    if scale is None:
+        scale = fake.shape[3] ** -0.5
+    block_mask = (1, 1, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
+    results = _result_fakes(copy.fakes[before][0])
+    buffers = () if buffer is None else (buffer,)
+    operands: tuple[object, ...] = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
+    call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
+    output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
+    for user in node.users:
+        copy.substitute(user, output, "fused", (node,))
+
+
+def _result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
+    """Returns output, log-sum-exp and maximum of a call."""
+    dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
+    with in_fake_mode(output.fake_mode):
+        statistics = [output.new_empty(output.shape[:3], dtype=dtype) for _ in range(2)]
+    return (output, *statistics)
+
+
+def _without_broadcasts(copy: GraphCopy, before: Node, bias: Node, name: str) -> Node:
+    """Returns a bias with one element along the dimensions whose stride is 0."""
+    fake = copy.fakes[bias]
+    for dim in range(fake.ndim):
+        if fake.stride(dim) == 0 and fake.shape[dim] != 1:
+            bias = copy.call(before, _aten.slice.Tensor, (bias, dim, 0, 1), name)
+    return bias

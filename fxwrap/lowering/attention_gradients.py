@@ -1,0 +1,192 @@
+"""The gradients of FlexAttention as two kernels of the loop IR, which compute scores again (FlashAttention's backward).
+
+The gradient of queries sums over keys, and those of keys and values sum over queries and over the query heads of a
+group. Both need the log-sum-exp of rows, and sums of output times its gradient, which a kernel before them computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.loop_ir import Axis, Buffer, Kernel, Scalar, as_index, canonicalize_axes, rename_axes
+from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, store_element
+from fxwrap.lowering.builder import Builder, LoweringRequest
+from fxwrap.lowering.launches import emit_whole_kernel
+from fxwrap.lowering.rules import Declined
+from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
+from fxwrap.lowering.symbols.table import size_hints
+from fxwrap.wrapper_ir import TensorType, Value
+
+
+@dataclass(frozen=True)
+class _GradientCall:
+    """The operands of a call of `flex_attention_backward`, as values of a program.
+
+    `joint` is the graph of a score, its indices, the gradient of the modified score and the buffers, which returns the
+    gradient of the score.
+    """
+
+    attention: AttentionCall
+    out: Value
+    logsumexp: Value
+    grad_out: Value
+    grad_logsumexp: Value | None
+    joint: GraphModule
+
+    @classmethod
+    def of(cls, builder: Builder, node: Node) -> _GradientCall:
+        """Returns the operands of a node. Raises Declined for a call without a gradient of the output."""
+        arguments: Any = (*node.args, (), ())[:14]
+        query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint, *rest = arguments
+        if grad_out is None:
+            raise Declined("its output has no gradient")
+        attention = AttentionCall.of(builder, node, (query, key, value, score_mod, *rest))
+        grad_total = None if grad_logsumexp is None else builder.value(grad_logsumexp)
+        tensors = builder.value(out), builder.value(logsumexp), builder.value(grad_out)
+        return cls(attention, *tensors, grad_total, attribute_of(joint))
+
+
+def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: Node) -> None:
+    """Emits the kernels of a call of `flex_attention_backward`, and records its operand.
+
+    Raises Declined if an operator of the call's functions cannot be computed element by element, and FxwrapError for
+    kernels that their language cannot express.
+    """
+    call, fakes = _GradientCall.of(builder, node), builder.fakes[node]
+    used = {user.args[1] for user in node.users}
+    outputs = [
+        builder.add_root(f"{node.name}_{position}", fake) if position in used else None
+        for position, fake in enumerate(fakes[:3])
+    ]
+    type_ = call.out.tensor_type
+    dtype = torch.float64 if type_.dtype is torch.float64 else torch.float32
+    terms_type = TensorType.contiguous(dtype, type_.sizes[:3], type_.device)
+    terms = builder.add_buffer(f"{node.name}_terms", terms_type)
+    inputs, kernel = _row_terms(builder, request, call, terms)
+    emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms])
+    grad_query, *others = outputs
+    if grad_query is not None:
+        gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
+        inputs, kernel = gradient.of_query(grad_query)
+        emit_whole_kernel(builder, request, node, "flex_attention_grad_query", kernel, inputs, [grad_query])
+    written = [item for item in others if item is not None]
+    if written:
+        gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
+        inputs, kernel = gradient.of_key_and_value(*others)
+        emit_whole_kernel(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, written)
+    builder.env[node] = (*outputs, (None,) * len(fakes[3]))
+
+
+def _row_terms(
+    builder: Builder, request: LoweringRequest, call: _GradientCall, terms: Value
+) -> tuple[tuple[Value, ...], Kernel]:
+    """Returns the kernel of the terms that the gradients of a row's scores have in common, and what it reads.
+
+    A term is the sum of the output times its gradient, less the gradient of the log-sum-exp.
+    """
+    elements, dtype = ScalarKernelBuilder(builder, request.options), terms.tensor_type.dtype
+    *row, column = [Axis(f"axis{number}", size) for number, size in enumerate(call.out.tensor_type.sizes)]
+    at = tuple(map(as_index, row))
+    factors = [elements.load(item, (*at, as_index(column))).to(dtype) for item in (call.out, call.grad_out)]
+    (term,) = elements.body.reduce("sum", factors[0] * factors[1])
+    if call.grad_logsumexp is not None:
+        term = term - elements.load(call.grad_logsumexp, at).to(dtype) / call.attention.stats_unit
+    written = store_element(elements.body, "out0", terms, at, term)
+    kernel = elements.body.finish(row, [column], [buffer for buffer, _ in elements.inputs], [written])
+    return tuple([value for _, value in elements.inputs]), canonicalize_axes(kernel, size_hints(builder.state.symbols))
+
+
+class _GradientBuilder(ScoreBuilder):
+    def __init__(self, elements: ScalarKernelBuilder, call: _GradientCall, terms: Value) -> None:
+        super().__init__(elements, call.attention)
+        self.gradient_call = call
+        self.terms = terms
+        self.value_width = Axis("value_width", call.attention.value.tensor_type.sizes[3])
+
+    def of_query(self, output: Value) -> tuple[tuple[Value, ...], Kernel]:
+        """Returns the kernel of the gradient of queries, and the values that it reads."""
+        call = self.call
+        rows, query = self.rows(call.key_blocks, self.query_count)
+        keys, key, is_full = self.streamed(call.key_blocks, self.key_count)
+        column = Axis("column", self.width.size)
+        _, grad_scores = self._elements(query, key, key, is_full)
+        (total,) = self.body.reduce("sum", grad_scores * self.load_key(call.key, key, column), keys)
+        result = total * self.elements.reader.number(call.scale, self.dtype)
+        indices = (self.batch_index, self.head_index, query.index, column)
+        written = store_element(self.body, "out0", output, indices, result, query.inside)
+        axes = [item for item in (self.batch, self.key_head, self.group) if item is not None]
+        return self._finish([*axes, *rows, column], [self.width, self.value_width, *keys], [written])
+
+    def of_key_and_value(self, grad_key: Value | None, grad_value: Value | None) -> tuple[tuple[Value, ...], Kernel]:
+        """Returns the kernel of the gradients of keys and values, of which one may be None, and what it reads.
+
+        Keys that all batches share sum over batches too.
+        """
+        call, blocks = self.call, self.call.query_blocks
+        if blocks is None:
+            raise Declined("its block mask has no lists of query blocks")
+        is_shared = call.key.tensor_type.sizes[0] == 1 and call.query.tensor_type.sizes[0] != 1
+        rows, key = self.rows(blocks, self.key_count)
+        queries, query, is_full = self.streamed(blocks, self.query_count)
+        outer = [*([self.batch] if is_shared else []), *([] if self.group is None else [self.group])]
+        streamed = [*outer, *queries]
+        weights, grad_scores = self._elements(query, key, query, is_full)
+        batch = as_index(0) if is_shared else self.batch_index
+        columns, widths, written = [], [self.width], []
+        if grad_key is not None:
+            columns.append(Axis("column", self.width.size))
+            widths.append(self.value_width)
+            factor = self.load_query(call.query, query, columns[-1])
+            (total,) = self.body.reduce("sum", grad_scores * factor, streamed)
+            result = total * self.elements.reader.number(call.scale, self.dtype)
+            indices = (batch, self.key_head_index, key.index, columns[-1])
+            written.append(store_element(self.body, "out0", grad_key, indices, result, key.inside))
+        if grad_value is not None:
+            columns.append(Axis("value_column", self.value_width.size))
+            factor = self.load_query(self.gradient_call.grad_out, query, columns[-1])
+            (total,) = self.body.reduce("sum", weights * factor, streamed)
+            indices = (batch, self.key_head_index, key.index, columns[-1])
+            name = f"out{len(written)}"
+            written.append(store_element(self.body, name, grad_value, indices, total, key.inside))
+        axes = [*([] if is_shared else [self.batch]), self.key_head, *rows, *columns]
+        return self._finish(axes, [*widths, *streamed], written)
+
+    def _elements(
+        self, query: Positions, key: Positions, streamed: Positions, is_full: Scalar | None
+    ) -> tuple[Scalar, Scalar]:
+        """Returns the weight of a query and a key, and the gradient of their score, 0 where it is masked."""
+        call, gradients, body = self.call, self.gradient_call, self.body
+        products = [
+            (self.load_query(call.query, query, self.width), self.load_key(call.key, key, self.width)),
+            (self.load_query(gradients.grad_out, query, self.value_width),
+             self.load_key(call.value, key, self.value_width)),
+        ]  # fmt: skip
+        if streamed is query:  # left factors are those of rows
+            products = [(right, left) for left, right in products]
+        score = self.score(query, key, streamed, is_full, products[0])
+        total = self.load_query(gradients.logsumexp, query) * call.stats_unit
+        shift = total.equals(-math.inf).where(0.0, total)
+        weights = score.masked((score.modified - shift).exp(), 0.0)
+        left, right = products[1]
+        (grad_weights,) = body.reduce("sum", left * right, [self.value_width])
+        grad_modified = weights * (grad_weights - self.load_query(self.terms, query))
+        indices = self.indices(query, key)
+        with self.unmasked(query, key):
+            grad_score = self.elements.call(
+                gradients.joint, [score.scaled, *indices, grad_modified, *call.score_buffers]
+            )
+        return weights, score.masked(grad_score.to(self.dtype), 0.0)
+
+    def _finish(
+        self, axes: Sequence[Axis], reduced: Sequence[Axis], outputs: Sequence[Buffer]
+    ) -> tuple[tuple[Value, ...], Kernel]:
+        inputs = [buffer for buffer, _ in self.elements.inputs]
+        kernel = rename_axes(self.body.finish(axes, reduced, inputs, outputs))
+        return tuple([value for _, value in self.elements.inputs]), kernel

@@ -1,0 +1,222 @@
+"""Programs of Triton that compute blocks: matrices of values of the loop IR, of which each dimension is an axis.
+
+A scope is a part of the text. It says which axes are dimensions of its matrices, and which values are known there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import assert_never
+
+from fxwrap.loop_ir import (
+    STORAGE_ONLY,
+    Axis,
+    Compute,
+    Constant,
+    DeviceAssert,
+    Index,
+    IndexValue,
+    Kernel,
+    KernelError,
+    Load,
+    Operation,
+    Reduce,
+    ReductionResult,
+    Scan,
+    Store,
+    SymbolicScalar,
+    operands,
+)
+from fxwrap.printers.triton.kernel_text import NameAllocator, TritonIndexPrinter, comment_lines
+from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
+from fxwrap.printers.triton.schedule import fits_int32
+
+
+@dataclass
+class Scope:
+    """A part of the text: the dimension (0 or 1) of each axis of its matrices, their names and masks, and values."""
+
+    dimension: dict[Axis, int] = field(default_factory=dict)
+    names: dict[Axis, str] = field(default_factory=dict)
+    masks: dict[Axis, str] = field(default_factory=dict)
+    blocks: dict[Axis, str] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+
+    def inner(self) -> Scope:
+        """Returns a copy for a part inside this one."""
+        return Scope(dict(self.dimension), dict(self.names), dict(self.masks), dict(self.blocks), dict(self.text))
+
+
+class BlockPrinter:
+    """Prints the values, assertions and memory accesses of a kernel in blocks.
+
+    `constants` are the sizes of blocks by name, which are compile-time arguments of the kernel.
+    """
+
+    def __init__(self, kernel: Kernel, limits: Mapping[str, int], constants: Mapping[str, int]) -> None:
+        self.kernel = kernel
+        self.constants = dict(constants)
+        self.lines: list[str] = []
+        self.depth = 1
+        self.origin = ""
+        self.helpers: set[str] = set()
+        self.allocator = NameAllocator()
+        self.symbols = {symbol: self.allocator.create_name(str(symbol)) for symbol in kernel.symbols}
+        buffers = (*kernel.inputs, *kernel.outputs)
+        self.pointers = {item.name: self.allocator.create_name(f"{item.name}_ptr") for item in buffers}
+        self.use_int64 = not all(fits_int32(item.extent, limits) for item in buffers)
+
+    def line(self, text: str, origin: str = "") -> None:
+        """Adds a line, after a comment that names a new origin."""
+        indent = "    " * self.depth
+        if origin and origin != self.origin:
+            self.lines += [f"{indent}# {line}" for line in comment_lines(origin)]
+            self.origin = origin
+        self.lines.append(indent + text)
+
+    @contextmanager
+    def nested(self, head: str) -> Iterator[None]:
+        """Indents the lines inside under a head."""
+        self.line(head)
+        self.depth += 1
+        yield
+        self.depth -= 1
+
+    # --- axes ---------------------------------------------------------------------------------------------------------
+
+    def block(self, scope: Scope, axis: Axis, block: str, dimension: int, start: str) -> None:
+        """Prints the positions of a block of an axis, as a row or a column of a matrix, and their mask."""
+        name, subscript = f"{axis.name}_{'xy'[dimension]}", ("[:, None]", "[None, :]")[dimension]
+        cast = ".to(tl.int64)" if self.use_int64 else ""
+        self.line(f"{name} = {start + ' + ' if start else ''}tl.arange(0, {block}){cast}{subscript}")
+        scope.names[axis], scope.dimension[axis], scope.blocks[axis] = name, dimension, block
+        if not isinstance(axis.size, int) or axis.size % self.constants[block]:
+            self.line(f"{name}_mask = {name} < {self.index_printer(scope).size_operand(axis.size)}")
+            scope.masks[axis] = f"{name}_mask"
+
+    def index_printer(self, scope: Scope) -> TritonIndexPrinter:
+        """Returns the printer of indices in a scope."""
+
+        def value(position: int) -> str:
+            text = self.value(position, scope)
+            return text if self.use_int64 else f"tl.cast({text}, tl.int32)"
+
+        return TritonIndexPrinter(scope.names, value, self.helpers)
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def operation_dtype(self, position: int) -> torch.dtype:
+        """Returns the dtype of an operation's value."""
+        operation = self.kernel.operations[position]
+        assert not isinstance(operation, Store | DeviceAssert), "stores and assertions have no value"
+        return operation.dtype
+
+    def slice(self, targets: Iterable[int], known: Collection[int]) -> list[int]:
+        """Returns the operations that the targets are computed from, in order, without known ones."""
+        needed: set[int] = set()
+        stack = list(targets)
+        while stack:
+            position = stack.pop()
+            if position not in needed and position not in known:
+                needed.add(position)
+                stack.extend(operands(self.kernel.operations[position]))
+        return sorted(needed)
+
+    def fixed(self, targets: Sequence[int], axes: Collection[Axis], scope: Scope) -> list[int]:
+        """Returns the values that the targets need and that depend on these axes only."""
+        allowed = frozenset(axes)
+        positions = self.slice(targets, scope.text.keys())
+        fixed = {item for item in positions if self.kernel.value_axes[item] <= allowed}
+        used = {
+            operand for item in positions if item not in fixed for operand in operands(self.kernel.operations[item])
+        }
+        return sorted((used | {*targets}) & fixed)
+
+    def write(self, targets: Iterable[int], scope: Scope) -> None:
+        """Prints the values that the targets are computed from and that the scope does not know."""
+        for position in self.slice(targets, scope.text.keys()):
+            self._operation(position, scope)
+
+    def asserts(self, axes: Collection[Axis], checked: Collection[Axis], scope: Scope) -> None:
+        """Prints the assertions that depend on these axes, and not only on those in `checked`."""
+        for position, operation in enumerate(self.kernel.operations):
+            depends = self.kernel.value_axes[position]
+            if isinstance(operation, DeviceAssert) and depends <= frozenset(axes):
+                if checked and depends <= frozenset(checked):
+                    continue
+                self.write(operands(operation), scope)
+                masks = [scope.masks[axis] for axis in depends if axis in scope.masks]
+                masks += [self.value(operation.mask, scope)] if operation.mask is not None else []
+                mask = f", mask={' & '.join(sorted(masks))}" if masks else ""
+                condition = self.value(operation.condition, scope)
+                self.line(f"tl.device_assert({condition}, {operation.message!r}{mask})", operation.origin)
+
+    def value(self, position: int, scope: Scope) -> str:
+        """Returns the text of a value that a scope knows."""
+        operation = self.kernel.operations[position]
+        if isinstance(operation, Constant):
+            dtype = TRITON_DTYPES[operation.dtype]
+            return f"tl.full((), {literal_text(operation.value, operation.dtype)}, {dtype})"
+        return scope.text[position]
+
+    def _operation(self, position: int, scope: Scope) -> None:
+        operation = self.kernel.operations[position]
+        match operation:
+            case Constant():
+                scope.text[position] = literal_text(operation.value, operation.dtype)
+            case Load():
+                axes = self.kernel.value_axes[position]
+                address, mask = self.access(operation.buffer, operation.index, axes, operation.mask, scope)
+                other = ""
+                if mask:
+                    dtype = torch.float32 if operation.dtype in STORAGE_ONLY else operation.dtype
+                    other = f", other={literal_text(operation.other, dtype)}"
+                self._assign(position, operation, operation.buffer, f"tl.load({address}{mask}{other})", scope)
+            case SymbolicScalar():
+                number = self.index_printer(scope).size(operation.expression)
+                text = f"tl.full((), {number}, {TRITON_DTYPES[operation.dtype]})"
+                self._assign(position, operation, "number", text, scope)
+            case IndexValue():
+                text = f"tl.cast({self.index_printer(scope)(operation.index)}, {TRITON_DTYPES[operation.dtype]})"
+                self._assign(position, operation, "index", text, scope)
+            case Compute():
+                name, text = self.compute_text(position, operation, scope)
+                self._assign(position, operation, name, text, scope)
+            case Reduce() | Scan() | ReductionResult() | Store() | DeviceAssert():
+                raise KernelError("an operation of its streaming reduction has no value")
+            case _:
+                assert_never(operation)
+
+    def compute_text(self, position: int, operation: Compute, scope: Scope) -> tuple[str, str]:
+        """Returns a name for the result of an operation, and its expression."""
+        result = Arithmetic(self.kernel)(
+            position, operation, lambda item: self.value(item, scope), lambda item: scope.text[item]
+        )
+        self.helpers.update(result.helpers)
+        return result.name, result.text
+
+    def _assign(self, position: int, operation: Operation, wanted: str, text: str, scope: Scope) -> None:
+        name = self.allocator.create_name(wanted)
+        self.line(f"{name} = {text}", operation.origin)
+        scope.text[position] = name
+
+    def access(
+        self, buffer: str, index: Index, axes: Collection[Axis], condition: int | None, scope: Scope
+    ) -> tuple[str, str]:
+        """Returns the address of an access to memory and its mask, both broadcast to the axes that it depends on."""
+        text = self.index_printer(scope)(index)
+        span = [axis for axis in axes if axis in scope.dimension]
+        masks = sorted([scope.masks[axis] for axis in axes if axis in scope.masks])
+        if condition is not None:
+            masks.append(self.value(condition, scope))
+        if span:
+            shape = [next((scope.blocks[axis] for axis in span if scope.dimension[axis] == n), "1") for n in (0, 1)]
+            if index.constant is not None:
+                text = f"tl.full((), {index.constant}, {'tl.int64' if self.use_int64 else 'tl.int32'})"
+            text = f"tl.broadcast_to({text}, ({', '.join(shape)}))"
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        return f"{self.pointers[buffer]} + {text}", mask

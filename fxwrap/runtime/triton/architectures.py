@@ -1,0 +1,75 @@
+"""Triton kernels for several GPU architectures, compiled on any machine, for saved programs that run elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+from fxwrap.errors import KernelBuildError, OptionError
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton.binaries import triton_binary, triton_compiled_kernels
+from fxwrap.runtime.triton.compile import (
+    KernelUse,
+    import_triton,
+    split_launch_options,
+    triton_jit_function,
+    warmup_arguments,
+)
+from fxwrap.runtime.triton.prebuilt import TritonBinary, register_prebuilt_triton
+from fxwrap.runtime.triton.variants import make_source
+
+_NAME = re.compile(r"sm_(\d{2,3})")
+_WARP_SIZE = 32
+
+
+def compile_for_architectures(uses: Sequence[KernelUse], architectures: Sequence[str]) -> None:
+    """Compiles kernels for GPUs of these architectures ("sm_90"), which this machine need not have.
+
+    Registers the binaries, which saved programs then contain. A kernel is compiled for the argument classes of its
+    compilations in this process; without one, for its typical arguments. Raises OptionError for a text that names no
+    architecture, FxwrapError where Triton is missing, KernelBuildError for a kernel that Triton cannot compile for one.
+    """
+    capabilities = [_capability(name) for name in architectures]
+    import_triton()
+    sources = [(use.kernel, source) for use in uses for source in _sources(use)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        jobs = [pool.submit(_compile, kernel, source, capability)
+                for (kernel, source), capability in product(sources, capabilities)]  # fmt: skip
+        compiled = [job.result() for job in jobs]
+    for kernel, binary in compiled:
+        register_prebuilt_triton(kernel.symbol, binary)
+
+
+def _capability(name: str) -> int:
+    """Returns 90 for "sm_90"."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise OptionError(f"unknown architecture {name!r}; name them as 'sm_80', 'sm_90', 'sm_100'")
+    return int(match[1])
+
+
+def _sources(use: KernelUse) -> list[Any]:
+    """Returns Triton's sources of a kernel, one for each combination of argument classes."""
+    known = [item.src for item in triton_compiled_kernels(use.kernel) if hasattr(item.src, "fn")]
+    if known:
+        return list({source.hash(): source for source in known}.values())
+    kernel = use.kernel
+    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
+    return [make_source(function, warmup_arguments(use), split_launch_options(kernel.options)[0])]
+
+
+def _compile(kernel: KernelText, source: Any, capability: int) -> tuple[KernelText, TritonBinary]:
+    triton = import_triton()
+    target = triton.backends.compiler.GPUTarget("cuda", capability, _WARP_SIZE)
+    constants, compile_options = split_launch_options(kernel.options)
+    try:
+        compiled = triton.compile(source, target=target, options=compile_options)
+    except Exception as raised:  # any error of Triton is the kernel's
+        raise KernelBuildError(
+            f"Triton cannot compile {kernel.symbol} for sm_{capability}: {type(raised).__name__}: {raised}"
+        ) from raised
+    return kernel, triton_binary(compiled, constants)

@@ -1,0 +1,194 @@
+"""Attention of few query rows to many keys, split over keys on massively parallel devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator as operator_module
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.compile.backend import make_backend
+from fxwrap.devices import CPU
+from fxwrap.fx_passes import FxPassContext, prepare_graph
+from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.lines import Launch
+from fxwrap.testing import assert_emitters_agree
+
+attend = functional.scaled_dot_product_attention
+PARALLEL = Options(devices=[dataclasses.replace(CPU, massively_parallel=True)])
+"""The form for GPUs, on the CPU."""
+
+
+def _operands(
+    rows: int, keys: int, *, batch: int = 2, heads: int = 2, width: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
+    key, value = [torch.randn(batch, keys, heads, width, dtype=dtype).transpose(1, 2) for _ in range(2)]
+    return query, key, value
+
+
+def _biases(rows: int, keys: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Returns a bias of each batch, whose last row is fully masked, and one that all rows share."""
+    bias = torch.randn(2, 1, rows, keys, dtype=dtype).masked_fill(torch.rand(rows, keys) < 0.3, -torch.inf)
+    bias[1, :, -1] = -torch.inf
+    return bias, torch.randn(keys, dtype=dtype).expand(rows, -1)
+
+
+def _attend_all(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: Tensor) -> list[Tensor]:
+    return [
+        attend(query, key, value),
+        attend(query, key, value, attn_mask=bias, scale=0.3),
+        attend(query, key, value, attn_mask=bias[:1] > 0),
+        attend(query, key, value, attn_mask=shared),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "emitters"), [(1, 700, ["cpp"]), (16, 513, ["python"])], ids=["one row", "many rows"]
+)
+def test_emitters_agree(rows: int, keys: int, emitters: list[str]) -> None:
+    torch.manual_seed(rows)
+    inputs = (*_operands(rows, keys), *_biases(rows, keys))
+    assert_emitters_agree(_attend_all, inputs, options=PARALLEL, emitters=emitters)
+
+
+def test_error_is_that_of_eager() -> None:
+    """Against float64; fully masked rows are zero, and parts without any key do not count."""
+    torch.manual_seed(0)
+    inputs = (*_operands(3, 1024, dtype=torch.bfloat16), *_biases(3, 1024, torch.bfloat16))
+    inputs[3][0, :, :, 100:] = -torch.inf
+    results = torch.compile(_attend_all, backend=make_backend(PARALLEL), fullgraph=True)(*inputs)
+    expected = _attend_all(*[item.double() for item in inputs])
+    for result, eager, exact in zip(results, _attend_all(*inputs), expected, strict=True):
+        error, eager_error = [torch.linalg.vector_norm(item.double() - exact) for item in (result, eager)]
+        assert result.stride() == eager.stride()
+        assert error <= 1.2 * eager_error
+    assert not results[1][1, :, -1].any()
+
+
+def test_dynamic_lengths() -> None:
+    compiled = torch.compile(attend, backend=make_backend(PARALLEL), fullgraph=True, dynamic=True)
+    for keys in (600, 900, 3):
+        operands = _operands(4, keys)
+        torch.testing.assert_close(compiled(*operands), attend(*operands))
+
+
+def test_interpreted_triton() -> None:
+    torch.manual_seed(0)
+    options = dataclasses.replace(PARALLEL, cpu_kernels="triton")
+    query, key, value = _operands(3, 512, batch=1)
+    bias = torch.randn(3, 512)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend(query, key, value, attn_mask=bias)
+
+    assert_emitters_agree(run, (query, key, value, bias), options=options, emitters=["python"])
+
+
+def _targets(function: Callable[..., object], inputs: tuple[Tensor, ...], options: Options) -> set[str]:
+    """Returns the names of the operators that a function's graph has after the passes."""
+    with torch.no_grad():
+        prepared = prepare_graph(make_fx(function)(*inputs), inputs, options)
+    return {str(node.target) for node in prepared.nodes if node.op == "call_function"}
+
+
+CPU_CALL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options"),
+    [
+        (_operands(1, 1024), Options()),
+        (_operands(1, 1024), dataclasses.replace(PARALLEL, preserve_ops=(CPU_CALL,))),
+        (_operands(17, 1024), PARALLEL),
+        (_operands(1, 256), PARALLEL),
+        (_operands(1, 512, batch=70), PARALLEL),
+    ],
+    ids=["few threads", "preserved", "many rows", "few keys", "many matrices"],
+)
+def test_calls_that_stay(inputs: tuple[Tensor, ...], options: Options) -> None:
+    assert CPU_CALL in _targets(lambda query, key, value: attend(query, key, value), inputs, options)
+
+
+def test_causal_calls_stay() -> None:
+    """The library aligns them at the first row and key."""
+    causal = _targets(lambda query, key, value: attend(query, key, value, is_causal=True), _operands(2, 1024), PARALLEL)
+    assert CPU_CALL in causal
+
+
+def test_calls_whose_log_sum_exp_is_used_stay() -> None:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert CPU_CALL in _targets(lambda query, key, value: operator(query, key, value)[1], _operands(1, 1024), PARALLEL)
+
+
+_aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operator", "flags"),
+    [
+        (_aten._scaled_dot_product_cudnn_attention.default, (None, False)),
+        (_aten._scaled_dot_product_efficient_attention.default, (None, False)),
+        (_aten._scaled_dot_product_flash_attention.default, ()),
+    ],
+    ids=str,
+)
+def test_calls_of_gpu_libraries(operator: Any, flags: tuple[object, ...]) -> None:
+    """On fake CUDA tensors; a bias that batches, heads and rows share is read once."""
+    graph = Graph()
+    with FakeTensorMode():
+        fakes = [torch.empty(1, 8, rows, 128, dtype=torch.bfloat16, device="cuda") for rows in (4, 1024, 1024)]
+        bias = torch.empty(1024, dtype=torch.bfloat16, device="cuda").expand(1, 8, 4, 1024)
+        output = torch.empty(1, 4, 8, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+    nodes = [graph.placeholder(name) for name in ("query", "key", "value", "bias")]
+    arguments = (*nodes[:3], *([nodes[3], *flags[1:]] if flags else []))
+    call = graph.call_function(operator, arguments)
+    result = graph.call_function(operator_module.getitem, (call, 0))
+    graph.output((result,))
+    values = [*fakes, bias]
+    for node, value in zip([*nodes, call, result], [*values, (output, *[None] * 8), output], strict=True):
+        node.meta["val"] = value
+    prepared = prepare_graph(GraphModule({}, graph), None, Options())
+    (split,) = [node for node in prepared.nodes if node.op == "call_function" and "flex_attention" in str(node.target)]
+    assert prepared.fakes[split][0].stride() == output.stride()
+    buffers: Any = split.args[7]
+    assert [tuple(prepared.fakes[item].shape) for item in buffers] == ([(1, 1, 1, 1024)] if flags else [])
+    assert split_decoding_attention(prepared, FxPassContext(Options())) is prepared
+
+
+@pytest.mark.parametrize(("batch", "keys", "parts"), [(1, 1024, 16), (3, 700, 8), (4, 8192, 32)])
+def test_parts(batch: int, keys: int, parts: int) -> None:
+    """A power of two, so that parts of most lengths have whole blocks of keys; at least 64 keys are a part."""
+    inputs = _operands(1, keys, batch=batch)
+    with torch.no_grad():
+        graph = make_fx(lambda query, key, value: attend(query, key, value))(*inputs)
+    program = fxwrap.compile_graph(graph, inputs, options=PARALLEL).program
+    launch = next(line for line in program.body.lines if isinstance(line, Launch))
+    assert launch.outs[0].tensor_type.sizes[3] == parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "rows", "keys", "width"), [(1, 4, 1024, 128), (8, 1, 777, 64), (2, 16, 4096, 128)])
+def test_gpu(batch: int, rows: int, keys: int, width: int) -> None:
+    torch.manual_seed(0)
+    inputs = [item.cuda() for item in _operands(rows, keys, batch=batch, heads=8, width=width, dtype=torch.bfloat16)]
+    mask = torch.rand(rows, keys, device="cuda") < 0.7
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, value, attn_mask=mask)
+
+    with torch.no_grad():
+        result = torch.compile(run, backend="fxwrap", fullgraph=True, dynamic=False)(*inputs)
+        eager, exact = run(*inputs), run(*[item.double() for item in inputs])
+    error, eager_error = [torch.linalg.vector_norm(item.double() - exact) for item in (result, eager)]
+    assert error <= 1.2 * eager_error

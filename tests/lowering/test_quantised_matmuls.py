@@ -1,0 +1,190 @@
+"""Grouped matmuls and matmuls of quantised weights: what they compile to, and their results beside eager mode's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.lines import ExternCall, Launch
+from fxwrap.testing import assert_emitters_agree
+
+BF16 = torch.bfloat16
+FLOAT8 = torch.float8_e4m3fn
+ROWS, WIDTH, COLUMNS, EXPERTS = 40, 64, 48, 5
+OFFSETS = torch.tensor([7, 7, 20, 39, 40], dtype=torch.int32)
+
+
+def random(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+def int8_weight() -> Tensor:
+    return torch.randint(-128, 128, (COLUMNS, WIDTH), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+
+
+def int8_packed(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.relu(torch._weight_int8pack_mm(x, weight, scale))
+
+
+def int8_formula(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.relu(functional.linear(x, weight.to(x.dtype) * scale[:, None]))
+
+
+def int8_dynamic(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Quantises rows of activations too, as torchao does."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    rows = (x / step).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(rows, weight.t()).float() * step.float() * scale.float()).to(x.dtype)
+
+
+def int4_grouped(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Two weights in a byte, with scales and zeros of groups of 32."""
+    halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, 32).to(x.dtype)
+    return functional.linear(x, ((halves - zero[..., None]) * scale[..., None]).flatten(1))
+
+
+def float8_weight(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return torch.relu(functional.linear(x, weight.to(x.dtype) * scale[:, None]))
+
+
+def float8_dynamic(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Rows of activations and of weights have scales."""
+    step = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
+    rows = (x.float() / step).clamp(-448, 448).to(FLOAT8)
+    return torch._scaled_mm(rows, weight.t(), step, scale.float()[None], out_dtype=x.dtype)
+
+
+def quantised(
+    x: Tensor, int8: Tensor, int4: Tensor, float8: Tensor, scale: Tensor, scales: Tensor, zeros: Tensor
+) -> list[Tensor]:
+    """Matmuls of every kind of quantised weight, in the forms that torchao writes."""
+    return [
+        int8_packed(x, int8, scale), int8_formula(x, int8, scale), int8_dynamic(x, int8, scale),
+        int4_grouped(x, int4, scales, zeros), float8_weight(x, float8, scale), float8_dynamic(x, float8, scale),
+    ]  # fmt: skip
+
+
+def quantised_inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    int4 = torch.randint(0, 256, (COLUMNS, WIDTH // 2), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 16, (COLUMNS, WIDTH // 32), generator=generator).to(BF16)
+    scale, scales = random(COLUMNS).abs(), random(COLUMNS, WIDTH // 32).abs()
+    return [random(ROWS, WIDTH), int8_weight(), int4, random(COLUMNS, WIDTH).to(FLOAT8), scale, scales, zeros]
+
+
+def called(compiled: fxwrap.Compiled) -> Counter[str]:
+    return Counter([line.target.split(".")[1] for line in compiled.program.lines() if isinstance(line, ExternCall)])
+
+
+def launched(compiled: fxwrap.Compiled) -> list[str]:
+    return [line.kernel for line in compiled.program.lines() if isinstance(line, Launch)]
+
+
+def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any) -> fxwrap.Compiled:
+    options = {"matmul_kernels": "generated", **options}
+    return fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=Options(**options))
+
+
+@pytest.mark.parametrize("matmul_kernels", ["auto", "generated"])
+def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
+    assert_emitters_agree(quantised, quantised_inputs(), options={"matmul_kernels": matmul_kernels})
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "library", "generated"),
+    [
+        (int8_packed, (0, 1, 4), {"_weight_int8pack_mm": 1}, {}),
+        (int8_formula, (0, 1, 4), {"mm": 1}, {}),
+        (int8_dynamic, (0, 1, 4), {"_int_mm": 1}, {"_int_mm": 1}),
+        (int4_grouped, (0, 2, 5, 6), {"mm": 1}, {}),
+        (float8_weight, (0, 3, 4), {"_to_copy": 1, "mm": 1}, {"_to_copy": 1}),  # kernels have no float8
+        (float8_dynamic, (0, 3, 4), {"_to_copy": 1, "_scaled_mm": 1}, {"_to_copy": 1, "_scaled_mm": 1}),
+    ],
+)
+def test_dequantisation_is_part_of_generated_matmuls(
+    function: Callable[..., Tensor], operands: tuple[int, ...], library: Mapping[str, int], generated: Mapping[str, int]
+) -> None:
+    inputs = [quantised_inputs()[position] for position in operands]
+    for kind, calls in (("library", library), ("generated", generated)):
+        program = compiled(function, inputs, matmul_kernels=kind, cpu_kernels="triton")
+        assert called(program) == calls
+        assert len(launched(program)) <= 2
+
+
+def permuted_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
+    """Experts of tokens that are sorted by expert: gathered, multiplied, weighted."""
+    hidden = functional.silu(torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets))
+    return torch._grouped_mm(hidden, out.transpose(1, 2), offsets) * gates[:, None]
+
+
+def expert_inputs(dtype: torch.dtype) -> list[Tensor]:
+    tokens = torch.randint(0, 16, (ROWS,), generator=torch.Generator().manual_seed(2))
+    weights = random(EXPERTS, COLUMNS, WIDTH, dtype=dtype), random(EXPERTS, WIDTH, COLUMNS, dtype=dtype)
+    return [random(16, WIDTH, dtype=dtype), tokens, OFFSETS, random(ROWS, dtype=dtype), *weights]
+
+
+def exact_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
+    groups = torch.searchsorted(offsets.long(), torch.arange(ROWS), right=True)
+    hidden = functional.silu(torch.einsum("mk,mnk->mn", x[tokens].double(), into[groups].double()))
+    return torch.einsum("mk,mnk->mn", hidden, out[groups].double()) * gates.double()[:, None]
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_permutation_and_weights_are_part_of_grouped_matmuls(dtype: torch.dtype, cpu_kernels: str) -> None:
+    inputs = expert_inputs(dtype)
+    program = compiled(permuted_experts, inputs, cpu_kernels=cpu_kernels)
+    assert (called(program), len(launched(program))) == ({}, 2)
+    want = exact_experts(*inputs)
+    error = (program(*inputs)[0].double() - want).norm()
+    eager_error = (permuted_experts(*inputs).double() - want).norm()
+    # Triton's interpreter truncates to bfloat16
+    assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error + 1e-6 * want.norm()
+
+
+def test_every_emitter_agrees_on_experts() -> None:
+    for matmul_kernels in ("auto", "generated"):
+        options = {"matmul_kernels": matmul_kernels}
+        assert_emitters_agree(permuted_experts, expert_inputs(BF16), options=options)
+
+
+def other_grouped(
+    batch: Tensor, matrices: Tensor, left: Tensor, right: Tensor, offsets: Tensor, ends: Tensor
+) -> list[Tensor]:
+    """Batches, and groups of the reduced dimension or of columns: the gradients of grouped matmuls."""
+    return [
+        torch._grouped_mm(batch, matrices), torch._grouped_mm(left, right, offsets),
+        torch._grouped_mm(batch, right, ends),
+    ]  # fmt: skip
+
+
+def test_other_grouped_matmuls_are_calls_that_agree() -> None:
+    ends = torch.tensor([8, 8, 16, 32, WIDTH], dtype=torch.int32)
+    batch, matrices = random(EXPERTS, 16, ROWS), random(EXPERTS, ROWS, WIDTH)
+    inputs = [batch, matrices, random(16, ROWS), random(ROWS, WIDTH), OFFSETS, ends]
+    program = compiled(other_grouped, inputs)
+    assert called(program) == {"_grouped_mm": 3}
+    torch.testing.assert_close([*program(*inputs)], other_grouped(*inputs))
+
+
+def test_groups_of_symbolic_numbers_of_rows() -> None:
+    into = random(EXPERTS, COLUMNS, WIDTH)
+
+    def function(x: Tensor, into: Tensor, offsets: Tensor) -> Tensor:
+        return torch._grouped_mm(x, into.transpose(1, 2), offsets)
+
+    graph = make_fx(function, tracing_mode="symbolic")(random(ROWS, WIDTH), into, OFFSETS)
+    program = fxwrap.compile_graph(graph, options=Options(matmul_kernels="generated"))
+    for ends in ([0, 3, 3, 9, 30], [2, 2, 2, 2, 2]):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        x = random(ends[-1], WIDTH)
+        torch.testing.assert_close(program(x, into, offsets)[0], function(x, into, offsets), atol=0.1, rtol=0.02)

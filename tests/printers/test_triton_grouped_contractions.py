@@ -1,0 +1,98 @@
+"""Grouped contractions in Triton: interpreted beside the evaluator, with tiles of rows that have several groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, parse_kernel
+from fxwrap.printers.triton import Configuration, configurations
+from tests.printers.test_triton_printer_compile import instructions
+from tests.printers.triton_kernels import check
+
+GROUPED = """kernel(a: f16[37*40], w: f16[4*24*40], group: i64[37], bias: f32[4*24]) -> (out: f32[37*24]) \
+for [i: 37, j: 24] reduce [k: 40] {
+  %0 = i64 load group[i]
+  %1 = f16 load a[40*i + k]
+  %2 = f32 cast %1
+  %3 = f16 load w[960*%0<4> + 40*j + k]
+  %4 = f32 cast %3
+  %5 = f32 mul %2 %4
+  %6 = f32 reduce sum %5
+  %7 = f32 load bias[24*%0<4> + j]
+  %8 = f32 add %6 %7
+  store out[24*i + j] %8
+}
+"""
+QUANTISED = """kernel(a: f32[37*40], w: i8[4*24*40], scale: f32[4*24], group: i64[37]) -> (out: f32[37*24]) \
+for [i: 37, j: 24] reduce [k: 40] {
+  %0 = i64 load group[i]
+  %1 = f32 load a[40*i + k]
+  %2 = f32 exp %1
+  %3 = i8 load w[960*%0<4> + 40*j + k]
+  %4 = f32 cast %3
+  %5 = f32 load scale[24*%0<4> + j]
+  %6 = f32 mul %4 %5
+  %7 = f32 mul %2 %6
+  %8 = f32 reduce sum %7
+  store out[24*i + j] %8
+}
+"""
+
+
+GROUPS = torch.tensor([0] * 5 + [2] * 20 + [3] * 12)
+
+
+def tile(kernel: Kernel, rows_first: bool) -> Configuration:
+    """Tiles of 16 rows, as the left or as the right operand of the dot."""
+    y, x = kernel.axes if rows_first else kernel.axes[::-1]
+    return Configuration((x,), (y,), 16, 16, 32, looped=True, num_stages=2, dot=True)
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+@pytest.mark.parametrize("text", [GROUPED, QUANTISED], ids=["bias", "dequantised"])
+@pytest.mark.parametrize("groups", [GROUPS, GROUPS.flip(0)], ids=["sorted", "in_another_order"])
+def test_tiles_whose_rows_have_several_groups(text: str, rows_first: bool, groups: torch.Tensor) -> None:
+    kernel = parse_kernel(text)
+    source = check(kernel, tile(kernel, rows_first), {"group": groups}, tolerance=1e-3)
+    assert source.count("tl.dot") == 1 and "in tl.range(first, last + 1)" in source
+
+
+def test_every_configuration_is_correct() -> None:
+    kernel = parse_kernel(GROUPED)
+    found = configurations(kernel)
+    assert any(item.dot for item in found)
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
+        check(kernel, item, {"group": GROUPS}, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("rows", [8, 512])
+def test_a_gpu_multiplies_blocks_of_a_group_in_a_pipeline(rows: int) -> None:
+    kernel = parse_kernel(
+        GROUPED.replace("37", str(rows)).replace("24", "256").replace("960", "65536").replace("40", "256")
+    )
+    dots = [item for item in configurations(kernel) if item.dot]
+    text = instructions(kernel, dots[0])
+    assert "wgmma.mma_async" in text and "cp.async" in text
+
+
+def test_rows_have_a_matrix_each_in_the_plain_form_and_share_those_of_groups_in_the_other() -> None:
+    kernel = parse_kernel(GROUPED)
+    plain, form = find_contraction(kernel), find_grouped_contraction(kernel)
+    assert plain is not None and form is not None and form.group is not None
+    assert ([axis.name for axis in plain.batch], [axis.name for axis in form.rows]) == (["i"], ["i"])
+    assert (plain.rows, form.batch, form.group.size) == ((), (), 4)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("w[960*%0<4>", "w[960*i"), ("w[960*%0<4> + 40*j", "w[960*%0<4> + 40*j + i"), ("add %6 %7", "add %6 %4")],
+    ids=["affine", "rows_in_the_matrix_too", "its_elements_outside_of_the_sum"],
+)
+def test_other_kernels_are_not_grouped(old: str, new: str) -> None:
+    text = GROUPED.replace(old, new).replace("w: f16[4*24*40]", "w: f16[37*24*40]")
+    if new == "add %6 %4":
+        text = text.replace("store out[24*i + j] %8", "%9 = f32 reduce sum %4\n  store out[24*i + j] %9")
+    assert find_grouped_contraction(parse_kernel(text)) is None
