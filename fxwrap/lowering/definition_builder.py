@@ -177,7 +177,7 @@ class DefinitionBuilder:
             self.operands[node] = self._register(node, schema, result, fake, position, node.name)
         else:
             self.operands[node] = tuple([
-                None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}")
+                None if item is None else self._register(node, schema, item, fake[i], position, f"{node.name}_{i}", i)
                 for i, item in enumerate(result)
             ])  # fmt: skip
         definitions = definitions_in(self.operands[node])
@@ -211,7 +211,14 @@ class DefinitionBuilder:
             return str(declined)
 
     def _register(
-        self, node: Node, schema: OperatorSchema, definition: Definition, fake: torch.Tensor, position: int, name: str
+        self,
+        node: Node,
+        schema: OperatorSchema,
+        definition: Definition,
+        fake: torch.Tensor,
+        position: int,
+        name: str,
+        index: int = 0,
     ) -> Definition:
         """Records a rule's definition under the node's name; a view of an operator that copies becomes a copy."""
         is_view = schema.aliased_argument is not None and not schema.may_alias
@@ -219,7 +226,7 @@ class DefinitionBuilder:
             definition = copy_definition(definition)
         if definition not in self.results:
             self.labels[definition] = DefinitionLabel(name, schema.name)
-            self.results[definition] = RuleResult(node, position, fake)
+            self.results[definition] = RuleResult(node, position, fake, index)
             if not isinstance(definition, Viewed):
                 self.storages.add(definition, storage_identity(fake))
         return definition

@@ -397,7 +397,7 @@ class LineEmitter:
         """Returns the node of each output of a kernel, and its position among that node's results."""
         results = self.definitions.results
         return {
-            value: (self.builder.qualified(results[item].node), results[item].position)
+            value: (self.builder.qualified(results[item].node), results[item].index)
             for item, value in zip(stored, built.outputs, strict=True)
             if item in results
         }

@@ -49,11 +49,15 @@ class CallStep:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """The node of a definition, its position, and its fake tensor (None for a write in place)."""
+    """The node of a definition, its position in the graph, and its fake tensor (None for a write in place).
+
+    `index` is the definition's place among the node's results.
+    """
 
     node: Node
     position: int
     fake: torch.Tensor | None = None
+    index: int = 0
 
 
 class DefinitionStorages:

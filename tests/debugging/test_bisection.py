@@ -23,6 +23,7 @@ from fxwrap.debugging.value_store import ValueStore
 from fxwrap.errors import CompareError, DivergenceError, OptionError
 from fxwrap.lowering import RULES
 from fxwrap.options import Options
+from fxwrap.printers.cpp import statements
 from tests.support import seeded_bugs
 from tests.support.long_form import long_only
 from tests.support.seeded_bugs import BUGS
@@ -118,6 +119,24 @@ def test_without_a_bug_everything_agrees(emitter: str) -> None:
     bisection = bisect(emitter, training=True)
     assert bisection.agrees and bisection.graphs == 2
     assert str(bisection) == "chain: all values of 2 graphs agree with eager"
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_a_bug_of_an_operator_with_several_results_is_found(emitter: str, patch: pytest.MonkeyPatch) -> None:
+    """The kernel of the norm is wrong, not the matmul that reads it."""
+    original = statements.expression
+
+    def expression(operation: Any, operands: Any, dtype: Any) -> str:
+        text = original(operation, operands, dtype)
+        return f"({text} * 1.01f)" if operation.name == "rsqrt" else text
+
+    clear_caches()
+    patch.setattr(statements, "expression", expression)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    divergence = fxwrap.bisect(model, torch.randn(4, 8), options={"emitter": emitter}).divergence
+    assert divergence is not None and divergence.line is not None
+    assert divergence.part == "kernel printer" and divergence.line.node == "native_layer_norm"
+    assert divergence.line.operators == ("aten.native_layer_norm",)
 
 
 def test_a_bug_of_the_backward_is_found(patch: pytest.MonkeyPatch) -> None:

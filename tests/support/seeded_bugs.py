@@ -66,7 +66,7 @@ def program_pass(patch: pytest.MonkeyPatch) -> None:
         after = step.run(state, context)
         return dataclasses.replace(after, program=swap_operands(after.program))
 
-    patch.setattr(steps, "PROGRAM_STEPS", _replaced(steps.PROGRAM_STEPS, "insert_device_guards", run))
+    patch.setattr(steps, "PROGRAM_STEPS", replaced_step(steps.PROGRAM_STEPS, "insert_device_guards", run))
 
 
 def graph_pass(patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def graph_pass(patch: pytest.MonkeyPatch) -> None:
                 node.args = (node.args[0], 0.25)
         return after
 
-    patch.setattr(prepare, "FX_PASSES", _replaced(prepare.FX_PASSES, "unfuse_biases", run))
+    patch.setattr(prepare, "FX_PASSES", replaced_step(prepare.FX_PASSES, "unfuse_biases", run))
 
 
 def converter(patch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,8 @@ def is_third(arguments: Any) -> bool:
     return arguments[1].name in ("arg3_1", "primals_4", "arg0_1", "arg2_1_2")
 
 
-def _replaced(table: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> Any:
+def replaced_step(table: Any, name: str, run: Callable[[Any, Any, Any], Any]) -> Any:
+    """Returns a table of steps in which `run(step, state, context)` runs the step of this name."""
     return tuple([
         dataclasses.replace(step, run=lambda state, context, step=step: run(step, state, context))
         if step.name == name else step
