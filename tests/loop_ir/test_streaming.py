@@ -88,7 +88,8 @@ def test_gradients_of_attention_are_a_streaming_reduction() -> None:
     assert names == ("p1", ["p2", "p3"], ["r2", "r3"])
     assert parts.softmax is None
     assert [len(item) for item in (parts.products, parts.weights, parts.sums, parts.weighted_sums)] == [2, 2, 1, 2]
-    buffers = {item.name: torch.randn(int(item.extent), dtype=torch.float64) for item in (*kernel.inputs, *kernel.outputs)}
+    items = (*kernel.inputs, *kernel.outputs)
+    buffers = {item.name: torch.randn(int(item.extent), dtype=torch.float64) for item in items}
     query, grad_out = buffers["query"].view(2, 2, 35, 5), buffers["grad_out"].view(2, 2, 35, 3)
     key, value = buffers["key"].view(2, 1, 20, 5), buffers["value"].view(2, 1, 20, 3)
     weights = (query @ key.mT * 0.25 - buffers["logsumexp"].view(2, 2, 35, 1)).exp()
