@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from fxwrap.artifact.environment import package_versions
 from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.conformance import add_conformance
 from fxwrap.cli.debugging import add_bisect_arguments, add_compare_arguments
-from fxwrap.cli.flags import Parser, refuse_flags, without_broken_pipe
+from fxwrap.cli.flags import Parser, check_files, refuse_flags, refuse_options, without_broken_pipe
 from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved, sign_saved
 from fxwrap.cli.show import add_show_arguments, show_graphs, show_saved
 from fxwrap.cli.tables import passes_table
@@ -84,9 +83,10 @@ exit codes: 0 success, 1 results disagree, 2 invalid command line, 3 compilation
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; error messages go to stderr."""
-    chosen = _parser().parse_args(arguments)
     try:
         with quiet_fake_errors(), without_broken_pipe():
+            chosen = _parser().parse_args(arguments)
+            check_files(chosen)
             return int(chosen.run(chosen))
     except CommandError as error:
         print(f"fxwrap: {error}", file=sys.stderr)
@@ -331,6 +331,9 @@ def _show(chosen: argparse.Namespace) -> int:
 
 
 def _emit(chosen: argparse.Namespace) -> int:
+    refuse_options(chosen, {"emitter": "--emitter"})
+    if chosen.output is not None:
+        refuse_flags(chosen, ("color",), "a file has no colours")
     graphs = _graphs(chosen)
     texts = [emit(graph.compiled.program, chosen.emitter).source for graph in graphs]
     if chosen.output is None:
@@ -342,6 +345,7 @@ def _emit(chosen: argparse.Namespace) -> int:
 
 
 def _plan(chosen: argparse.Namespace) -> int:
+    refuse_options(chosen, {"memory_planning": "--algorithm"})
     graphs = _graphs(chosen)
     if chosen.json or chosen.svg or chosen.trace or chosen.snapshot:
         _check_single(graphs)
@@ -404,9 +408,5 @@ def _build(chosen: argparse.Namespace) -> int:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically. Raises CommandError for a folder that does not exist or cannot be written."""
-    if not path.parent.is_dir():
-        raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
+    """Writes a file atomically."""
     write_file(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from fxwrap.cli.flags import Parser
+from fxwrap.cli.flags import Parser, whole_number
 from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import write_file
@@ -42,7 +42,9 @@ def add_conformance(commands: Commands) -> None:
         "--emitter", action="append", choices=EMITTERS, help="may be repeated (default: python, fx and interpreter)"
     )
     command.add_argument("--json", metavar="FILE", help="write the outcomes to FILE as JSON")
-    command.add_argument("--jobs", type=int, default=1, metavar="N", help="share the cases among N processes")
+    command.add_argument(
+        "--jobs", type=whole_number(1), default=1, metavar="N", help="share the cases among N processes"
+    )
     command.add_argument("--part", default="0/1", help=argparse.SUPPRESS)
     command.set_defaults(run=_conformance)
 

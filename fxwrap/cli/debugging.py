@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from fxwrap.cli.flags import refuse_options, whole_number
 from fxwrap.cli.target import Target
 from fxwrap.comparison import COMPARED_EMITTERS, Backend, bisect, compare, minify
 from fxwrap.options import EMITTERS, Options
@@ -27,13 +28,16 @@ def add_compare_arguments(command: argparse.ArgumentParser, subject: Subject) ->
         "--backends", metavar="NAMES", help="backends of torch.compile beside the emitters, e.g. inductor,aot_eager"
     )
     command.add_argument("--tolerance", type=float, metavar="X", help="relative error by norm that counts as equal")
-    command.add_argument("--repeats", type=int, default=20, metavar="N", help="runs to time; 0 for none (default: 20)")
+    command.add_argument(
+        "--repeats", type=whole_number(0), default=20, metavar="N", help="runs to time; 0 for none (default: 20)"
+    )
     command.add_argument("--json", metavar="FILE", help="write the report to FILE as JSON")
     command.add_argument("--html", metavar="FILE", help="write the report to FILE as an HTML page")
     command.set_defaults(run=lambda chosen: _compare(chosen, *subject(chosen)))
 
 
 def _compare(chosen: argparse.Namespace, target: Target, options: Options) -> int:
+    refuse_options(chosen, {"emitter": "--emitter"})
     backends: list[Backend] = [name.strip() for name in (chosen.backends or "").split(",") if name.strip()]
     report = compare(
         target.function, target.inputs, options=options, training=chosen.training, tolerance=chosen.tolerance,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fxwrap.errors import CommandError
@@ -25,6 +26,37 @@ def refuse_flags(chosen: argparse.Namespace, names: Sequence[str], reason: str) 
     unused = [f"--{name}" for name in names if getattr(chosen, name) != chosen.parser.get_default(name)]
     if unused:
         raise CommandError(f"{', '.join(unused)}: {reason}, so it has no effect; leave it out")
+
+
+_FILES = ("output", "json", "html", "repro", "svg", "trace", "snapshot")
+"""The flags whose value, if it is a text, is a file that a command writes."""
+
+
+def check_files(chosen: argparse.Namespace) -> None:
+    """Raises CommandError, before the work, for a file that cannot be written."""
+    for path in [Path(value) for name in _FILES if isinstance(value := getattr(chosen, name, None), str)]:
+        if not path.parent.is_dir():
+            raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
+        if not os.access(path.parent, os.W_OK):
+            raise CommandError(f"cannot write '{path}': the folder '{path.parent}' is not writable")
+
+
+def refuse_options(chosen: argparse.Namespace, flags: Mapping[str, str]) -> None:
+    """Raises CommandError for an --option that a flag of the command decides: `flags` has the flag by the option."""
+    for name in [text.partition("=")[0] for text in chosen.option]:
+        if name in flags:
+            raise CommandError(f"--option {name}: {flags[name]} decides it here, so it has no effect; leave it out")
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Returns the type of a flag that takes whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"takes a whole number from {least} on, not '{text}'")
+        return int(text)
+
+    return parse
 
 
 @contextmanager

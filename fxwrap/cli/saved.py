@@ -16,6 +16,7 @@ from fxwrap.artifact.cmake_export import export_cmake
 from fxwrap.artifact.constants import read_tensor_file
 from fxwrap.artifact.signing import make_signing_key, public_key_of, sign
 from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor_bytes
+from fxwrap.cli.flags import refuse_flags
 from fxwrap.cli.target import random_input
 from fxwrap.comparison.report import bytes_text
 from fxwrap.errors import ArtifactError, CommandError
@@ -107,7 +108,10 @@ def run_saved(chosen: argparse.Namespace) -> int:
     """Runs a saved program on inputs from a file, or on random ones, and prints or writes its outputs."""
     if not Path(chosen.target).is_file():
         raise CommandError(f"file '{chosen.target}' does not exist")
+    if chosen.inputs is not None:
+        refuse_flags(chosen, ("seed",), f"the inputs are those of '{chosen.inputs}'")
     program = load(chosen.target, emitter=chosen.emitter, trust=chosen.trust)
+    torch.manual_seed(chosen.seed)
     if chosen.inputs is None:
         inputs = random_inputs_of(program, chosen.seed)
     else:

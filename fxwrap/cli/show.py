@@ -38,8 +38,15 @@ def add_show_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _check_form(chosen: argparse.Namespace) -> None:
+    """Raises CommandError for flags of a text that have no meaning for what is shown."""
     if chosen.dot:
-        refuse_flags(chosen, ("origins", "json"), "a drawing has a form of its own")
+        refuse_flags(chosen, ("origins", "json", "color"), "a drawing has a form of its own")
+    elif chosen.coverage:
+        refuse_flags(chosen, ("origins", "color"), "coverage is no program")
+    elif chosen.provenance:
+        refuse_flags(chosen, ("origins", "color"), "provenance is JSON")
+    elif chosen.json:
+        refuse_flags(chosen, ("color",), "JSON has no colours")
 
 
 def show_saved(chosen: argparse.Namespace) -> Iterator[str]:

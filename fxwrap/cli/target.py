@@ -72,6 +72,8 @@ def _exported_target(exported: ExportedProgram) -> Target:
 def _load_named(text: str) -> Target:
     module_name, _, name = text.rpartition(":")
     if not module_name or not name:
+        if text.endswith(".fxw"):
+            raise CommandError(f"'{text}' is a saved program; only show, inspect, run, sign and export-cmake take one")
         raise CommandError(f"'{text}' is not MODULE:NAME, FILE.py:NAME or FILE.pt2")
     module = _import(module_name)
     named: Any = module

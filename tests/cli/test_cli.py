@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -495,19 +493,6 @@ def test_flags_without_a_meaning_are_refused(
 ) -> None:
     code, _, err = run(capsys, "show", target, *flags)
     assert code == 2 and err.startswith(f"fxwrap: {text}") and err.endswith("; leave it out\n")
-
-
-def test_a_build_writes_one_of_its_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "build", "--package", "a", "--runtime", "b")
-    assert (code, err) == (2, "fxwrap: --package and --runtime write different files; pass one of them\n")
-
-
-def test_a_closed_pipe_is_no_error() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "fxwrap", "passes"], stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_show_json_has_lines_with_types_and_origins(model: str, capsys: pytest.CaptureFixture[str]) -> None:
