@@ -335,6 +335,41 @@ def test_gradients(emitter: str) -> None:
         torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("language", "kv_batch"), [("cpp", 1), ("triton", BATCH)])
+def test_kernels_of_gradients(language: str, kv_batch: int) -> None:
+    """Grouped heads, rows without keys, full and partial blocks, shared keys, and the gradient of the log-sum-exp."""
+    mask = blocks(shifted_by_head, 24, 40, 16, H=HEADS)
+    tensors = operands(24, 40, kv_heads=2, kv_batch=kv_batch, value_width=12)
+    inputs = [item.requires_grad_() for item in tensors]
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        return torch.tanh(score / 2) * 2 + SLOPES[h] * (n - m)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, block_mask: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        out, total, _ = torch.ops.higher_order.flex_attention(q, k, v, score_mod, block_mask, 0.25, {})
+        return out, total * math.log(2)
+
+    def gradients(out: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+        random = torch.Generator().manual_seed(1)
+        weights = [torch.randn(item.shape, generator=random) for item in (out, total)]
+        loss = (out * weights[0]).sum() + (torch.where(total == -math.inf, 0, total) * weights[1]).sum()
+        return torch.autograd.grad(loss, inputs)
+
+    torch.compiler.reset()
+    backend = make_backend(fxwrap.Options(cpu_kernels=language), compile_with)
+    results = gradients(*torch.compile(attention, backend=backend, fullgraph=True)(*inputs, mask.as_tuple()))
+    expected = gradients(*formula(*inputs, score_mod, shifted_by_head))
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
+    names = {kernel.name for compiled in compiles for kernel in compiled.program.kernels}
+    assert {"flex_attention_grad_query_0", "flex_attention_grad_key_value_0"} <= names
+
+
 def test_the_gradient_of_a_captured_scalar() -> None:
     """torch cannot vectorise it before 2.14."""
     factor = torch.tensor(1.5, requires_grad=True)

@@ -80,7 +80,7 @@ def test_attention_is_a_streaming_reduction() -> None:
 
 def test_gradients_of_attention_are_a_streaming_reduction() -> None:
     """Two products, no maximum, two weights, sums along different columns, and two streamed axes."""
-    kernel = gradient_kernel()
+    kernel = gradient_kernel(dtype=torch.float64)
     assert str(parse_kernel(str(kernel))) == str(kernel)
     parts = find_streaming_reduction(kernel)
     assert parts is not None
@@ -88,7 +88,8 @@ def test_gradients_of_attention_are_a_streaming_reduction() -> None:
     assert names == ("p1", ["p2", "p3"], ["r2", "r3"])
     assert parts.softmax is None
     assert [len(item) for item in (parts.products, parts.weights, parts.sums, parts.weighted_sums)] == [2, 2, 1, 2]
-    buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
+    items = (*kernel.inputs, *kernel.outputs)
+    buffers = {item.name: torch.randn(int(item.extent), dtype=torch.float64) for item in items}
     query, grad_out = buffers["query"].view(2, 2, 35, 5), buffers["grad_out"].view(2, 2, 35, 3)
     key, value = buffers["key"].view(2, 1, 20, 5), buffers["value"].view(2, 1, 20, 3)
     weights = (query @ key.mT * 0.25 - buffers["logsumexp"].view(2, 2, 35, 1)).exp()
