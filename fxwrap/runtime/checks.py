@@ -41,6 +41,7 @@ _DTYPE_NAMES = {
     torch.qint8: "qi8",
     torch.qint32: "qi32",
     torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
 }
 
 
