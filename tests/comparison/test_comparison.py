@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Program
-from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction, Report, compare, peak_bytes, tensor_error
+from fxwrap.comparison import COMPARED_EMITTERS, CompiledFunction, Report, compare, peak_bytes, subjects, tensor_error
 from fxwrap.converters import emission
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.debugging import copy_inputs
 from fxwrap.errors import CompareError, OptionError
 from fxwrap.lines import ExternCall, Mutate, Return
 from fxwrap.options import EMITTERS, Options
+from fxwrap.runtime.native import BridgeBuild, build_bridge
 from fxwrap.testing import assert_emitters_agree, assert_programs_agree
 from fxwrap.wrapper_ir import Block
 
@@ -55,6 +57,22 @@ def test_emitters_are_compared() -> None:
         assert outcome.run_seconds is not None and outcome.run_seconds > 0
         assert outcome.peak_bytes is not None and outcome.peak_bytes >= 2 * 256
         assert outcome.lines is not None and outcome.lines > report.program_lines // 2
+
+
+def test_the_build_of_the_bridge_is_no_part_of_compile_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(subjects.time, "perf_counter", lambda: next(clock) * 1e-6)
+
+    def build_for_long() -> BridgeBuild:
+        nonlocal clock
+        clock = itertools.count(next(clock) + 10**9)
+        return build_bridge()
+
+    monkeypatch.setattr(subjects, "build_bridge", build_for_long)
+    report = compare(product, (torch.randn(2, 2), torch.randn(2, 2)), emitters=("python", "cpp"), repeats=0)
+    assert next(clock) > 10**9
+    for outcome in report.emitters:
+        assert outcome.compile_seconds is not None and outcome.compile_seconds < 100
 
 
 def test_a_report_prints_as_a_table() -> None:
