@@ -44,8 +44,8 @@ def floats(dtype: torch.dtype) -> torch.Tensor:
     """Every number of a dtype, every midpoint of neighbours, the floats beside both, and random bits."""
     finite = codes(dtype).float()
     finite = finite[finite.isfinite()].sort().values
-    largest = finite[-1]
-    edges = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, largest * torch.tensor([1.03125, 1.0625, 1.125, 2, 1e9])])
+    beyond = finite[-1] * torch.tensor([1.03125, 1.0625, 1.125, 2, 1e9])
+    edges = torch.cat([finite, (finite[1:] + finite[:-1]) / 2, beyond])
     edges = torch.cat([edges, -edges])
     infinity = torch.tensor(torch.inf)
     beside = [torch.nextafter(edges, side.expand_as(edges)) for side in (infinity, -infinity)]

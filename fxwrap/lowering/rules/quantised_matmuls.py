@@ -1,4 +1,4 @@
-"""Rules of matmuls of quantised operands: dequantisation is the prologue of a contraction, scales of results its epilogue.
+"""Rules of matmuls of quantised operands: contractions with dequantisation as prologue, and scales as epilogue.
 
 They stay library calls as other matmuls do (`check_choice`).
 """
@@ -9,6 +9,7 @@ import torch
 
 from fxwrap.loop_ir import FLOAT8, HALF_PRECISION, Scalar, as_index
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, broadcast_indices, reduction
+from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.matmuls import check_choice
 from fxwrap.lowering.rules.registry import MATMUL_RULES, Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import product
@@ -42,8 +43,10 @@ def _weight_int4pack_mm(
     2k, 2k + 1, 2k + 8 and 2k + 9 of its column n; a word holds those of two tiles, first the even elements, then the
     odd ones. An element is (int4 - 8) * scale + zero, with scales and zeros of `group` elements of a column.
     """
+    if call.matmul_kernels == "auto" and not call.tunes_matmuls:  # not even one row is known to be faster
+        raise Declined(library_call_reason(call.name) or "a library call")
     check_choice(call, left, left.sizes[0])
-    blocks, outer, _, pairs = weight.sizes
+    blocks, _, _, pairs = weight.sizes
     if torch.version.hip is not None or not isinstance(pairs, int) or not isinstance(blocks, int):
         raise Declined("kernels have int4 weights of constant sizes, as they are packed for NVIDIA GPUs")
     if left.dtype not in HALF_PRECISION or scales_and_zeros.dtype is not left.dtype:
@@ -82,7 +85,7 @@ def _scaled_mm(
     scales = ((left_scale, (rows, 1)), (right_scale, (1, columns)))
     for scale, sizes in scales:
         if scale.dtype is not torch.float32 or (product(scale.sizes) != 1 and scale.sizes != sizes):
-            raise Declined("kernels of scaled matmuls have one float32 scale of a matrix, of each row or of each column")
+            raise Declined("kernels of scaled matmuls have float32 scales of matrices, or of rows and columns")
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         return reader.load(left, (at[0], *reduced)) * reader.load(right, (*reduced, at[1]))

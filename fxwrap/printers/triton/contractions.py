@@ -230,8 +230,9 @@ class DotPrinter(TritonPrinter):
 
     def _widens_float8(self, operand: int) -> bool:
         operation = self.kernel.operations[operand]
-        is_cast = isinstance(operation, Compute) and operation.name == "cast"
-        return is_cast and operation_dtype(self.kernel.operations[operation.operands[0]]) in FLOAT8
+        if not isinstance(operation, Compute) or operation.name != "cast":
+            return False
+        return operation_dtype(self.kernel.operations[operation.operands[0]]) in FLOAT8
 
     def _sources(self) -> list[int]:
         sums = self.contraction.sums

@@ -276,8 +276,8 @@ class Arithmetic:
         used = operation.operands
         if operation.name == "cast":
             name = "flag" if operation.dtype is torch.bool else self._base_name(used[0])
-            text = cast_text(value(used[0]), self.dtype(used[0]), operation.dtype)
-            return PrintedExpression(name, text, helpers_of(text))
+            converted = cast_text(value(used[0]), self.dtype(used[0]), operation.dtype)
+            return PrintedExpression(name, converted, helpers_of(converted))
         if operation.name == "bitcast":
             return PrintedExpression("bits", f"{value(used[0])}.to({TRITON_DTYPES[operation.dtype]}, bitcast=True)")
         factor = self._reciprocal_factor(position, operation) if operation.name == "div" else None

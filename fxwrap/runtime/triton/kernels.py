@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from fxwrap.devices import TRITON
-from fxwrap.loop_ir import FLOAT8
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.triton.compile import (
     import_triton,
@@ -67,7 +66,7 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
 
 def _as_declared(argument: torch.Tensor | float, entry: str | None) -> torch.Tensor | float:
     """Returns an argument of a launch; a float8 tensor is reinterpreted where the kernel accesses bytes."""
-    if entry == "*u8" and isinstance(argument, torch.Tensor) and argument.dtype in FLOAT8:
+    if entry == "*u8" and isinstance(argument, torch.Tensor) and argument.dtype is not torch.uint8:
         return argument.view(torch.uint8)
     return argument
 
