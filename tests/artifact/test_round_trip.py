@@ -11,8 +11,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.artifact import LoadedProgram
 from fxwrap.artifact.archive import MANIFEST, MANIFEST_HASH
-from fxwrap.errors import ArtifactError, InputError
+from fxwrap.errors import ArtifactError, InputError, OptionError
 from fxwrap.options import EMITTERS
 from tests.artifact.programs import batch, compiled
 from tests.support.sample import contents
@@ -117,6 +118,23 @@ def test_a_rewritten_graph_can_be_saved(tmp_path: Path) -> None:
     hidden = batch() @ weight + bias
     torch.testing.assert_close(results["graph"], torch.nn.functional.gelu(hidden) @ weight.t() + 1)
     torch.testing.assert_close(results["rewritten"], hidden.relu() @ weight.t() + 1)
+
+
+def test_all_programs_are_saved_with_the_same_options(tmp_path: Path) -> None:
+    """A loaded program may be saved for other emitters and hosts than its file was."""
+    assert LoadedProgram.save is fxwrap.Compiled.save
+    paths = [tmp_path / name for name in ("python.fxw", "native.fxw", "loaded.fxw", "function.fxw")]
+    saved = compiled("python")
+    saved.save(paths[0])
+    saved.save(paths[1], emitters=("python", "cpp"), target="native")
+    loaded = fxwrap.load(paths[0])
+    assert "native" not in loaded.metadata["binaries"]
+    loaded.save(paths[2], emitters=("python", "cpp"), target="native")
+    fxwrap.save(loaded, paths[3], emitters=("python", "cpp"), target="native")
+    for path in paths[1:]:
+        assert path.read_bytes() == paths[1].read_bytes()
+    with pytest.raises(OptionError, match="unknown architecture 'h100'"):
+        loaded.save(paths[2], architectures=("h100",))
 
 
 def test_the_graph_of_a_loaded_program_runs_and_has_metadata(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,9 @@ def test_a_program_without_kernels_runs(tmp_path: Path) -> None:
     assert loaded.emitter == "interpreter" and loaded.trust == "none"
     trusted = fxwrap.load(tmp_path / "calls.fxw")
     torch.testing.assert_close(loaded(batch()), trusted(batch()))
-    with pytest.raises(ArtifactError, match="loaded with trust='none'"):
-        loaded.save(tmp_path / "again.fxw")
+    for save in (loaded.save, partial(fxwrap.save, loaded)):
+        with pytest.raises(ArtifactError, match="loaded with trust='none'"):
+            save(tmp_path / "again.fxw", target="native")
     with pytest.raises(ArtifactError, match="loaded with trust='none'"):
         _ = loaded.graph_module
 
