@@ -18,7 +18,7 @@ from fxwrap.lines import ExternCall
 from fxwrap.passes.partition import partition
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
-from fxwrap.wrapper_ir import LineBase, Program
+from fxwrap.wrapper_ir import KernelDefinition, LineBase, Program, print_kernel
 from tests.artifact.native_host import drive, read_result, tensor_commands
 
 SOURCE = Path(__file__).with_name("graph_host.cpp")
@@ -161,6 +161,44 @@ def test_a_function_that_cannot_be_captured_runs(saved: Path, tmp_path: Path) ->
     check_results(tmp_path, calls)
     for function in ("partition_0", "partition_1"):
         assert warnings.count(f"{function} cannot be captured, and runs eagerly: this device cannot") == 1
+
+
+CHECKED = """
+program @checked(%x: borrowed f32[4]@cpu) {
+  %y = memory.alloc() : f32[4]@cpu
+  kernel.launch @first_item(%x) outs=(%y) grid=(1, 1, 1)
+  %z = extern.call @aten.sin.default(%y) : f32[4]@cpu
+  memory.free(%y)
+  control.return(%z)
+}
+"""
+
+FIRST_ITEM = KernelDefinition("first_item", "cpp", """
+#include "kernel.h"
+extern "C" void kernel(const float* x, float* y) {
+  if (x[0] < 0) fxwrap_index_error("the first item is negative");
+  for (int i = 0; i < 4; ++i) y[i] = x[0];
+}
+""", ("*f32", "*f32"))  # fmt: skip
+
+
+@pytest.mark.parametrize("captured", (False, True), ids=("alone", "in a function"))
+def test_lines_that_fail_end_in_order(captured: bool, tmp_path: Path) -> None:
+    program = fxwrap.parse(CHECKED + print_kernel(FIRST_ITEM))
+    if captured:
+
+        def can_capture(line: LineBase) -> torch.device | str:
+            return "it is chosen" if isinstance(line, ExternCall) else torch.device("cpu")
+
+        program = partition(program, can_capture, min_calls=1, max_captures=1)
+        assert [name for name, _ in program.functions] == ["partition_0"]
+    save_program(program, tmp_path / "checked.fxw", emitter="cpp", target="native")
+    for first, rest in ((1.0, ("begin aten::sin", "end aten::sin")), (-1.0, ())):
+        done = drive("open", tmp_path / "checked.fxw", *tensor_commands(tmp_path, [torch.full((4,), first)]), "lines")
+        kernel = ("begin first_item", "end first_item")
+        whole = ("begin partition_0", *kernel, "end partition_0") if captured else kernel
+        assert done.lines[: len(whole) + len(rest)] == (*whole, *rest), done.lines
+        assert first > 0 or done.lines[len(whole)] == "IndexError: the first item is negative", done.lines
 
 
 def test_a_device_without_capture_runs_the_functions(saved: Path, tmp_path: Path) -> None:

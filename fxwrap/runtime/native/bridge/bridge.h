@@ -145,6 +145,16 @@ struct Observer {
   void (*on_line)(void* context, const char* name, int32_t begins) = nullptr;
   void* context = nullptr;
   const char* kernel = nullptr;  // which emitted code has begun and not ended
+
+  [[gnu::cold, gnu::noinline]] void begin_kernel(const char* name) {
+    on_line(context, name, 1);
+    kernel = name;
+  }
+  [[gnu::cold, gnu::noinline]] void end_kernel() {
+    const char* name = kernel;
+    kernel = nullptr;
+    if (name != nullptr) on_line(context, name, 0);
+  }
 };
 
 struct Functions;
@@ -188,15 +198,10 @@ struct CallSite {
   } while (0)
 
 inline void begin_kernel(Frame& f, const char* name) {
-  if (f.observer == nullptr) return;
-  f.observer->on_line(f.observer->context, name, 1);
-  f.observer->kernel = name;
+  if (f.observer != nullptr) [[unlikely]] f.observer->begin_kernel(name);
 }
 inline void end_kernel(Frame& f) {
-  if (f.observer == nullptr) return;
-  const char* name = f.observer->kernel;
-  f.observer->kernel = nullptr;
-  f.observer->on_line(f.observer->context, name, 0);
+  if (f.observer != nullptr) [[unlikely]] f.observer->end_kernel();
 }
 
 // Kernels with a launch grid.

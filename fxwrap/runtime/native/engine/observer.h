@@ -6,20 +6,22 @@
 
 namespace fxwrap {
 
-// Reports the beginning and the end of a line.
+// Reports the beginning and the end of a line, and before that the end of a kernel in it that failed.
 class ObservedLine {
  public:
   ObservedLine(const Frame& f, const char* name) : observer_(f.observer), name_(name) {
     if (observer_ != nullptr) observer_->on_line(observer_->context, name_, 1);
   }
   ~ObservedLine() {
-    if (observer_ != nullptr) observer_->on_line(observer_->context, name_, 0);
+    if (observer_ == nullptr) return;
+    observer_->end_kernel();
+    observer_->on_line(observer_->context, name_, 0);
   }
   ObservedLine(const ObservedLine&) = delete;
   ObservedLine& operator=(const ObservedLine&) = delete;
 
  private:
-  const Observer* observer_;
+  Observer* observer_;
   const char* name_;
 };
 
@@ -32,7 +34,7 @@ class RunObserver {
     f.observer = &observer_;
   }
   ~RunObserver() {
-    if (observer_.kernel != nullptr) observer_.on_line(observer_.context, observer_.kernel, 0);
+    observer_.end_kernel();
   }
   RunObserver(const RunObserver&) = delete;
   RunObserver& operator=(const RunObserver&) = delete;
