@@ -69,24 +69,29 @@ def _ordinary_kernel(kernel: KernelDefinition) -> KernelDefinition:
         return kernel
     loaded = load_user_kernel(kernel.source, kernel.signature, kernel.options)
     tuned, constants = loaded.on_gpu.kernel, dict(loaded.constants)
-    options: dict[str, Any] = {"enable_fp_fusion": True}
     texts = {name: f"CONSTANTS[{name!r}]" for name in constants}
     for config in getattr(tuned, "configs", ()):
         constants |= {**config.kwargs, **{name: getattr(config, name, None) for name in _CONFIGURED}}
         texts |= {name: f"kernel.configs[0].kwargs[{name!r}]" for name in config.kwargs}
+    options: dict[str, Any] = {"enable_fp_fusion": True}
     options |= {name: item for name, item in constants.items() if name in LAUNCH_OPTIONS}
-    texts = {name: text for name, text in texts.items() if name not in LAUNCH_OPTIONS}
-    source = _calling_source(kernel.source, base_function(tuned).__name__, loaded.names, texts)
+    passed = {name: constants[name] for name in texts if name not in LAUNCH_OPTIONS}
+    source = _calling_source(kernel.source, base_function(tuned).__name__, loaded.names, passed, texts)
     known = tuple([(name, item) for name, item in options.items() if item is not None])
     return KernelDefinition(kernel.name, TRITON.name, source, _types(kernel), known)
 
 
-def _calling_source(source: str, function: str, names: Sequence[str], constants: Mapping[str, str]) -> str:
+def _calling_source(
+    source: str, function: str, names: Sequence[str], constants: Mapping[str, object], texts: Mapping[str, str]
+) -> str:
     """Returns the source with a kernel of the parameters `names`, which calls a function of it.
 
-    `constants` are expressions of its other arguments by name.
+    `constants` are its other arguments by name, `texts` expressions of them.
     """
     own = make_function_name(function, repr((source, names)))
-    texts = [f"{own}_{name} = triton.language.constexpr({text})\n" for name, text in constants.items()]
-    passed = ", ".join([f"{name}={name}" for name in names] + [f"{name}={own}_{name}" for name in constants])
-    return f"{source}\n\n{''.join(texts)}\n\n@triton.jit\ndef {own}({', '.join(names)}):\n    {function}({passed})\n"
+    named = [name for name, item in constants.items() if not isinstance(item, bool | int | str | None)]
+    lines = [f"{own}_{name} = triton.language.constexpr({texts[name]})\n" for name in named]
+    passed = [f"{name}={name}" for name in names]
+    passed += [f"{name}={f'{own}_{name}' if name in named else repr(item)}" for name, item in constants.items()]
+    call = f"{function}({', '.join(passed)})"
+    return f"{source}\n\n{''.join(lines)}\n\n@triton.jit\ndef {own}({', '.join(names)}):\n    {call}\n"

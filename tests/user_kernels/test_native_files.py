@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,13 @@ from fxwrap.artifact import saving
 from fxwrap.artifact.archive import Archive
 from fxwrap.artifact.user_kernels import with_ordinary_kernels
 from fxwrap.comparison import capture
+from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.errors import ArtifactError
+from fxwrap.runtime.triton.compile import LAUNCH_OPTIONS, split_launch_options, triton_jit_function, warmup_arguments
+from fxwrap.runtime.triton.user_kernels import load_user_kernel
+from fxwrap.runtime.triton.variants import make_source
 from fxwrap.torch_compat import FakeTensorMode
+from fxwrap.user_kernels import base_function
 from tests.user_kernels import kernels
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
@@ -32,7 +38,7 @@ def _triton_on_cpu() -> Iterator[None]:
 
 
 one_configuration = triton.autotune(configs=[triton.Config({"BLOCK": 64}, num_warps=2)], key=["n"])(
-    kernels.scaled_where
+    kernels.tuned.fn
 )
 
 
@@ -64,9 +70,9 @@ def strided_rows(x: Tensor) -> Tensor:
 
 
 def tuned_once(x: Tensor) -> Tensor:
-    """One configuration for autotuning, and a bool."""
+    """One configuration for autotuning."""
     out = torch.empty_like(x)
-    one_configuration[(4,)](x, out, x.numel(), 1.5, True)
+    one_configuration[(4,)](x, out, x.numel())
     return out
 
 
@@ -101,6 +107,34 @@ def test_ordinary_kernels_compute_the_same(function: Callable[[Tensor], Tensor])
         results = fxwrap.run(ordinary, [x])
         torch.testing.assert_close(results, fxwrap.run(program, [x]), rtol=0, atol=0)
         torch.testing.assert_close(results[0], function(x))
+
+
+@pytest.mark.parametrize("function", (add, tuned_once), ids=lambda function: function.__name__)
+def test_ordinary_kernels_compile_to_the_same_code(function: Callable[[Tensor], Tensor]) -> None:
+    """Triton inlines the user's function, with what it knows of the arguments."""
+    (graph,) = capture(function, (torch.randn(8, 24),))
+    uses = kernel_uses(with_ordinary_kernels(graph.compiled.program))
+    for kernel in graph.compiled.program.kernels:
+        if kernel.language != "user_triton":
+            continue
+        use, loaded = uses[kernel.name], load_user_kernel(kernel.source, kernel.signature, kernel.options)
+        tuned, (constants, options) = loaded.on_gpu.kernel, split_launch_options(use.kernel.options)
+        arguments = dict(zip(loaded.names, warmup_arguments(use), strict=True))
+        ordinary = triton_jit_function(use.kernel.source, use.kernel.signature, use.kernel.options)
+        compiled = ptx(ordinary, arguments, constants, options)
+        config = tuned.configs[0].kwargs if tuned is not base_function(tuned) else {}
+        given = {name: item for name, item in loaded.constants.items() if name not in LAUNCH_OPTIONS}
+        assert compiled == ptx(base_function(tuned), arguments, {**given, **config}, options)
+        assert len(compiled) > 10
+
+
+def ptx(function: Any, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """Returns the instructions of a compiled kernel, without its name and the positions in its source."""
+    ordered = [arguments[name] for name in function.arg_names if name in arguments]
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(make_source(function, ordered, constants), target=target, options=options)
+    body = compiled.asm["ptx"].partition("{")[2].replace(f"{compiled.metadata.name}_param", "param")
+    return [line for line in body.splitlines() if re.match(r"\s+(@|[a-z])", line)]
 
 
 def gpu_program(launch: Callable[[Tensor], None], size: int = 200) -> fxwrap.Compiled:

@@ -119,7 +119,8 @@ FXWRAP_FUNCTION const char* fxwrap_metadata(const FxwrapModel* model);
 
 /* Called before (`begins` is 1) and after (0) each line of a run that computes, on its thread, also if it fails. The name is
  * an operator's ("aten::mm"), a kernel's in the program ("add_gelu_0"), or that of a function that is replayed as a device
- * graph, whose lines are only reported in runs that capture it. On a GPU, the end of a line is that of its launch. */
+ * graph, whose lines are reported between its own two calls in runs that neither capture nor replay it. On a GPU, the end of
+ * a line is that of its launch. */
 typedef void (*FxwrapLineCallback)(void* context, const char* name, int32_t begins);
 
 /* Zero is every default. `size` is sizeof(FxwrapRunOptions). */
