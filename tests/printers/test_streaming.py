@@ -13,7 +13,7 @@ from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
-from tests.support.attention_kernel import attention_kernel, gradient_kernel
+from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -27,6 +27,13 @@ def test_cpp(dtype: torch.dtype) -> None:
 def test_gradients_in_cpp(dtype: torch.dtype) -> None:
     source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials
     assert source.count("contract<64, ") == 4
+
+
+def test_updates_in_cpp() -> None:
+    """Numbers of one element for all rows are summed before they are added to it."""
+    source = check(update_kernel(rows=70, keys=133), rtol=1e-4)
+    assert source.count("add_atomically(") == 4
+    assert source.count("for (int lane = 0; lane < 64 && p1_0 + lane < 70; ++lane)") == 5
 
 
 def test_tiles_that_no_stack_holds_are_declined() -> None:
@@ -44,6 +51,12 @@ def test_gradients_in_triton() -> None:
     source = _check_triton(gradient_kernel(queries=40, keys=35))
     assert source.count("tl.dot(") == 4
     assert source.count("tl.load(grad_out_ptr") == source.count("tl.load(query_ptr") == 1
+
+
+def test_updates_in_triton() -> None:
+    source = _check_triton(update_kernel(rows=20, keys=35))
+    assert source.count("tl.atomic_add(") == 4
+    assert source.count("keep_dims=True), mask=") + source.count("keep_dims=True), sem=") == 2
 
 
 def _check_triton(kernel: Kernel) -> str:
