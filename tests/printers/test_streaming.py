@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -87,6 +89,14 @@ def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kerne
     ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, num_stages=2))).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx
+    assert not SPILLED.search(ptx)
+
+
+def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
+    """PTX has these as `red`, or as `atom` whose result nothing uses."""
+    kernel = update_kernel(rows=128, keys=128, width=64)
+    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(32, 32))).asm["ptx"]
+    assert re.search(r"(red|atom)\.global\.\S*add\S*\.f32", ptx)
     assert not SPILLED.search(ptx)
 
 

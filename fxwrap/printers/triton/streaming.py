@@ -483,7 +483,7 @@ class StreamingTritonPrinter(BlockPrinter):
             value = f"tl.where({' & '.join(where)}, {value}, 0.0)" if where else value
         for axis in summed:
             value = f"tl.sum({value}, {scope.dimension[axis]}, keep_dims=True)"
-        address, _ = self.access(store.buffer, store.index, address_axes, None, scope)
+        address, _ = self.access(store.buffer, store.index, address_axes, None, scope, is_matrix=True)
         kept = [text for axis in used if axis not in summed for text in masks[axis]]
         kept += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
         self.line(atomic_text("add", dtype, address, value, " & ".join(kept), self._use), store.origin)
