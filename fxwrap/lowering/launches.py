@@ -18,7 +18,7 @@ from fxwrap.wrapper_ir import KernelDefinition, Value
 
 
 class KernelDeclined(FxwrapError):
-    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes.
+    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes, `reason` says why.
 
     `expected` means that one kernel cannot compute these nodes, and that other lines are the intended fallback.
     """
@@ -26,6 +26,7 @@ class KernelDeclined(FxwrapError):
     def __init__(self, nodes: frozenset[str], reason: str, expected: bool = False) -> None:
         super().__init__(f"the kernel for {', '.join(sorted(nodes))} cannot be generated: {reason}")
         self.nodes = nodes
+        self.reason = reason
         self.expected = expected
 
 
@@ -37,13 +38,17 @@ def emit_whole_kernel(
     kernel: Kernel,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
+    updated: Sequence[Value] = (),
 ) -> None:
     """Emits the allocations of a node's results and the launch of the kernel that computes them.
+
+    `updated` are allocated results after the outputs that the kernel updates.
 
     Raises FxwrapError for a kernel that its language cannot express.
     """
     kernel, formulas = hoist_expressions(kernel)
-    device = outputs[0].tensor_type.device
+    written = (*outputs, *updated)
+    device = written[0].tensor_type.device
     language = request.options.text_language(device.type)
     limits = symbol_limits(builder.state.symbols, formulas)
     hint = kernel_size_hints(builder.state.symbols, kernel, formulas)
@@ -54,7 +59,7 @@ def emit_whole_kernel(
     symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
     grid = tuple([substitute_formulas(size, formulas) for size in printed.grid])
     launched = builder.state.kernels.add(definition)
-    builder.emit(Launch(launched, (*inputs, *symbols), tuple(outputs), grid, origin=builder.origin(node)))
+    builder.emit(Launch(launched, (*inputs, *symbols), written, grid, origin=builder.origin(node)))
 
 
 def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDefinition:
