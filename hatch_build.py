@@ -1,9 +1,9 @@
 """The build hook that puts native libraries into a wheel.
 
 `FXWRAP_WHEEL_LIBRARIES` names a folder that `python -m fxwrap build --package` has written, for one or more releases of
-torch: `make wheels` does. Without it, a wheel gets the libraries of the torch that is importable while it is built, as
-with `pip install --no-build-isolation .`. A wheel of sources alone is the result where torch is not, or where they do
-not compile; its libraries are compiled when they are first needed.
+torch: `make wheels` does. Without it, as with `pip install .`, a wheel gets the libraries of the environment's torch.
+A wheel of sources alone is the result where there is none, or where they do not compile; its libraries are compiled
+when they are first needed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class NativeLibraries(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{_platform_tag([path for path in files.values() if path.suffix == '.so'])}"
 
     def _compile(self) -> str:
-        """Returns the folder with the libraries for the importable torch, which is empty where they do not compile."""
+        """Returns the folder with the libraries of the environment's torch, which is empty if they do not compile."""
         self._temporary = tempfile.TemporaryDirectory()
-        if importlib.util.find_spec("torch") is None:
+        environment = _environment_with_torch()
+        if environment is None:
             self.app.display_info("torch is not importable: the wheel has no compiled libraries")
             return self._temporary.name
         command = [sys.executable, "-m", "fxwrap", "build", "--package", self._temporary.name]
-        if subprocess.run(command, cwd=self.root, check=False).returncode:
+        if subprocess.run(command, cwd=self.root, env=environment, check=False).returncode:
             self.app.display_warning("the native libraries do not compile here: the wheel has none")
         return self._temporary.name
 
@@ -57,6 +58,20 @@ class NativeLibraries(BuildHookInterface):  # type: ignore[type-arg]
         """Removes the compiled libraries, which the wheel now holds."""
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def _environment_with_torch() -> dict[str, str] | None:
+    """Returns the variables with which Python imports torch, or None.
+
+    pip runs build backends with the Python of the environment into which it installs, and hides what is installed there
+    by PYTHONPATH.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return dict(os.environ)
+    visible = {name: text for name, text in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    probe = [sys.executable, "-c", "import importlib.util; assert importlib.util.find_spec('torch')"]
+    found = subprocess.run(probe, env=visible, stderr=subprocess.DEVNULL, check=False)
+    return visible if found.returncode == 0 else None
 
 
 def _platform_tag(libraries: list[Path]) -> str:

@@ -145,6 +145,14 @@ function contents() {
 
 const CHUNK = 100;
 
+// By pane, the first row that computes: those before it declare and check inputs.
+const FIRST_ROWS = {
+  graph: rows => rows.findIndex(row => !row.text.endsWith("= placeholder")),
+  program: rows => rows.findIndex(row => typeof row.number === "number" && !row.text.includes("check.")),
+  python: rows => rows.findLastIndex(row => row.text.startsWith("def ")),
+  cpp: rows => rows.findLastIndex(row => row.text.startsWith("static void run(")),
+};
+
 class Pane {
   constructor(shown) {
     this.select = make("select", { ariaLabel: "content of the pane" });
@@ -184,8 +192,8 @@ class Pane {
   // A hidden element does not scroll, so this is repeated when the section appears.
   scrollToStart() {
     if (selection !== null) return;
-    const start = { program: row => row.number === 0, python: row => row.text.startsWith("def "), cpp: row => row.text.startsWith("static void run(") }[this.key];
-    this.body.scrollTop = start ? 18 * Math.max(0, this.rows.findLastIndex(start) - 4) : 0;
+    const first = FIRST_ROWS[this.key];
+    this.body.scrollTop = first ? 18 * Math.max(0, first(this.rows) - 4) : 0;
   }
 
   pick(index) {

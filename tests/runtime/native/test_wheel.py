@@ -138,3 +138,19 @@ def test_the_wheel_names_its_platform_and_no_path_of_this_machine(wheel: Path) -
         for name in libraries:
             content = archive.read(name)
             assert str(ROOT).encode() not in content and str(Path(torch.__file__).parent).encode() not in content
+
+
+HIDDEN = """
+import importlib.util, hatch_build
+assert importlib.util.find_spec("torch") is None
+environment = hatch_build._environment_with_torch()
+assert environment is not None and "PYTHONPATH" not in environment and environment["KEPT"] == "1"
+"""
+
+
+def test_a_build_finds_the_torch_that_pip_hides_from_it(tmp_path: Path) -> None:
+    """pip's build isolation runs the environment's Python with a sitecustomize that hides what is installed there."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONNOUSERSITE": "1", "KEPT": "1"}
+    done = subprocess.run([sys.executable, "-c", HIDDEN], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
