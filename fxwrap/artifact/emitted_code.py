@@ -19,6 +19,7 @@ from fxwrap.converters.cpp.library import EmittedCpp, load_cpp
 from fxwrap.converters.emission import emit
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.python import EmittedPython, PythonModuleText
+from fxwrap.lines import ExtensionLine
 from fxwrap.passes.communication import communication
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import source_key
@@ -31,11 +32,11 @@ _ENTRIES = {"python": "emitted.py", "cpp": "emitted.cpp"}
 def write_emitted(writer: ArchiveWriter, program: Program, emitter: str) -> dict[str, object]:
     """Adds the emitted text of a program; returns its manifest entry.
 
-    None is added, and the entry is empty, for a program whose text alone does not define its run: one with collectives,
-    whose ranks compare their programs, or with captured functions in C++.
+    None is added, and the entry is empty, for a program whose text alone does not define its run: one with vendors'
+    lines, with collectives, whose ranks compare their programs, or with captured functions in C++.
     """
     entry = _ENTRIES.get(emitter)
-    if entry is None or communication(program):
+    if entry is None or communication(program) or any(isinstance(line, ExtensionLine) for line in program.lines()):
         return {}
     emitted = emit(program, emitter)
     if isinstance(emitted, EmittedCpp) and emitted.functions:

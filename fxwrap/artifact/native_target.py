@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fxwrap.artifact.user_kernels import reason_for_python
-from fxwrap.converters.cpp.library import EmittedCpp, ReplayedFunction, is_compiled_by_triton
+from fxwrap.converters.cpp.library import LAUNCH_OPERATOR, EmittedCpp, ReplayedFunction, is_launched_by_python
 from fxwrap.devices import language_traits
+from fxwrap.lines import Launch
 from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.triton.binaries import compiled_variants
 from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import is_python_operator, operator_overload, torch_schema
-from fxwrap.wrapper_ir import KernelDefinition, OpaqueType, Program, reads
+from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 _ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in ("stream_id", "record_event", "wait_event", "record_stream")})
 """Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`)."""
-
-_LAUNCH = "fxwrap_runtime::launch"
-"""The operator of kernels that Python launches."""
 
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""
@@ -56,16 +54,12 @@ def _function_entry(function: ReplayedFunction, library: Callable[[EmittedCpp], 
 def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     """Yields the reasons why a program needs Python, each with the name of the item."""
     units = emitted.units()
-    in_python = [kernel for kernel in program.kernels if _is_launched_by_python(kernel)]
-    for kernel in in_python:
-        reason = reason_for_python(kernel) or f"its language is '{kernel.language}'"
-        yield f"the kernel '{kernel.name}' is launched by Python: {reason}"
-    for name, overload in map(_qualified, dict.fromkeys([target for unit in units for target in unit.operators])):
+    operators = dict.fromkeys([target for unit in units for target in unit.operators if target != LAUNCH_OPERATOR])
+    for name, overload in map(_qualified, operators):
         full = f"{name}.{overload}" if overload else name
-        if full == _LAUNCH and in_python:
-            continue
         if is_python_operator(full) and full not in _ALSO_NATIVE:
             yield f"the operator '{full}' is implemented in Python"
+    yield from _kernels_of_python(program)
     for item in program.inputs:
         if not isinstance(item.value, SymbolInfo) and isinstance(item.value.type, OpaqueType):
             yield f"the input '{item.name}' is an object of {item.value.type.name}"
@@ -75,15 +69,20 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     for function in [function for unit in units for function in unit.functions]:
         if communicating_groups(function.block, dict(program.functions)):
             yield f"the CUDA graph of @{function.line.function} contains collectives: compile with cuda_graphs=False"
-    for text in dict.fromkeys([text for unit in units for text in unit.triton_kernels]):
-        if not compiled_variants(text):
+    for kernel in dict.fromkeys([kernel for unit in units for kernel in unit.triton_kernels]):
+        if not compiled_variants(kernel):
             remedy = "call the program once before it is saved, or name architectures"
-            yield f"the kernel {text.symbol} has no compiled code: {remedy}"
+            yield f"the kernel {kernel.symbol} has no compiled code: {remedy}"
 
 
-def _is_launched_by_python(kernel: KernelDefinition) -> bool:
-    traits = language_traits(kernel.language)
-    return not traits.links_into_cpp and not is_compiled_by_triton(traits)
+def _kernels_of_python(program: Program) -> Iterable[str]:
+    """Yields a reason for each kernel that Python launches."""
+    launches = [(line, program.kernel(line.kernel)) for line in program.lines() if isinstance(line, Launch)]
+    for kernel in dict.fromkeys([kernel for line, kernel in launches if is_launched_by_python(line, kernel)]):
+        if language_traits(kernel.language).user_defined:
+            yield f"the model's own Triton kernel @{kernel.name} is launched by Python: {reason_for_python(kernel)}"
+        else:
+            yield f"the kernel @{kernel.name} in '{kernel.language}' is launched by Python"
 
 
 def _operator_entry(target: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Programs that can be saved: compiled and loaded ones."""
+"""Programs with a method `save`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from fxwrap.wrapper_ir import Program
 
 
 @dataclass(frozen=True)
-class SavedParts:
-    """What a file has of a program besides its calling convention.
-
-    Fields: `emitter` runs it when it is loaded; `options` is their text; `group_sizes` and `step` as `save_program`
-    takes them.
-    """
+class SavedContent:
+    """A program and what a file says about it; the fields are the parameters of `save_program`."""
 
     program: Program
     emitter: str
@@ -32,10 +28,6 @@ class SavedParts:
 class SavableProgram(StructuredProgram):
     """A program that can be saved."""
 
-    @abstractmethod
-    def _parts_to_save(self, constants: bool) -> SavedParts:
-        """Returns the parts. Raises ArtifactError where the program must not be saved, or not with its `constants`."""
-
     def save(
         self,
         path: str | Path,
@@ -46,9 +38,14 @@ class SavableProgram(StructuredProgram):
         architectures: Sequence[str] = (),
     ) -> None:
         """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
-        parts = self._parts_to_save(constants)
+        content = self._content_to_save(constants)
+        chosen = (content.emitter,) if emitters is None else emitters
         save_program(
-            parts.program, path, emitter=parts.emitter, emitters=(parts.emitter,) if emitters is None else emitters,
-            options=parts.options, plan=parts.plan, constants=constants, group_sizes=parts.group_sizes, step=parts.step,
-            convention=self.convention, target=target, architectures=architectures,
+            content.program, path, emitter=content.emitter, emitters=chosen, options=content.options, plan=content.plan,
+            constants=constants, group_sizes=content.group_sizes, step=content.step, convention=self.convention,
+            target=target, architectures=architectures,
         )  # fmt: skip
+
+    @abstractmethod
+    def _content_to_save(self, constants: bool) -> SavedContent:
+        """Returns the content of a file with or without constants. Raises ArtifactError if it cannot be saved."""

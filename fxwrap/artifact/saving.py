@@ -26,7 +26,7 @@ from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.converters.fx import to_fx
 from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
-from fxwrap.lines import GUARD_MESSAGE, Assert, ExtensionLine, SizeOf
+from fxwrap.lines import GUARD_MESSAGE, Assert, SizeOf
 from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
@@ -112,10 +112,8 @@ def program_content(
 ) -> bytes:
     """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
-    `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does, and
-    ArtifactError for lines of vendors.
+    `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does.
     """
-    _check_lines_are_known(program, label)
     program, file = _checked(program, label, with_payloads=True), io.BytesIO()
     metadata = {**_metadata(program, emitter, options), "call": call}
 
@@ -125,14 +123,6 @@ def program_content(
 
     _write_archive(file, program, plan, metadata, "", True, add_code)
     return file.getvalue()
-
-
-def _check_lines_are_known(program: Program, label: str) -> None:
-    """Raises ArtifactError for a line of a vendor: a cache loads its entries without the vendor's classes."""
-    for line in program.lines():
-        if isinstance(line, ExtensionLine):
-            reason = f"the line '{line.opcode}' is of a class that loading processes do not know"
-            raise ArtifactError(label, "", reason, "Compile it in each process, or save it: `fxwrap.load` takes them")
 
 
 def save_for_linked_code(

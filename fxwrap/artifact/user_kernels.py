@@ -38,11 +38,13 @@ def reason_for_python(kernel: KernelDefinition) -> str:
         function = base_function(tuned)
     except KernelNotSerializable as reason:
         return str(reason)
+    names = {*loaded.names, function.__name__}
     constants = {*loaded.constants, *[name for config in getattr(tuned, "configs", ()) for name in config.kwargs]}
     return next(
         (reason for applies, reason in (
             (len(getattr(tuned, "configs", ())) > 1, "it is autotuned: give it one configuration"),
             (bool(loaded.descriptors), "it takes tensor descriptors"),
+            (len(names) == len(loaded.names), "a parameter has its name"),
             (function.fn.__globals__.get(function.__name__) is not function, "another thing has its name"),
             (not has_known_types(_types(kernel)), "a tensor has a type that Triton's kernels of files cannot have"),
             (any(map(_is_special, function.params)), "a parameter has a declared type, or is not specialized"),

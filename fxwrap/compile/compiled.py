@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
-from fxwrap.artifact import SavableProgram, SavedParts
+from fxwrap.artifact import SavableProgram, SavedContent
 from fxwrap.converters.emission import user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.exported import ExportedSignature
@@ -214,8 +214,8 @@ class Compiled(EmittedProgram, SavableProgram):
             self._first_call.skip_tuning()
         return self._result.graph_module
 
-    def _parts_to_save(self, constants: bool) -> SavedParts:
-        return SavedParts(self.program, self.options.emitter, self.options.text(), self.plan)
+    def _content_to_save(self, constants: bool) -> SavedContent:
+        return SavedContent(self.program, self.options.emitter, self.options.text(), self.plan)
 
     @property
     def key(self) -> str:

@@ -44,14 +44,15 @@ def save(
     writable and, with target="native", for each item that needs Python, by name; NativeBuildError if C++ does not
     compile; FxImportError for a graph that `from_fx` does not support.
     """
-    if isinstance(subject, SavableProgram):
-        subject.save(path, constants=constants, emitters=emitters, target=target, architectures=architectures)
-        return
-    is_graph = isinstance(subject, GraphModule)
-    default = ("fx",) if is_graph else ()
-    program = from_fx(subject) if isinstance(subject, GraphModule) else subject
-    emitter = next(iter(emitters or ()), "fx" if is_graph else Options().emitter)
+    match subject:
+        case SavableProgram():
+            subject.save(path, constants=constants, emitters=emitters, target=target, architectures=architectures)
+            return
+        case GraphModule():
+            program, emitter, default = from_fx(subject), "fx", ["fx"]
+        case _:
+            program, emitter, default = subject, Options().emitter, []
     save_program(
-        program, path, emitter=emitter, emitters=default if emitters is None else emitters, constants=constants,
-        target=target, architectures=architectures,
+        program, path, emitter=next(iter(emitters or ()), emitter), emitters=default if emitters is None else emitters,
+        constants=constants, target=target, architectures=architectures,
     )  # fmt: skip

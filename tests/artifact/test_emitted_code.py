@@ -1,136 +1,169 @@
-"""Entries of caches with emitted code: they run without reading the IR, in processes that would emit the same."""
+"""Entries of caches run by the emitted code that they hold; the program is read when it is asked for, or if it must."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.library import Library
 
 import fxwrap
-from fxwrap.artifact import emitted_code, load_content, loading, program_content
+from fxwrap.artifact import LoadedProgram, load_content, loading, program_content, program_text
+from fxwrap.devices import DeviceSpec, scoped_registration
 from fxwrap.errors import ArtifactError
-from fxwrap.wrapper_ir import Program
-from tests.artifact.test_native_graphs import expected, graphs
+from tests.artifact.programs import Small, batch
+from tests.artifact.test_bad_files import archive_of, entries_of, with_manifest
+from tests.artifact.test_fresh_process import partitioned
+from tests.support.sample import DmaCopy
 from tests.support.samples import SAMPLES
 
-EMITTERS = pytest.mark.parametrize("emitter", ("python", "cpp"))
+TEXTS = {"python": "emitted.py", "cpp": "emitted.cpp"}
+"""The entry of the emitted text by emitter."""
 
 
-class Gate(nn.Module):
-    """A product, an operator call, and a fused kernel, with a constant."""
+@pytest.fixture
+def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of programs that were parsed since the test began."""
+    parse, parsed = loading.parse_texts, []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    def counted(archive: Any, texts: Any, *arguments: Any) -> fxwrap.Program:
+        parsed.append(texts.program)
+        return parse(archive, texts, *arguments)
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (nn.functional.gelu(x @ self.weight.to(x.dtype) + 1).softmax(-1),)
-
-
-def content_of(program: Program, emitter: str, **described: Any) -> bytes:
-    described = {"options": "", "plan": None, "call": {}} | described
-    return program_content(program, "an entry", emitter=emitter, **described)
+    for module in (loading, program_text):
+        monkeypatch.setattr(module, "parse_texts", counted)
+    return parsed
 
 
-@cache
-def entry(emitter: str) -> tuple[fxwrap.Compiled, bytes]:
-    """The module compiled, and the content of its entry."""
-    x = torch.randn(8, 16)
-    compiled = fxwrap.compile_graph(make_fx(Gate())(x), [x], options=fxwrap.Options(emitter=emitter))
-    return compiled, content_of(compiled.program, emitter, options=compiled.options.text(), plan=compiled.plan)
+def compiled(emitter: str) -> fxwrap.Compiled:
+    graph = make_fx(lambda x, weight: (torch.nn.functional.gelu(x @ weight + 1).softmax(-1),))
+    inputs = [batch(), Small().weight.detach()]
+    return fxwrap.compile_graph(graph(*inputs), inputs, options=fxwrap.Options(emitter=emitter))
 
 
-@EMITTERS
-def test_the_program_is_read_when_it_is_asked_for(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, content = entry(emitter)
-    read: list[object] = []
-
-    def parse(*arguments: Any, **keywords: Any) -> Program:
-        read.append(arguments)
-        return parse_texts(*arguments, **keywords)
-
-    parse_texts = loading.parse_texts
-    monkeypatch.setattr(loading, "parse_texts", parse)
-    loaded, module = load_content(content, "an entry"), Gate()
-    for _ in range(2):
-        x = torch.randn(8, 16)
-        ((result,), (eager,), (exact,)) = loaded.flat(x), module(x), module(x.double())
-        assert (result - exact).norm() <= 2 * (eager - exact).norm() + 1e-7 * exact.norm()
-    inputs = [x]
-    torch.testing.assert_close(loaded.boxed(inputs)[0], result, rtol=0, atol=0)
-    assert inputs == [] and loaded.source == compiled.source
-    assert not read
-    assert str(loaded.program) == str(compiled.program) and loaded.plan == compiled.plan
-    assert loaded.key == compiled.key and len(read) == 1
+def content_of(program: fxwrap.Program, emitter: str, options: str = "") -> bytes:
+    """The content of a cache's entry."""
+    return program_content(program, "entry", emitter=emitter, options=options, plan=None, call={"of": "a test"})
 
 
-@EMITTERS
-@pytest.mark.parametrize("part", ("code", "program", "weights"))
-def test_a_damaged_byte_is_found(emitter: str, part: str) -> None:
-    compiled, content = entry(emitter)
-    (weight,) = compiled.program.store.tensors.values()
-    marks = {"code": compiled.source.encode(), "program": b"program @", "weights": weight.numpy().tobytes()}
-    damaged = bytearray(content)
-    assert content.count(marks[part]) == 1
-    damaged[content.index(marks[part]) + 7] ^= 1
-    with pytest.raises(ArtifactError, match=r"is damaged|hash"):
-        load_content(bytes(damaged), "an entry")
+def compiled_content(emitter: str) -> tuple[fxwrap.Compiled, bytes]:
+    subject = compiled(emitter)
+    return subject, content_of(subject.program, emitter, subject.options.text())
 
 
-@EMITTERS
-def test_other_sources_or_machines_emit_again(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, content = entry(emitter)
-    monkeypatch.setattr(emitted_code, "code_identity", lambda: "another")
-    monkeypatch.setattr(emitted_code, "load_cpp", None)
-    monkeypatch.setattr(emitted_code, "EmittedPython", None)
-    x, loaded = torch.randn(8, 16), load_content(content, "an entry")
-    torch.testing.assert_close(loaded.flat(x), compiled.flat(x), rtol=0, atol=0)
+def check_results(loaded: LoadedProgram) -> None:
+    """Checks the results of fresh inputs beside float64."""
+    x, weight = torch.randn(4, 16), torch.randn(16, 16)
+    (result,) = loaded.flat(x, weight)
+    wanted = torch.nn.functional.gelu(x.double() @ weight.double() + 1).softmax(-1)
+    assert (result - wanted).norm() < 1e-6 * wanted.norm()
 
 
-@EMITTERS
-def test_an_operator_that_is_not_registered_any_more(emitter: str) -> None:
-    library = Library("fxwrap_test_entry", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
-    program = fxwrap.parse("""
-program @calls(%x: borrowed f32[4]@cpu) {
-  %y = extern.call @fxwrap_test_entry.twice.default(%x) : f32[4]@cpu
-  control.return(%y)
+@pytest.mark.parametrize("emitter", TEXTS)
+def test_a_program_is_read_when_it_is_asked_for(emitter: str, parses: list[str]) -> None:
+    subject, content = compiled_content(emitter)
+    loaded = load_content(content, "entry")
+    check_results(loaded)
+    assert parses == [] and loaded.emitter == emitter and loaded.metadata["call"] == {"of": "a test"}
+    assert loaded.source == subject.source
+    assert loaded.program == subject.program and loaded.key == subject.key
+    assert len(parses) == 1
+
+
+@pytest.mark.parametrize("emitter", TEXTS)
+def test_a_process_of_another_version_reads_the_program(
+    emitter: str, parses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, content = compiled_content(emitter)
+    monkeypatch.setattr("fxwrap.artifact.emitted_code.code_identity", lambda: "of another version")
+    loaded = load_content(content, "entry")
+    assert len(parses) == 1
+    check_results(loaded)
+
+
+@pytest.mark.parametrize("emitter", TEXTS)
+def test_damaged_text(emitter: str) -> None:
+    _, content = compiled_content(emitter)
+    text = entries_of(content)[TEXTS[emitter]]
+    place = content.index(text) + len(text) // 2
+    damaged = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+    with pytest.raises(ArtifactError, match=f"entry '{TEXTS[emitter]}': it is damaged: its hash is"):
+        load_content(damaged, "entry")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    (("operators", 3), ("entry", "missing.py"), ("constant_devices", {"weight": "no device"}), ("identity", None)),
+)
+def test_descriptions_that_are_not_of_emitted_code(field: str, value: object, parses: list[str]) -> None:
+    entries = entries_of(content_of(SAMPLES["mutated_inputs_and_constants"].program(), "python"))
+    content = archive_of(with_manifest(entries, lambda manifest: manifest["emitted"].update({field: value})))
+    if field == "identity":
+        load_content(content, "entry")
+        assert len(parses) == 1
+        return
+    with pytest.raises(ArtifactError):
+        load_content(content, "entry")
+
+
+@pytest.mark.parametrize("emitter", TEXTS)
+def test_operators_that_are_not_registered(emitter: str) -> None:
+    _, content = compiled_content(emitter)
+
+    def add_operator(manifest: dict[str, Any]) -> None:
+        manifest["emitted"]["operators"].append("vendor.absent.default")
+
+    changed = archive_of(with_manifest(entries_of(content), add_operator))
+    with pytest.raises(ArtifactError, match=r"operators that are not registered: vendor\.absent\.default"):
+        load_content(changed, "entry")
+
+
+def collectives() -> fxwrap.Program:
+    return fxwrap.parse("""
+program @reduced(%x: borrowed f32[8]@cpu) {
+  %sum = collective.start @_c10d_functional.all_reduce.default(%x, "sum", "0") group="0" : f32[8]@cpu
+  %ready = collective.wait(%sum) group="0" : f32[8]@cpu
+  control.return(%ready)
 }
 """)
-    content, x = content_of(program, emitter), torch.randn(4)
-    torch.testing.assert_close(load_content(content, "an entry").flat(x)[0], x * 2)
-    library._destroy()
-    with pytest.raises(ArtifactError, match=r"operators that are not registered: fxwrap_test_entry\.twice\.default"):
-        load_content(content, "an entry")
 
 
-@EMITTERS
-@pytest.mark.parametrize("name", ("collectives", "collectives_into_buffers"))
-def test_programs_with_collectives_are_read(emitter: str, name: str) -> None:
-    program = SAMPLES[name].program()
-    loaded = load_content(content_of(program, emitter), "an entry")
-    assert loaded.metadata["emitted"] == {} and loaded.program == program
+def extension_lines() -> fxwrap.Program:
+    return fxwrap.parse("""
+program @copied(%x: borrowed f32[4]@cpu) {
+  %staging = memory.alloc() : f32[4]@cpu
+  %y = vendor.copy(%staging, %x) channel=1 : f32[4]@cpu
+  control.return(%y)
+}
+""", extensions=(DmaCopy,))  # fmt: skip
 
 
-@EMITTERS
-def test_captured_functions(emitter: str) -> None:
-    """Those of C++ are libraries of their own, so the program is read; the Python text has them."""
-    loaded = load_content(content_of(graphs(), emitter), "an entry")
-    assert (loaded.metadata["emitted"] == {}) == (emitter == "cpp")
-    for rows in (4, 8):
-        x, state = torch.arange(4.0 * rows).reshape(rows, 4), torch.ones(4)
-        results = loaded.flat(x, state)
-        torch.testing.assert_close(torch.cat([item.flatten() for item in (*results, state)]), expected(rows, 1.0))
+@pytest.fixture
+def _vendor_lines() -> Iterator[None]:
+    with scoped_registration(DeviceSpec("privateuseone", ""), lines={DmaCopy: {}}):
+        yield
 
 
-@EMITTERS
-def test_lines_of_vendors_are_refused(emitter: str) -> None:
-    """A later process does not know their classes."""
-    with pytest.raises(ArtifactError, match=r"the line 'vendor\.copy' is of a class that loading processes do not"):
-        content_of(SAMPLES["extension"].program(), emitter)
+CASES = [
+    (collectives, "python"), (collectives, "cpp"), (extension_lines, "python"), (extension_lines, "cpp"),
+    (partitioned, "cpp"),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_vendor_lines")
+@pytest.mark.parametrize(("program", "emitter"), CASES, ids=[f"{case[0].__name__}-{case[1]}" for case in CASES])
+def test_programs_that_their_text_alone_does_not_define(
+    program: Callable[[], fxwrap.Program], emitter: str, parses: list[str]
+) -> None:
+    subject = program()
+    content = content_of(subject, emitter)
+    assert TEXTS[emitter] not in entries_of(content)
+    loaded = load_content(content, "entry")
+    assert len(parses) == 1 and loaded.program == subject
+    if program is extension_lines:
+        x = torch.randn(4)
+        assert torch.equal(loaded.flat(x)[0], x)
+    if program is partitioned:
+        torch.testing.assert_close(loaded.flat(batch()), fxwrap.run(subject, [batch()]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.artifact.cmake_export import export_cmake
@@ -18,7 +19,7 @@ from fxwrap.lines import ExternCall
 from fxwrap.passes.partition import partition
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
-from fxwrap.wrapper_ir import KernelDefinition, LineBase, Program, print_kernel
+from fxwrap.wrapper_ir import LineBase, Program
 from tests.artifact.native_host import drive, read_result, tensor_commands
 
 SOURCE = Path(__file__).with_name("graph_host.cpp")
@@ -163,44 +164,6 @@ def test_a_function_that_cannot_be_captured_runs(saved: Path, tmp_path: Path) ->
         assert warnings.count(f"{function} cannot be captured, and runs eagerly: this device cannot") == 1
 
 
-CHECKED = """
-program @checked(%x: borrowed f32[4]@cpu) {
-  %y = memory.alloc() : f32[4]@cpu
-  kernel.launch @first_item(%x) outs=(%y) grid=(1, 1, 1)
-  %z = extern.call @aten.sin.default(%y) : f32[4]@cpu
-  memory.free(%y)
-  control.return(%z)
-}
-"""
-
-FIRST_ITEM = KernelDefinition("first_item", "cpp", """
-#include "kernel.h"
-extern "C" void kernel(const float* x, float* y) {
-  if (x[0] < 0) fxwrap_index_error("the first item is negative");
-  for (int i = 0; i < 4; ++i) y[i] = x[0];
-}
-""", ("*f32", "*f32"))  # fmt: skip
-
-
-@pytest.mark.parametrize("captured", (False, True), ids=("alone", "in a function"))
-def test_lines_that_fail_end_in_order(captured: bool, tmp_path: Path) -> None:
-    program = fxwrap.parse(CHECKED + print_kernel(FIRST_ITEM))
-    if captured:
-
-        def can_capture(line: LineBase) -> torch.device | str:
-            return "it is chosen" if isinstance(line, ExternCall) else torch.device("cpu")
-
-        program = partition(program, can_capture, min_calls=1, max_captures=1)
-        assert [name for name, _ in program.functions] == ["partition_0"]
-    save_program(program, tmp_path / "checked.fxw", emitter="cpp", target="native")
-    for first, rest in ((1.0, ("begin aten::sin", "end aten::sin")), (-1.0, ())):
-        done = drive("open", tmp_path / "checked.fxw", *tensor_commands(tmp_path, [torch.full((4,), first)]), "lines")
-        kernel = ("begin first_item", "end first_item")
-        whole = ("begin partition_0", *kernel, "end partition_0") if captured else kernel
-        assert done.lines[: len(whole) + len(rest)] == (*whole, *rest), done.lines
-        assert first > 0 or done.lines[len(whole)] == "IndexError: the first item is negative", done.lines
-
-
 def test_a_device_without_capture_runs_the_functions(saved: Path, tmp_path: Path) -> None:
     x, state = torch.arange(16.0).reshape(4, 4), torch.ones(4)
     words = tensor_commands(tmp_path, [x, state])
@@ -209,6 +172,27 @@ def test_a_device_without_capture_runs_the_functions(saved: Path, tmp_path: Path
     done = drive("open", saved, *words, "run", tmp_path / "out")
     wanted = expected(4, 1.0)[:16].reshape(4, 4)
     torch.testing.assert_close(read_result(tmp_path / "out.0", wanted), wanted)
+
+
+def test_lines_end_in_order_if_a_kernel_of_a_captured_function_fails(tmp_path: Path) -> None:
+    """The kernel ends before the function that contains it."""
+
+    def gathered(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x[index] * 2,)
+
+    x, index = torch.arange(8.0), torch.tensor([1, 7])
+    graph = make_fx(gathered)(x, index)
+    program = fxwrap.compile_graph(graph, [x, index], options=fxwrap.Options(emitter="cpp")).program
+    parts = partition(program, lambda line: torch.device("cpu"), min_calls=1)
+    (kernel,) = parts.kernels
+    assert parts.functions
+    save_program(parts, tmp_path / "gathered.fxw", emitter="cpp", target="native")
+    for last, code in ((7, 0), (8, 3)):
+        words = tensor_commands(tmp_path, [x, torch.tensor([1, last])])
+        done = drive("open", tmp_path / "gathered.fxw", *words, "lines")
+        assert done.code == code and done.lines[:4] == (
+            "begin partition_0", f"begin {kernel.name}", f"end {kernel.name}", "end partition_0"
+        ), done  # fmt: skip
 
 
 def test_captured_functions_are_not_exported_as_a_project(saved: Path, tmp_path: Path) -> None:

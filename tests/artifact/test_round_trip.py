@@ -11,7 +11,6 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.artifact import LoadedProgram
 from fxwrap.artifact.archive import MANIFEST, MANIFEST_HASH
 from fxwrap.errors import ArtifactError, InputError, OptionError
 from fxwrap.options import EMITTERS
@@ -20,6 +19,7 @@ from tests.support.sample import contents
 from tests.support.samples import EXTENSIONS, SAMPLES
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_loaded_program_returns_the_same_results(emitter: str, dynamic: bool, tmp_path: Path) -> None:
@@ -100,6 +100,21 @@ def test_equal_programs_produce_identical_files(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(saved.program.store.tensors), before)
 
 
+def test_a_loaded_program_is_saved_with_the_arguments_of_a_compiled_one(tmp_path: Path) -> None:
+    """For a host without Python, and with compiled code for other emitters."""
+    saved = compiled("cpp")
+    saved.save(tmp_path / "one.fxw", target="native", emitters=["python", "cpp"])
+    content = (tmp_path / "one.fxw").read_bytes()
+    fxwrap.load(tmp_path / "one.fxw").save(tmp_path / "two.fxw", target="native", emitters=["python", "cpp"])
+    fxwrap.save(fxwrap.load(tmp_path / "one.fxw"), tmp_path / "three.fxw", target="native", emitters=["python", "cpp"])
+    assert (tmp_path / "two.fxw").read_bytes() == content == (tmp_path / "three.fxw").read_bytes()
+    for subject in (saved, fxwrap.load(tmp_path / "one.fxw")):
+        with pytest.raises(OptionError, match="unknown target 'c'; known: any, native"):
+            subject.save(tmp_path / "bad.fxw", target="c")
+        with pytest.raises(OptionError, match="unknown architecture '90'"):
+            subject.save(tmp_path / "bad.fxw", architectures=["90"])
+
+
 def test_a_rewritten_graph_can_be_saved(tmp_path: Path) -> None:
     graph = compiled("fx", fuse=False).graph_module
     fxwrap.save(graph, tmp_path / "graph.fxw")
@@ -118,23 +133,6 @@ def test_a_rewritten_graph_can_be_saved(tmp_path: Path) -> None:
     hidden = batch() @ weight + bias
     torch.testing.assert_close(results["graph"], torch.nn.functional.gelu(hidden) @ weight.t() + 1)
     torch.testing.assert_close(results["rewritten"], hidden.relu() @ weight.t() + 1)
-
-
-def test_all_programs_are_saved_with_the_same_options(tmp_path: Path) -> None:
-    """A loaded program may be saved for other emitters and hosts than its file was."""
-    assert LoadedProgram.save is fxwrap.Compiled.save
-    paths = [tmp_path / name for name in ("python.fxw", "native.fxw", "loaded.fxw", "function.fxw")]
-    saved = compiled("python")
-    saved.save(paths[0])
-    saved.save(paths[1], emitters=("python", "cpp"), target="native")
-    loaded = fxwrap.load(paths[0])
-    assert "native" not in loaded.metadata["binaries"]
-    loaded.save(paths[2], emitters=("python", "cpp"), target="native")
-    fxwrap.save(loaded, paths[3], emitters=("python", "cpp"), target="native")
-    for path in paths[1:]:
-        assert path.read_bytes() == paths[1].read_bytes()
-    with pytest.raises(OptionError, match="unknown architecture 'h100'"):
-        loaded.save(paths[2], architectures=("h100",))
 
 
 def test_the_graph_of_a_loaded_program_runs_and_has_metadata(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +145,8 @@ def test_a_program_without_kernels_runs(tmp_path: Path) -> None:
     assert loaded.emitter == "interpreter" and loaded.trust == "none"
     trusted = fxwrap.load(tmp_path / "calls.fxw")
     torch.testing.assert_close(loaded(batch()), trusted(batch()))
-    for save in (loaded.save, partial(fxwrap.save, loaded)):
-        with pytest.raises(ArtifactError, match="loaded with trust='none'"):
-            save(tmp_path / "again.fxw", target="native")
+    with pytest.raises(ArtifactError, match="loaded with trust='none'"):
+        loaded.save(tmp_path / "again.fxw")
     with pytest.raises(ArtifactError, match="loaded with trust='none'"):
         _ = loaded.graph_module
 
@@ -214,6 +212,14 @@ def test_unknown_trust(tmp_path: Path) -> None:
         fxwrap.load(path, trust="some")
     with pytest.raises(OptionError, match="runs no code from a file"):
         fxwrap.load(path, trust="none", emitter="python")
+
+
+def test_an_untrusted_program_is_not_saved(tmp_path: Path) -> None:
+    """Saving emits its text as code."""
+    loaded = fxwrap.load(hostile(body("control.return(%x)"), tmp_path), trust="none")
+    for save in (loaded.save, lambda path: fxwrap.save(loaded, path)):
+        with pytest.raises(ArtifactError, match="was loaded with trust='none', and its text becomes no code"):
+            save(tmp_path / "again.fxw")
 
 
 def test_safe_operators_exist() -> None:

@@ -145,16 +145,6 @@ struct Observer {
   void (*on_line)(void* context, const char* name, int32_t begins) = nullptr;
   void* context = nullptr;
   const char* kernel = nullptr;  // which emitted code has begun and not ended
-
-  [[gnu::cold, gnu::noinline]] void begin_kernel(const char* name) {
-    on_line(context, name, 1);
-    kernel = name;
-  }
-  [[gnu::cold, gnu::noinline]] void end_kernel() {
-    const char* name = kernel;
-    kernel = nullptr;
-    if (name != nullptr) on_line(context, name, 0);
-  }
 };
 
 struct Functions;
@@ -189,19 +179,24 @@ struct CallSite {
     fxwrap::call(frame, site);                                                          \
   } while (0)
 
-// KERNEL(f, name, (arguments...)): calls a kernel for the CPU, a function.
-#define KERNEL(frame, name, arguments) \
-  do {                                 \
-    fxwrap::begin_kernel(frame, #name); \
-    name arguments;                    \
-    fxwrap::end_kernel(frame);         \
+// KERNEL(f, name, (arguments...)): calls a kernel for the CPU, a function. Without an observer: two tests that fall through.
+#define FXWRAP_IF_OBSERVED(frame, statement) \
+  if (__builtin_expect((frame).observer != nullptr, 0)) statement
+#define KERNEL(frame, name, arguments)                                            \
+  do {                                                                            \
+    FXWRAP_IF_OBSERVED(frame, fxwrap::begin_kernel(*(frame).observer, #name));    \
+    name arguments;                                                               \
+    FXWRAP_IF_OBSERVED(frame, fxwrap::end_kernel(*(frame).observer));             \
   } while (0)
 
-inline void begin_kernel(Frame& f, const char* name) {
-  if (f.observer != nullptr) [[unlikely]] f.observer->begin_kernel(name);
+inline void begin_kernel(Observer& observer, const char* name) {
+  observer.on_line(observer.context, name, 1);
+  observer.kernel = name;
 }
-inline void end_kernel(Frame& f) {
-  if (f.observer != nullptr) [[unlikely]] f.observer->end_kernel();
+inline void end_kernel(Observer& observer) {
+  const char* name = observer.kernel;
+  observer.kernel = nullptr;
+  observer.on_line(observer.context, name, 0);
 }
 
 // Kernels with a launch grid.
