@@ -150,7 +150,7 @@ typedef struct FxwrapRunOptions {
  *
  * Inputs: FXWRAP_DLPACK tensors are consumed, also by a call that fails: their deleter, which may be NULL, is called once
  * when neither the program nor a result uses their memory. FXWRAP_TENSOR inputs stay the caller's, except those that the
- * program owns, which it moves out of the at::Tensor.
+ * program owns, which it moves out of the at::Tensor. A number that the model was exported with may be FXWRAP_NONE.
  *
  * Outputs: the caller owns them; see fxwrap_value_delete. A result may share the memory of an input.
  *

@@ -50,6 +50,22 @@ class Symbols {
   std::deque<std::string> texts_;  // whose addresses stay
 };
 
+// An input that was a number when the model was exported, which the program is compiled for.
+class FixedInput {
+ public:
+  // `constant` is the number.
+  FixedInput(int64_t index, std::string name, const Json& constant);
+
+  int64_t index() const { return index_; }
+  // Replaces none at all by the number. Throws Failure for another value.
+  void apply(const std::string& program, FxwrapValue& value) const;
+
+ private:
+  int64_t index_;
+  std::string name_;
+  FxwrapValue value_{};
+};
+
 // What instances share. Immutable.
 struct SavedProgram {
   // `linked` is the program's code if the host has it, else null: the file has it then. Throws Failure.
@@ -63,6 +79,7 @@ struct SavedProgram {
   std::vector<ReplayedFunction> functions;
   Leaves inputs, outputs, constants;
   Symbols symbols;
+  std::vector<FixedInput> fixed_inputs;
   std::string name, metadata;
 
  private:
