@@ -1,8 +1,8 @@
 """Process groups of Gloo without a race of torch's workers, which corrupts the heap once in thousands of programs.
 
 torch gives each group two workers. Both write the name of the collective that they completed last into one string,
-without a lock (`ProcessGroupGloo::runLoop` of torch 2.11 to 2.15). Names of more than 15 characters, such as that of the
-functional `all_gather_into_tensor` (`ALLGATHER_COALESCED`), are on the heap: a worker that is preempted in its copy
+without a lock (`ProcessGroupGloo::runLoop` of torch 2.11 to 2.15). Names of more than 15 characters, such as that of
+the functional `all_gather_into_tensor` (`ALLGATHER_COALESCED`), are on the heap: a worker that is preempted in its copy
 writes into memory that the other one has freed. `python -m tests.distributed.gloo_race` shows it with torch alone.
 """
 
