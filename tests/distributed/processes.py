@@ -28,7 +28,9 @@ def run_ranks(
     """Runs `main` of a module with RANK STORE ARGUMENTS... as all ranks; returns each rank's error of each case, "" for
     none.
 
-    A rank prints one line of JSON with the keys "case" and "error" for each case.
+    A rank prints one line of JSON with the keys "case" and "error" for each case. Raises AssertionError for ranks that
+    a signal ended, such as the abort of a corrupt heap, and for ranks that have not finished in time. Each Gloo group
+    has one worker; see `tests/support/gloo.py`.
     """
     context = forking_context()
     outputs = [folder / f"rank_{rank}" for rank in range(world_size)]
