@@ -189,7 +189,7 @@ def trained_again(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, the sizes of its inputs, whether all are transposed, dynamic or differentiated; others cover a long one."""
+    """A function, the sizes of its inputs, and whether all are transposed, dynamic, differentiated, or long."""
 
     function: Callable[..., Any]
     sizes: tuple[tuple[int, ...], ...]
