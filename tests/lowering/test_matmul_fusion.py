@@ -18,6 +18,7 @@ from fxwrap import Options
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.lowering.program import Lowered, lower_prepared
+from fxwrap.lowering.rules import RULES
 from tests.lowering.planned_programs import STRICT, plan
 
 GENERATED = Options(matmul_kernels="generated")
@@ -109,7 +110,7 @@ def shared_input(seed: int, rows: int | None = None, dtype: torch.dtype | None =
 def lowered(
     function: Callable[..., object], operands: list[Tensor], options: Options, tuned: Sequence[str] = ()
 ) -> Lowered:
-    prepared = prepare_graph(make_fx(function)(*operands), operands, options, "program")
+    prepared = prepare_graph(make_fx(function)(*operands), operands, options, "program", fused_operators=RULES)
     return lower_prepared(prepared, options, tuned_devices=frozenset(tuned))
 
 
@@ -195,3 +196,64 @@ def test_operands_and_epilogues_that_do_not_fit_are_kernels_of_their_own(
         lines = list(program.lines())
         assert not [line.target for line in lines if isinstance(line, ExternCall)]
         assert len([line for line in lines if isinstance(line, Launch)]) == kernels
+
+
+def swiglu(x: Tensor, packed: Tensor, *bias: Tensor) -> Tensor:
+    gate, up = functional.linear(x, packed, *bias).chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def three_slices(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    result = functional.linear(x, packed)
+    return result[..., :16].relu() + result[..., 16:32] * result[..., 80:]
+
+
+def overlapping_slices(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    result = functional.linear(x, packed)
+    return result[..., :64].relu() + result[..., 32:]
+
+
+def returned_slice(x: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+    gate, up = functional.linear(x, packed).chunk(2, -1)
+    return [gate, functional.silu(gate) * up]
+
+
+def written_slice(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    gate, up = functional.linear(x, packed).chunk(2, -1)
+    return gate.add_(up) * gate
+
+
+def every_packed(x: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+    flat = x.reshape(-1, x.shape[-1])
+    return [
+        swiglu(x, packed), swiglu(flat, packed, bias), three_slices(x, packed, bias),
+        overlapping_slices(x, packed, bias), *returned_slice(x, packed, bias), written_slice(x, packed, bias),
+        swiglu(flat.repeat(9, 1), packed),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"), [(swiglu, 1), (three_slices, 1), (overlapping_slices, 2), (returned_slice, 2)]
+)
+def test_matmuls_that_are_read_in_slices_are_one_kernel_with_their_readers(
+    function: Callable[..., object], kernels: int
+) -> None:
+    operands = [torch.randn(2, 3, 64), torch.randn(96, 64), torch.randn(96)]
+    for language in ("cpp", "triton"):
+        program = lowered(function, operands, GENERATED.replace(cpu_kernels=language)).program
+        assert len([line for line in program.lines() if isinstance(line, Launch)]) == kernels
+    lines = lowered(function, operands, Options()).program.lines()
+    assert len([line for line in lines if isinstance(line, ExternCall)]) == 1, "a library computes all columns at once"
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_matmuls_beside_float64(dtype: torch.dtype, cpu_kernels: str) -> None:
+    operands = [torch.randn(sizes).to(dtype) / 4 for sizes in ((2, 3, 64), (96, 64), (96,))]
+    options = GENERATED.replace(cpu_kernels=cpu_kernels, fallback="error")
+    compiled = fxwrap.compile_graph(make_fx(every_packed)(*operands), operands, options=options)
+    exact = every_packed(*[item.double() for item in operands])
+    for want, eager, result in zip(exact, every_packed(*operands), compiled(*operands), strict=True):
+        assert result.dtype is dtype and result.stride() == eager.stride()
+        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
+        assert (result.double() - want).norm() <= allowed
