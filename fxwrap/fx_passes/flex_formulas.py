@@ -22,6 +22,13 @@ Size: TypeAlias = Any
 ScalarFunction: TypeAlias = Callable[..., Any]
 """A function of scalars: a score and its indices, which `torch.vmap` vectorises."""
 
+RELATIVE_LOGSUMEXP = "FXWRAP_RELATIVE_LOGSUMEXP"
+"""The kernel option with which the log-sum-exp of a row has no maximum.
+
+Where a row's scores are all the lowest number, their log-sum-exp is rounded to that number, which hides how many there
+are. A gradient that reads maxima too has exact weights.
+"""
+
 
 @dataclass(frozen=True)
 class Indices:
@@ -140,6 +147,7 @@ class FlexAttention:
         stats_unit: what log-sum-exp and maxima are divided by.
         score_buffers, mask_buffers: further operands of the functions.
         zeroes_fully_masked_rows: whether the output is 0, not NaN, where all scores of a row are minus infinity.
+        has_relative_logsumexp: whether maxima are subtracted from the log-sum-exp.
     """
 
     query: Tensor
@@ -153,6 +161,7 @@ class FlexAttention:
     score_buffers: tuple[object, ...] = ()
     mask_buffers: tuple[object, ...] = ()
     zeroes_fully_masked_rows: bool = True
+    has_relative_logsumexp: bool = False
 
     @classmethod
     def from_arguments(
@@ -174,7 +183,8 @@ class FlexAttention:
         unit = 1.0 if kernel_options.get("BACKEND") == "FLASH" else math.log(2)
         buffers = tuple(score_buffers), tuple(mask_buffers)
         zeroes = not kernel_options.get("ROWS_GUARANTEED_SAFE", False)
-        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes)
+        is_relative = kernel_options.get(RELATIVE_LOGSUMEXP, False)
+        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes, is_relative)
 
     @property
     def groups(self) -> int:
@@ -223,7 +233,9 @@ class FlexAttention:
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
         divisor = torch.where(total == 0, 1.0, total) if self.zeroes_fully_masked_rows else total
         out = products.view(*query.shape[:3], value.shape[3]) / divisor[..., None]
-        logsumexp = torch.log(total) + shift.view(total.shape)
+        logsumexp = torch.log(total)
+        if not self.has_relative_logsumexp:
+            logsumexp = logsumexp + shift.view(total.shape)
         largest = largest.view(total.shape)
         return out.to(self.query.dtype), logsumexp / self.stats_unit, largest / self.stats_unit
 

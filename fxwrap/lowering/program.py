@@ -138,18 +138,21 @@ def lower_prepared(
     `print_kernel` chooses how kernels are printed; `tuned_devices` and `library_calls` are a `LoweringRequest`'s.
     """
     issued: list[str] = []
+    unfused: frozenset[str] = frozenset()
     while True:
         try:
-            request = LoweringRequest(options, declined_nodes, print_kernel, tuned_devices, library_calls)
+            request = LoweringRequest(options, declined_nodes, print_kernel, tuned_devices, library_calls, unfused)
             expanded = expand_declined_attention(prepared, options, declined_nodes)
             return replace(_ProgramLowering(expanded, request, ownership or {}).lowered(), warnings=tuple(issued))
         except KernelDeclined as error:
-            if error.nodes <= declined_nodes.keys() or (options.fallback == "error" and not error.expected):
+            is_known = error.nodes <= declined_nodes.keys() and error.unfused <= unfused
+            if is_known or (options.fallback == "error" and not error.expected):
                 raise
             if not error.expected:
                 issued.append(f"{error}; these operators are called instead")
                 warnings.warn(issued[-1], FusionWarning, stacklevel=4)
             declined_nodes = {**declined_nodes, **dict.fromkeys(sorted(error.nodes), error.reason)}
+            unfused |= error.unfused
 
 
 class _ProgramLowering:

@@ -58,6 +58,16 @@ def flex_attention_operator() -> HigherOrderOperator:
     return flex_attention
 
 
+def flex_attention_backward_operator() -> HigherOrderOperator:
+    """Returns the higher-order operator of FlexAttention's gradients.
+
+    Why: torch.ops lacks it until its module is imported, which is slow.
+    """
+    from torch._higher_order_ops.flex_attention import flex_attention_backward
+
+    return flex_attention_backward
+
+
 def flex_scatter_operator() -> OpOverload | None:
     """Returns the operator with which FlexAttention adds gradients of captured tensors: shape, indices, values.
 
