@@ -235,11 +235,8 @@ class _Call:
             name = f"{self.node.name}_{node.target}"
             replaced[self._copy.node_map[node]] = self._copy.attribute(self._before, name, module)
         arguments: Any = map_arg(self._before.args, lambda node: replaced.get(node, node))
-        if attention.blocks.is_trivial:  # nothing reads the lists of the only block
-            *lists, function = arguments[mask_position]
-            trivial = (*[None if isinstance(item, Node) else item for item in lists], function)
-            arguments = (*arguments[:mask_position], trivial, *arguments[mask_position + 1 :])
-        self._before.args = arguments
+        mask = _with_used_lists(arguments[mask_position], attention.blocks.is_trivial, joint is not None)
+        self._before.args = (*arguments[:mask_position], mask, *arguments[mask_position + 1 :])
         if gradients is not None:
             self._insert_after(gradients)
         return None
@@ -336,6 +333,20 @@ class _Call:
         order = sorted(range(fake.dim()), key=lambda dim: -strides[dim])
         dense = result.to(fake.dtype).permute(order).contiguous()
         return dense.permute([order.index(dim) for dim in range(fake.dim())])
+
+
+def _with_used_lists(block_mask: tuple[Any, ...], is_trivial: bool, is_backward: bool) -> tuple[Any, ...]:
+    """Returns a block mask with the lists that kernels read; the others are None, and need not be computed.
+
+    Nothing reads the lists of the only block, and the forward reads no lists of query blocks.
+    """
+    unused = range(len(block_mask) - 1) if is_trivial else range(0) if is_backward else _QUERY_LISTS
+    return tuple([None if isinstance(item, Node) and number in unused else item
+                  for number, item in enumerate(block_mask)])  # fmt: skip
+
+
+_QUERY_LISTS = range(6, 10)
+"""The positions of the lists of query blocks in a block mask."""
 
 
 def _score_gradient(joint: Callable[..., Any]) -> Callable[..., object]:

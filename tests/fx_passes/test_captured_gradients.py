@@ -33,8 +33,8 @@ def operands(width: int = WIDTH) -> list[Tensor]:
     return [torch.randn(size) for size in sizes]
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Score, mask_mod: Score | None) -> Tensor:
-    """Returns the output of attention in the operands' dtype, 0 in rows without keys."""
+def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Score, mask_mod: Score | None) -> tuple[Tensor, Tensor]:
+    """Returns output and log-sum-exp of attention in the operands' dtype; the output is 0 in rows without keys."""
     k, v = [item.repeat_interleave(q.shape[1] // k.shape[1], 1) for item in (k, v)]
     b, h, m, n = [torch.arange(size) for size in (*q.shape[:3], k.shape[2])]
     indices = b[:, None, None, None], h[:, None, None], m[:, None], n
@@ -42,7 +42,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, score_mod: Score, mask_mod: Score |
     if mask_mod is not None:
         scores = torch.where(mask_mod(*indices), scores, -math.inf)
     total = scores.logsumexp(-1, keepdim=True)
-    return torch.exp(scores - torch.where(total == -math.inf, 0.0, total)) @ v
+    return torch.exp(scores - torch.where(total == -math.inf, 0.0, total)) @ v, total.squeeze(-1)
 
 
 def check(
@@ -78,7 +78,7 @@ def check(
     gradients = torch.autograd.grad((out * weights).sum(), leaves)
     doubles = [item.detach().double().requires_grad_() for item in leaves]
     references = dict(zip(leaves, doubles, strict=True))
-    expected = formula(
+    expected, _ = formula(
         *[references.get(item, item.double()) for item in inputs], make_score(*[references[item] for item in captured]),
         mask_mod,
     )  # fmt: skip
@@ -167,3 +167,42 @@ def test_indices_out_of_range() -> None:
     compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
     with pytest.raises(IndexError, match="an index is out of bounds for a dimension of size 35"):
         compiled(*inputs, score_mod=lambda s, b, h, m, n: s + bias[m + n], enable_gqa=True)
+
+
+def test_dynamic_lengths() -> None:
+    """One program of the forward and one of the backward serve several lengths, of captured tables, too."""
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    def make(table: Tensor) -> Score:
+        return lambda score, b, h, m, n: score + table[h, n - m + table.shape[1] // 2]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, table: Tensor) -> tuple[Tensor, Tensor]:
+        out, total, _ = torch.ops.higher_order.flex_attention(q, k, v, make(table), mask, 0.25, {})
+        return out, total * math.log(2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=make_backend(fxwrap.Options(), compile_with), fullgraph=True)
+    for length in (60, 77, 130):
+        sizes = [(BATCH, heads, length, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+        inputs = [leaf(*size) for size in sizes] + [leaf(HEADS, 2 * length)]
+        mask = create_block_mask(shifted, None, HEADS, length, length, device="cpu", BLOCK_SIZE=16).as_tuple()
+        for item in inputs:
+            torch._dynamo.mark_dynamic(item, 1 if item.ndim == 2 else 2)
+        for item in mask:
+            if isinstance(item, Tensor):
+                for dim in range(2, item.ndim):
+                    torch._dynamo.mark_dynamic(item, dim)
+        out, total = compiled(*inputs[:3], mask, inputs[3])
+        weights = torch.randn_like(out), torch.randn_like(total)
+        gradients = torch.autograd.grad((out * weights[0]).sum() + (total * weights[1]).sum(), inputs)
+        doubles = [item.detach().double().requires_grad_() for item in inputs]
+        expected, sums = formula(*doubles[:3], make(doubles[3]), shifted)
+        references = torch.autograd.grad((expected * weights[0]).sum() + (sums * weights[1]).sum(), doubles)
+        for result, reference in zip((out, total, *gradients), (expected, sums, *references), strict=True):
+            torch.testing.assert_close(result, reference.float(), rtol=1e-4, atol=1e-4)
+    assert len(compiles) <= 4  # the first length may be static
+    assert any(kernel.name == "flex_attention_grad_query_0" for kernel in compiles[-1].program.kernels)

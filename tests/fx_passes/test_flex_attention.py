@@ -260,6 +260,20 @@ def test_wrong_functions() -> None:
         torch.testing.assert_close(result, with_function(function)(*inputs))
 
 
+def test_a_block_mask_of_another_length() -> None:
+    """torch refuses it, with both lengths; a kernel that gets its lists all the same reads no other memory."""
+    with pytest.raises(Exception, match="block_mask was created for"):
+        kernels_of(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks(causal, 96, 96)), *operands())
+    lists = blocks(causal, LENGTH, 200).as_tuple()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch.ops.higher_order.flex_attention(q, k, v, alibi, lists, 0.25, {})[0]
+
+    result, kernels = kernels_of(attention, *operands())
+    assert kernels == ["flex_attention_0"]
+    torch.testing.assert_close(result, formula(*operands(), alibi, causal)[0].float(), rtol=1e-5, atol=2e-6)
+
+
 def test_empty_operands() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, alibi)

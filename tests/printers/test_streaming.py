@@ -100,6 +100,13 @@ def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
     assert not SPILLED.search(ptx)
 
 
+def test_offsets_beyond_32_bits() -> None:
+    for heads, is_large in ((2, False), (1 << 15, True)):
+        kernel = attention_kernel(heads, rows=1024, keys=1024, width=64, columns=64)
+        source = print_streaming_triton(kernel, StreamingConfiguration(16, 32)).source
+        assert (".to(tl.int64)\n" in source) is is_large
+
+
 def test_configurations_fit_small_kernels() -> None:
     found = streaming_configurations(attention_kernel(rows=20, keys=35), int)
     assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
