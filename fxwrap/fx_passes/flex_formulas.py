@@ -246,11 +246,12 @@ class FlexAttention:
         grad_out: Tensor | None,
         grad_logsumexp: Tensor | None,
         joint: ScalarFunction,
+        captured: int,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-        """Returns the gradients of query, key, value and of each buffer of `score_mod`.
+        """Returns the gradients of query, key, value and the sums over scores that `joint` returns.
 
         `joint` is a function of a score, its indices, the gradient of the modified score and the buffers. It returns
-        the gradient of the score, those of the indices and those of the buffers.
+        the gradient of the score, those of the indices and `captured` sums over scores: gradients of the buffers.
         """
         query, key, value, dtype, indices = self.query, self.key, self.value, self.dtype, self.everything()
         scores, mask = self.scores(query, key, indices)
@@ -263,7 +264,7 @@ class FlexAttention:
         if grad_logsumexp is not None:
             grad_total = grad_total + grad_logsumexp.to(dtype) / self.stats_unit
         grad_modified = weights * (grad_weights + grad_total[..., None])
-        grad_scores, grad_buffers = self._joint(joint, scores, grad_modified, indices)
+        grad_scores, grad_buffers = self._joint(joint, scores, grad_modified, indices, captured)
         grad_products = _grouped(torch.where(mask, grad_scores.to(dtype), 0.0) * self.scale, key, dtype)
         grad_query = _matmul(grad_products, _heads(key, query, dtype)).view(query.shape)
         grad_key = _matmul(grad_products.mT, _grouped(query, key, dtype))
@@ -271,11 +272,11 @@ class FlexAttention:
         return grad_query, _as_batches(grad_key, key, query), _as_batches(grad_value, value, query), grad_buffers
 
     def _joint(
-        self, joint: ScalarFunction, scores: Tensor, grads: Tensor, indices: Indices
+        self, joint: ScalarFunction, scores: Tensor, grads: Tensor, indices: Indices, captured: int
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the gradients of scores and buffers from those of modified scores."""
         suffix = (0, *[None] * len(self.score_buffers))
-        out_dims = [0, *[None] * (4 + len(self.score_buffers))]
+        out_dims = [0, *[None] * (4 + captured)]
         function = indices.vectorise(joint, 1, suffix, out_dims)
         grad_scores, _, _, _, _, *grad_buffers = function(scores, grads, *self.score_buffers)
         return grad_scores, grad_buffers

@@ -56,6 +56,9 @@ class ProgramInput:
             return f"{self.name}: {print_type(self.type)} {self.value.name}"
         return f"{self.name}: {self.ownership.value} {print_type(self.type)}"
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
+
 
 @dataclass(frozen=True)
 class ProgramOutput:
@@ -80,6 +83,9 @@ class ProgramOutput:
             return f"{self.name}: {print_literal(self.operand)}"
         alias = f" aliases {self.aliases}" if self.aliases else ""
         return f"{self.name}: {print_type(self.type)}{alias}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self}>"
 
 
 def program_inputs(program: Program, convention: CallingConvention) -> tuple[ProgramInput, ...]:

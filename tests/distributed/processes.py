@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed.cases import WORLD_SIZE
 from tests.support.child_processes import forking_context
+from tests.support.gloo import use_one_worker
 
 TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
@@ -44,6 +45,8 @@ def run_ranks(
         for rank in ranks:
             rank.join(max(deadline - time.monotonic(), 0))
         assert not any(rank.is_alive() for rank in ranks), f"ranks have not finished after {timeout} s"
+        signals = {number: -rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode and rank.exitcode < 0}
+        assert not signals, f"ranks ended by signals: {signals}"
     finally:
         for rank in ranks:
             rank.kill()
@@ -86,4 +89,5 @@ def _run_rank(module: str, output: Path, arguments: Sequence[str], environment: 
     os.environ |= environment
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
+    use_one_worker()
     importlib.import_module(module).main(arguments)

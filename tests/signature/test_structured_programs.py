@@ -117,6 +117,8 @@ def test_inputs_and_outputs_have_names_types_and_ranges(tmp_path: Path) -> None:
         (symbol,) = subject.inputs[0].symbols
         assert (symbol.lower, symbol.upper) == (0, 50)
         assert [item.aliases for item in subject.outputs[:3]] == ["", "", "x"]
+        assert repr(subject.inputs[0]) == f"<ProgramInput x: borrowed f32[{symbol.name}, 4]@cpu>"
+        assert repr(subject.outputs[2]).startswith("<ProgramOutput output.0.hidden.1: f32[")
         text = repr(subject)
         assert f"  x: borrowed f32[{symbol.name}, 4]@cpu\n" in text
         assert "  cache.count: mutable f32[2]@cpu\n" in text and '  mode: "none"\n' in text
