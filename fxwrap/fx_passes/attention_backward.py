@@ -134,7 +134,7 @@ class _Search:
         while node.target not in _PRODUCTS:
             self.inner.add(node)
             if not is_tensor(node, self.fakes) or not (is_cast(node, self.fakes) or keeps_order(node, self.fakes)):
-                raise UnsupportedBackwardError("the gradient of its weights is no matmul: dropout, or another reader")
+                raise UnsupportedBackwardError("the gradient of its weights is no matmul")
             node = node.args[0]
         self.inner.add(node)
         left, right = node.args

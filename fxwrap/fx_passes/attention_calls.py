@@ -106,7 +106,7 @@ class AttentionRewriter:
         """Replaces the formula's output, or the nodes `chain` that read it, by that of a kernel."""
         erased = (formula.query_key, *formula.inner, formula.output)
         if not chain:
-            sizes = list(self.fakes[formula.output].shape)
+            sizes = self.copy.size_arguments(before, self.fakes[formula.output].shape)
             result = self.copy.call(before, _aten.view.default, (result, sizes), name)
             self.copy.substitute(formula.output, result, "fused", erased[:-1])
             return
@@ -155,20 +155,12 @@ class AttentionRewriter:
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         for index, node in enumerate(nodes):
             if node is not None:
-                self._replace_gradient(before, node, call, gradient_fakes[index], index, name)
-        for node in backward.inner:
-            copy.erase(node)
-
-    def _replace_gradient(
-        self, before: Node, node: Node, call: Node, fake: torch.Tensor, index: int, name: str
-    ) -> None:
-        """Replaces the gradient of a matmul's operand by a view of a result of FlexAttention's backward."""
-        copy = self.copy
-        result = copy.call(before, operator.getitem, (call, index), name, fake=fake)
-        if index == _KEY:
-            result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
-        result = copy.call(before, _aten.view.default, (result, list(self.fakes[node].shape)), name)
-        copy.substitute(node, result, "fused")
+                result = copy.call(before, operator.getitem, (call, index), name, fake=gradient_fakes[index])
+                if index == _KEY:
+                    result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
+                sizes = copy.size_arguments(before, fakes[node].shape)
+                result = copy.call(before, _aten.view.default, (result, sizes), name)
+                copy.substitute(node, result, "fused", tuple(backward.inner))
 
     def _gradient_fakes(self, tensors: Sequence[Node], buffers: int) -> tuple[Any, ...]:
         """Returns the gradients of (batch, heads, rows or keys, width): like matmuls, that of keys transposed."""
@@ -239,7 +231,7 @@ class AttentionRewriter:
             elif coordinate.part == "product" and operands.heads != 1:
                 sizes = copy.fakes[node].shape
                 split = [*sizes[:dim], *product_split(sizes[dim], operands.heads), *sizes[dim + 1 :]]
-                node = copy.call(before, _aten.view.default, (node, split), name)
+                node = copy.call(before, _aten.view.default, (node, copy.size_arguments(before, split)), name)
         return node
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:

@@ -196,29 +196,47 @@ class _Search:
                 return [*path, node]
         return None
 
-    def _below(self) -> tuple[list[Node], Node | str] | None:
+    def _below(self) -> tuple[tuple[Node, ...], Node | str] | None:
         """Returns the nodes between the weights and the matmul with values, and that matmul or why there is none."""
-        passed: list[Node] = []
-        node = self.weights
-        while True:
-            users = [user for user in node.users if user.op != "output"]
-            product = next((user for user in users if user.target in _PRODUCTS), None)
-            if product is not None:
-                if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
-                    return passed, "its weights are no left operand of a matmul"
-                return passed, product
-            following = next((user for user in users if self._passes_weights(user)), None)
-            if following is None:
-                if any(name_of(user) in ("native_dropout", "dropout", "bernoulli", "rand_like") for user in users):
-                    return passed, "its weights have dropout"
-                return None
-            passed.append(following)
-            node = following
+        return self._product_after(self.weights, ())
 
-    def _passes_weights(self, node: Node) -> bool:
-        """Whether a call passes weights on as they are, or casts them."""
-        return is_cast(node, self.fakes) or keeps_order(node, self.fakes)
+    def _product_after(self, node: Node, passed: tuple[Node, ...]) -> tuple[tuple[Node, ...], Node | str] | None:
+        users = [user for user in node.users if user.op != "output"]
+        product = next((user for user in users if user.target in _PRODUCTS), None)
+        if product is not None:
+            if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
+                return passed, "its weights are no left operand of a matmul"
+            return passed, product
+        if any(_drops_out(user, node) for user in users):
+            return passed, DROPOUT
+        for user in users:
+            passes = len(passed) < _MAX_DEPTH and (is_cast(user, self.fakes) or keeps_order(user, self.fakes))
+            result = self._product_after(user, (*passed, user)) if passes else None
+            if result is not None:
+                return result
+        return None
 
+
+DROPOUT = "its weights have dropout"
+"""The reason why attention with dropout stays: kernels draw other random numbers than the formula does."""
+
+_RANDOM = frozenset({"bernoulli", "native_dropout", "rand", "rand_like", "uniform"})
+
+
+def _drops_out(node: Node, weights: Node) -> bool:
+    """Whether a call multiplies weights by random numbers, or drops some of them."""
+    if name_of(node) in ("dropout", "native_dropout"):
+        return True
+    noise = [item for item in node.all_input_nodes if item is not weights] if name_of(node) in ("mul", "where") else []
+    for _ in range(_MAX_NOISE_OPERATORS):
+        if any(name_of(item) in _RANDOM for item in noise):
+            return True
+        noise = [operand for item in noise for operand in item.all_input_nodes]
+    return False
+
+
+_MAX_NOISE_OPERATORS = 4
+"""The largest number of operators between random numbers and the factor of weights."""
 
 _MAX_DEPTH = 24
 """The largest number of operators between scores and softmax."""

@@ -212,4 +212,4 @@ def kernel_operand(copy: GraphCopy, before: Node, stage: Stage, operands: Attent
     if operands.heads == 1:
         return copy.call(before, _aten.unsqueeze.default, (node, 1), name)
     sizes = [fake.shape[0] // operands.heads, operands.heads, *fake.shape[1:]]
-    return copy.call(before, _aten.view.default, (node, sizes), name)
+    return copy.call(before, _aten.view.default, (node, copy.size_arguments(before, sizes)), name)

@@ -21,6 +21,7 @@ from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
+from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, without_fake_mode
 
@@ -230,10 +231,35 @@ class ScoreFunctionBuilder(_ScalarGraph):
             number: Any = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
             if type(number) in (int, float) and math.isfinite(number) and number != 0:
                 return self._multiplied(value, number, name == "div")
+        if self._changes_nothing(node, passed):
+            return value
         coordinates = self._coordinates(node) if len(node.all_input_nodes) > 1 else ()
         operands: Any = node.args
         arguments = [passed[item] if item in passed else self._argument(item, node, coordinates) for item in operands]
         return self.call(node.target, *arguments, **self._keywords(node))
+
+    def _changes_nothing(self, node: Node, passed: dict[Node, Node]) -> bool:
+        """Whether an operator returns the score: it adds zeros, or its mask has one value."""
+        numbers = [
+            self._constant(item) if isinstance(item, Node) and item not in passed and self._is_tensor(item) else None
+            for item in node.args
+        ]
+        match name_of(node), numbers:
+            case "where", [True, None, _]:
+                return node.args[1] in passed
+            case "where", [False, _, None]:
+                return node.args[2] in passed
+            case "masked_fill", [None, False, *_]:
+                return True
+            case "add" | "sub", [None, 0] | [None, 0.0]:
+                return True
+            case "add", [0, None] | [0.0, None]:
+                return not node.kwargs
+            case _:
+                return False
+
+    def _is_tensor(self, node: Node) -> bool:
+        return isinstance(self.fakes.get(node), torch.Tensor)
 
     def _keywords(self, node: Node) -> dict[str, Any]:
         if any(isinstance(item, Node) for item in node.kwargs.values()):
@@ -319,6 +345,9 @@ class ScoreFunctionBuilder(_ScalarGraph):
         fake = self.fakes[node]
         if name_of(node) in _CONSTANTS:
             return _filled_value(node)
+        uniform = uniform_value(node, self.fakes.get, self._is_written)
+        if uniform is not None:
+            return uniform
         is_real = node.op == "get_attr" and not isinstance(fake, FakeTensor)
         if not is_real or fake.numel() != 1 or fake.is_complex() or self._is_written(node):
             return None
