@@ -39,7 +39,6 @@ def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     torch.testing.assert_close(names["result"], names["block"](names["x"]))
 
 
-@pytest.mark.long  # a Llama trains in tests/models/test_models.py, with one layer too
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason=NO_ACCELERATE)
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     monkeypatch.chdir(tmp_path)
