@@ -136,7 +136,7 @@ def _results(
     divisor = total.equals(0.0).where(1.0, total) if call.zeroes_fully_masked_rows else total
     return (
         weighted / divisor,
-        (total.log() + shift) / call.stats_unit,
+        (total.log() if call.has_relative_logsumexp else total.log() + shift) / call.stats_unit,
         largest / call.stats_unit,
     )
 

@@ -107,6 +107,27 @@ def test_numbers_and_control_flow(tmp_path: Path) -> None:
         assert torch.equal(read_result(tmp_path / "out.0", wanted), wanted)
 
 
+def test_inputs_by_name(tmp_path: Path) -> None:
+    """In any order; those that are left out are None."""
+    graph = torch.export.export(
+        Numbers(), (torch.ones(3), 5), dynamic_shapes={"x": None, "n": torch.export.Dim.DYNAMIC}
+    )
+    compiled = fxwrap.compile_graph(graph, name="numbers", options=fxwrap.Options(emitter="cpp"))
+    compiled.save(tmp_path / "numbers.fxw", target="native")
+    x = tensor_commands(tmp_path, [torch.ones(3)])
+    done = drive("open", tmp_path / "numbers.fxw", "named", "n", "int", 7, "named", "x", *x, "run", tmp_path / "out")
+    assert done.code == 0 and "result 1 int 8" in done.lines, done.lines
+    assert torch.equal(read_result(tmp_path / "out.0", torch.ones(3)), torch.full((3,), 9.0))
+    done = drive("open", tmp_path / "numbers.fxw", "named", "y", *x, "run", tmp_path / "out")
+    assert done.code == 3 and done.lines == (
+        "InputError: program 'numbers': it takes no input 'y'; its inputs are (x, n)", "alive 0",
+    ), done.lines  # fmt: skip
+    done = drive("open", tmp_path / "numbers.fxw", "named", "n", "int", 7, "run", tmp_path / "out")
+    with pytest.raises(fxwrap.errors.InputError) as error:
+        fxwrap.load(tmp_path / "numbers.fxw").flat(None, 7)
+    assert done.code == 3 and done.lines == (f"InputError: {error.value}", "alive 0")
+
+
 class Numbers(torch.nn.Module):
     def forward(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, int]:
         y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
@@ -120,6 +141,7 @@ def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
         "output output tensor f32 cpu  s0/16 16/1",
         "constant p_weight tensor f32 cpu borrowed 16/16 16/1",
         "constant p_bias tensor f32 cpu borrowed 16/1",
+        "symbol s0 0 64",
     )
 
 

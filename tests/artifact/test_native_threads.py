@@ -1,4 +1,4 @@
-"""Threads in the C runtime under sanitizers, briefly (`make sanitize` at length), and beside Python's threads."""
+"""Threads in the C runtime under a sanitizer (`make sanitize` has both, at length), and beside Python's threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 import fxwrap
 from tests.artifact import sanitize
+from tests.support.long_form import long_only
 
 
-@pytest.mark.parametrize("sanitizer", ("thread", "address"))
+@pytest.mark.parametrize("sanitizer", ("thread", long_only("address")))
 def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):
         pytest.skip(f"the compiler has no library for -fsanitize={sanitizer}")
@@ -22,7 +23,7 @@ def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) ->
     assert runs[0][0].startswith("calls 480 wrong 0 differs 1") and runs[1][0] == "opened 8 wrong 0"
 
 
-@pytest.mark.parametrize(("sanitizer", "command"), (("thread", "race"), ("address", "leak")))
+@pytest.mark.parametrize(("sanitizer", "command"), (("thread", "race"), long_only("address", "leak")))
 def test_the_sanitizers_report_defects(sanitizer: str, command: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):
         pytest.skip(f"the compiler has no library for -fsanitize={sanitizer}")

@@ -2,8 +2,8 @@
 
 Two ranks keep collectives with a long and a short name in flight in one group. A preloaded library preempts a worker
 that is about to copy the short name, as a busy machine does at times. With torch's two workers a rank ends with
-"malloc(): unaligned tcache chunk detected" or the like within seconds, or waits for ever; with one worker both end.
-Needs Linux and a C++ compiler.
+"malloc(): unaligned tcache chunk detected" or the like within seconds, or waits for ever; with one worker both end
+well. Needs Linux and a C++ compiler.
 """
 
 from __future__ import annotations

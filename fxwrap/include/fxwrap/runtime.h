@@ -112,6 +112,18 @@ FXWRAP_FUNCTION int64_t fxwrap_output_count(const FxwrapModel* model);
 /* NULL for an index out of range. */
 FXWRAP_FUNCTION const FxwrapLeaf* fxwrap_input(const FxwrapModel* model, int64_t index);
 FXWRAP_FUNCTION const FxwrapLeaf* fxwrap_output(const FxwrapModel* model, int64_t index);
+/* The position of the input of this name; -1 if there is none. */
+FXWRAP_FUNCTION int64_t fxwrap_input_index(const FxwrapModel* model, const char* name);
+
+/* A symbol in the sizes of leaves, or an input that is a number. */
+typedef struct FxwrapSymbol {
+  const char* name;  /* "s0" */
+  const char* lower; /* the least number of its range, "2"; "" if there is none */
+  const char* upper;
+} FxwrapSymbol;
+
+FXWRAP_FUNCTION int64_t fxwrap_symbol_count(const FxwrapModel* model);
+FXWRAP_FUNCTION const FxwrapSymbol* fxwrap_symbol(const FxwrapModel* model, int64_t index);
 /* The file's manifest, a JSON text: versions, options, devices, ranges of symbols, constants. */
 FXWRAP_FUNCTION const char* fxwrap_metadata(const FxwrapModel* model);
 

@@ -8,7 +8,10 @@
 namespace fxwrap::host {
 namespace {
 
+// The text of a number or an expression; "" for null.
 std::string text_of(const Json& number) {
+  if (number.is(Json::Kind::null)) return "";
+  if (number.is(Json::Kind::real)) return std::to_string(number.real());
   return number.is(Json::Kind::string) ? number.string() : std::to_string(number.integer());
 }
 
@@ -66,6 +69,19 @@ void Leaves::add(const SavedConstant& constant) {
                      int32_t(sizes.size()), keep(texts_of(sizes)), keep(texts_of(strides))});
 }
 
+int64_t Leaves::index_of(std::string_view name) const {
+  for (int64_t index = 0; index < count(); ++index) {
+    if (leaves_[size_t(index)].name == name) return index;
+  }
+  return -1;
+}
+
+void Symbols::add(const std::string& name, const Json& entry) {
+  const std::vector<Json>& range = entry.at("range").items();
+  if (range.size() != 2) throw JsonError("the range of '" + name + "' has not two numbers");
+  symbols_.push_back({keep(name), keep(text_of(range[0])), keep(text_of(range[1]))});
+}
+
 // --- saved programs --------------------------------------------------------------------------------------------------
 
 SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked)
@@ -110,6 +126,7 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
     throw archive.error(manifest_name, "it describes other inputs and outputs than the program has");
   }
   for (const SavedConstant& constant : layout) constants.add(constant);
+  for (const auto& [symbol, entry] : manifest.at("symbols").members()) symbols.add(symbol, entry);
   name = manifest.at("name").string();
   metadata = std::string(archive.manifest_text());
 }
