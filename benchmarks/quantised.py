@@ -71,6 +71,25 @@ def float8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return functional.linear(x, weight.to(x.dtype)) * scale
 
 
+def float8_scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """Float8 weights and dynamically quantised activations: one scale for each row of either."""
+    step = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / torch.finfo(weight.dtype).max
+    rows = (x.float() / step).to(weight.dtype)
+    return torch._scaled_mm(rows, weight.t(), step, scale.float()[None], out_dtype=x.dtype)
+
+
+def int4_packed(x: Tensor, packed: Tensor, scales_and_zeros: Tensor) -> Tensor:
+    """ATen's operator of weight-only int4, whose weights are packed for tensor cores."""
+    return torch._weight_int4pack_mm(x, packed, GROUP, scales_and_zeros)
+
+
+def int4_packed_reference(halves: Tensor, x: Tensor, _: Tensor, scales_and_zeros: Tensor) -> Tensor:
+    """Returns the product of weights before they were packed: bytes of an even element and, in the low bits, an odd."""
+    weight = torch.stack([halves >> 4, halves & 15], -1).flatten(1).to(x.dtype)
+    scale, zero = scales_and_zeros.repeat_interleave(GROUP, 0).unbind(-1)
+    return x @ ((weight.t() - 8) * scale + zero)
+
+
 def reference_product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Returns the grouped matmul, one group at a time."""
     parts = x.tensor_split(offsets.tolist()[:-1])
@@ -106,9 +125,18 @@ def linear_case(name: str, rows: int, width: int, dtype: torch.dtype) -> Case:
         scales = torch.rand(columns, width // GROUP, dtype=dtype)
         zeros = torch.randint(0, 16, scales.shape).to(dtype)
         return Case(int4_linear, (x, packed, scales, zeros), int4_linear, packed.nbytes + 2 * scales.nbytes)
-    if name == "float8":
+    if name == "int4-packed":
+        halves = torch.randint(0, 256, (columns, width // 2), dtype=torch.uint8)
+        packed, scales = (
+            torch._convert_weight_to_int4pack(halves, 8),
+            torch.randn(width // GROUP, columns, 2, dtype=dtype),
+        )
+        reference = partial(int4_packed_reference, halves)
+        return Case(int4_packed, (x, packed, scales), reference, packed.nbytes + scales.nbytes)
+    if name in ("float8", "float8-scaled"):
         weight = torch.randn(columns, width).to(torch.float8_e4m3fn)
-        return Case(float8_linear, (x, weight, scale), float8_linear, weight.nbytes)
+        function = float8_linear if name == "float8" else float8_scaled
+        return Case(function, (x, weight, scale), float8_linear, weight.nbytes)
     weight = torch.randint(-128, 128, (columns, width), dtype=torch.int8)
     return Case(int8_linear if name == "int8" else int8_packed, (x, weight, scale), int8_linear, weight.nbytes)
 
@@ -129,7 +157,9 @@ def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -
     return Case(partial(experts, torch._grouped_mm), (*inputs, *weights), partial(experts, reference_product), read)
 
 
-CASES = ("int8", "int8-packed", "int4", "float8", *EXPERTS)
+CASES = ("int8", "int8-packed", "int4", "int4-packed", "float8", "float8-scaled", *EXPERTS)
+
+GPU_CASES = ("int4-packed",)
 
 
 def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) -> None:
@@ -195,7 +225,7 @@ def main() -> None:
     add_record_option(parser)
     chosen = parser.parse_args()
     report = Report(f"quantised-{chosen.device}", chosen, torch.device(chosen.device))
-    for name in chosen.cases:
+    for name in [item for item in chosen.cases if item not in GPU_CASES or chosen.device != "cpu"]:
         for rows in chosen.rows:
             measure(name, rows, chosen, report)
 

@@ -16,7 +16,7 @@ ResultDtype: TypeAlias = Literal["same", "bool", "declared"]
 
 
 class Domain(Enum):
-    """The dtypes that an operation accepts. Half precision is storage only: `cast`, `where` and moves accept it."""
+    """The dtypes that an operation accepts. Half precision and float8 are storage only: casts, `where` and moves."""
 
     FLOAT = "float"
     NUMBER = "number"
@@ -42,7 +42,15 @@ class Domain(Enum):
 INTEGERS: frozenset[torch.dtype] = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 """The integer dtypes that kernels compute in, with wrap-around."""
 
-STORAGE_ONLY: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+HALF_PRECISION: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
+"""The 16-bit dtypes, in which processors multiply matrices."""
+
+FLOAT8: frozenset[torch.dtype] = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
+"""The 8-bit floating-point dtypes. Both half precisions represent each of their numbers exactly."""
+
+STORAGE_ONLY: frozenset[torch.dtype] = HALF_PRECISION | FLOAT8
 """Dtypes that are loaded, cast and stored, but computed with as float32."""
 
 KERNEL_DTYPES: frozenset[torch.dtype] = INTEGERS | STORAGE_ONLY | {torch.bool, torch.float32, torch.float64}
@@ -52,6 +60,37 @@ KERNEL_DTYPES: frozenset[torch.dtype] = INTEGERS | STORAGE_ONLY | {torch.bool, t
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which kernels compute with elements of a dtype."""
     return torch.float32 if dtype in STORAGE_ONLY else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Format:
+    """The bits of a float8 dtype: sign, exponent with a bias, mantissa; and how torch rounds floats to it.
+
+    Fields: `largest` is the code of the largest finite number without its sign, `overflow` that of larger floats and
+    infinities, `nan` that of NaN. In an `unsigned_zero` format (fnuz) the code of -0.0 is the only NaN.
+    """
+
+    mantissa_bits: int
+    bias: int
+    largest: int
+    overflow: int
+    nan: int
+    unsigned_zero: bool = False
+
+
+def float8_format(dtype: torch.dtype) -> Float8Format:
+    """Returns the format of a dtype of `FLOAT8`. Before torch 2.13, floats that e4m3fn cannot hold are NaN there."""
+    return _FLOAT8_FORMATS[dtype]
+
+
+_E4M3FN_OVERFLOW: int = torch.tensor(torch.inf).to(torch.float8_e4m3fn).view(torch.uint8).item()  # type: ignore[assignment]
+
+_FLOAT8_FORMATS: Mapping[torch.dtype, Float8Format] = {
+    torch.float8_e4m3fn: Float8Format(3, 7, 0x7E, _E4M3FN_OVERFLOW, 0x7F),
+    torch.float8_e5m2: Float8Format(2, 15, 0x7B, 0x7C, 0x7F),
+    torch.float8_e4m3fnuz: Float8Format(3, 8, 0x7F, 0x80, 0x80, unsigned_zero=True),
+    torch.float8_e5m2fnuz: Float8Format(2, 16, 0x7F, 0x80, 0x80, unsigned_zero=True),
+}
 
 
 @dataclass(frozen=True, slots=True)

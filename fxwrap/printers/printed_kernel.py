@@ -6,13 +6,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fxwrap.loop_ir import FLOAT8
 from fxwrap.symbolic import Size
 
 SIGNATURE_TYPES = {
     torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "i1",
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
+    **dict.fromkeys(FLOAT8, "u8"),
 }  # fmt: skip
-"""The type of a tensor's elements in a kernel's signature; the entry of a tensor is "*" and its type."""
+"""The type of a tensor's elements in a kernel's signature; the entry of a tensor is "*" and its type.
+
+Kernels access float8 as bytes: not all GPUs have the formats.
+"""
 
 
 @dataclass(frozen=True, slots=True)

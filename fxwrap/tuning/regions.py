@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.devices import CUDA
 from fxwrap.lines import Launch
+from fxwrap.loop_ir import FLOAT8
 from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.runtime.native import cpu_description
 from fxwrap.tuning.task import argument_set_count
@@ -135,7 +136,9 @@ def _extent(fake: torch.Tensor) -> int:
 def _random(fake: torch.Tensor) -> torch.Tensor:
     """Returns random floats, and zeros, which are valid indices, in other dtypes."""
     flat = torch.zeros(_extent(fake), dtype=fake.dtype, device=fake.device)
-    if fake.dtype.is_floating_point:
+    if fake.dtype in FLOAT8:
+        flat.copy_(2 * torch.rand(flat.shape, device=flat.device) - 1)
+    elif fake.dtype.is_floating_point:
         flat.uniform_(-1, 1)
     return flat.as_strided(fake.shape, fake.stride())
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.devices import CUDA
-from fxwrap.loop_ir import IndirectIndex, Kernel, Load, Store
+from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel, Load, Store
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.runtime.cache_folder import read_cache_file
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -306,6 +306,8 @@ def _argument_sets(task: TuningTask) -> list[tuple[torch.Tensor | Number, ...]]:
 def _random(buffer: BufferSpec, device: torch.device, generator: torch.Generator) -> torch.Tensor:
     """Returns random floats in [0, 1), bools, or integers that are valid indirect indices."""
     tensor = torch.empty(buffer.count, dtype=buffer.dtype, device=device)
+    if buffer.dtype in FLOAT8:
+        return tensor.copy_(torch.rand(buffer.count, device=device, generator=generator))
     if buffer.dtype.is_floating_point:
         return tensor.uniform_(generator=generator)
     if buffer.dtype is torch.bool:

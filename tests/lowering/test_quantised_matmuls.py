@@ -106,8 +106,8 @@ def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
         (int8_formula, (0, 1, 4), {"mm": 1}, {}),
         (int8_dynamic, (0, 1, 4), {"_int_mm": 1}, {"_int_mm": 1}),
         (int4_grouped, (0, 2, 5, 6), {"mm": 1}, {}),
-        (float8_weight, (0, 3, 4), {"_to_copy": 1, "mm": 1}, {"_to_copy": 1}),  # kernels have no float8
-        (float8_dynamic, (0, 3, 4), {"_to_copy": 1, "_scaled_mm": 1}, {"_to_copy": 1, "_scaled_mm": 1}),
+        (float8_weight, (0, 3, 4), {"mm": 1}, {}),
+        (float8_dynamic, (0, 3, 4), {"_scaled_mm": 1}, {}),
     ],
 )
 def test_dequantisation_is_part_of_generated_matmuls(

@@ -58,7 +58,8 @@ def operands_of(spec: OperationSpec, dtype: torch.dtype) -> list[torch.Tensor]:
     dtypes = [torch.bool, dtype, dtype] if spec.name == "where" else [dtype] * spec.operands
     chosen = [values(item) for item in dtypes]
     if spec.operands == 3:
-        chosen[1:] = [chosen[1][:20], chosen[2][:20].flip(0)]
+        first, last = chosen[1][:20], chosen[2][:20]
+        chosen[1:] = [first, last[torch.arange(last.numel()).flip(0)]]  # there is no flip of float8
     grid = torch.meshgrid(*[torch.arange(item.numel()) for item in chosen], indexing="ij")
     return [item[index.flatten()] for item, index in zip(chosen, grid, strict=True)]
 

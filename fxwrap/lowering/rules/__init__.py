@@ -10,6 +10,7 @@ from fxwrap.lowering.rules import matmuls as matmuls
 from fxwrap.lowering.rules import norms as norms
 from fxwrap.lowering.rules import pointwise_losses as pointwise_losses
 from fxwrap.lowering.rules import pooling as pooling
+from fxwrap.lowering.rules import quantised_matmuls as quantised_matmuls
 from fxwrap.lowering.rules import rearrange as rearrange
 from fxwrap.lowering.rules import reductions as reductions
 from fxwrap.lowering.rules import softmax as softmax

@@ -21,7 +21,7 @@ from fxwrap.lowering.rules.registry import (
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.clone.default", "prims.convert_element_type.default")
+@lowering_rule("aten.clone.default", "prims.convert_element_type.default", dtypes="stored")
 def _cast(call: OperatorCall, x: TensorOrNumber) -> LoweringResult:
     """A cast to half precision rounds inside a kernel too, because the model requests it.
 
@@ -29,11 +29,11 @@ def _cast(call: OperatorCall, x: TensorOrNumber) -> LoweringResult:
     """
     if isinstance(x, Definition) and x.device != call.device:
         raise Declined(f"a copy from {x.device} to {call.device}")
-    check_operands(call, (x,), call.dtype)
+    check_operands(call, (x,), call.dtype, "stored")
     return call.define(lambda reader, indices: load_operand(reader, x, indices, call.dtype))
 
 
-@lowering_rule("aten._to_copy.default")
+@lowering_rule("aten._to_copy.default", dtypes="stored")
 def _to_copy(
     call: OperatorCall, x: TensorOrNumber, layout: torch.layout | None, pin_memory: bool | None
 ) -> LoweringResult:
@@ -44,7 +44,7 @@ def _to_copy(
     return _cast(call, x)
 
 
-@lowering_rule("aten.copy.default")
+@lowering_rule("aten.copy.default", dtypes="stored")
 def _copy(call: OperatorCall, x: Definition, source: Definition) -> LoweringResult:
     return _cast(call, source)
 

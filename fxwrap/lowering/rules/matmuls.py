@@ -50,7 +50,7 @@ def _sum_of_products(
     return total
 
 
-def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
+def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
     """Declines a product that stays a library call. `rows` is the number of rows that multiply one matrix."""
     match call.matmul_kernels:
         case "library":
@@ -59,6 +59,11 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
+
+
+def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
+    """Declines a product that stays a library call, or whose operands and result have several dtypes."""
+    check_choice(call, left, rows)
     if left.dtype is not right.dtype or left.dtype is not call.dtype:
         raise Declined("its operands and its result are of several dtypes")
 
@@ -156,22 +161,6 @@ def _grouped_mm(
     sizes, dtype = (rows, right.sizes[2]), left.compute_dtype
     (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, element, (call.dtype,))
     return total
-
-
-@lowering_rule("aten._weight_int8pack_mm.default", rules=MATMUL_RULES)
-def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition, scales: Definition) -> LoweringResult:
-    """Rows times int8 columns, each with a scale, which multiplies the sum."""
-    if weight.dtype is not torch.int8 or not left.dtype.is_floating_point or scales.dtype is not left.dtype:
-        raise Declined("its operands are of other dtypes than int8 and one floating-point dtype")
-    _check(call, left, left, left.sizes[0])
-
-    def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
-        column = reader.load(weight, (at[1], *reduced)).to(left.compute_dtype)
-        return reader.load(left, (at[0], *reduced)) * column
-
-    sizes = (left.sizes[0], weight.sizes[0])
-    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, left.compute_dtype, element, (call.dtype,))
-    return call.define(lambda reader, at: reader.load(total, at) * reader.load(scales, at[1:]))
 
 
 def _matrix_vector_product(call: OperatorCall, matrix: Definition, vector: Definition) -> Reduced:

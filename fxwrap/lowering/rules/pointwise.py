@@ -13,7 +13,7 @@ import sympy
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Scalar, compute_dtype
+from fxwrap.loop_ir import FLOAT8, HALF_PRECISION, INTEGERS, STORAGE_ONLY, Scalar, compute_dtype
 from fxwrap.lowering.fusion.definitions import (
     CpuScalar,
     Definition,
@@ -120,7 +120,8 @@ def load_operand(
 def convert_element(value: Scalar, source: torch.dtype, dtype: torch.dtype) -> Scalar:
     """Returns an element of a tensor of dtype `source`, converted to `dtype`, in the compute dtype of `dtype`."""
     computed = value.to(compute_dtype(dtype))
-    return computed if source in _EXACT_IN_HALF or source is dtype else round_to_dtype(computed, dtype)
+    is_exact = source is dtype or (source in _EXACT_IN_HALF and dtype in HALF_PRECISION)
+    return computed if is_exact else round_to_dtype(computed, dtype)
 
 
 def round_to_dtype(value: Scalar, dtype: torch.dtype) -> Scalar:
@@ -128,15 +129,15 @@ def round_to_dtype(value: Scalar, dtype: torch.dtype) -> Scalar:
     return value.to(dtype).to(value.dtype) if dtype in STORAGE_ONLY else value
 
 
-_EXACT_IN_HALF = frozenset({torch.bool, torch.int8, torch.uint8})
+_EXACT_IN_HALF = frozenset({torch.bool, torch.int8, torch.uint8}) | FLOAT8
 """Dtypes that both half precisions represent exactly."""
 
 
 def round_number(number: T, dtype: torch.dtype) -> T | float:
-    """Returns a Python number rounded to `dtype` if that is half precision; any other value unchanged."""
+    """Returns a Python number rounded to `dtype` if that is half precision or float8; any other value unchanged."""
     if dtype not in STORAGE_ONLY or not isinstance(number, int | float):
         return number
-    if isinstance(number, int) and abs(number) <= 256:  # exact in both half precisions
+    if isinstance(number, int) and abs(number) <= 256 and dtype in HALF_PRECISION:  # exact in both half precisions
         return number
     return torch.tensor(float(number)).to(dtype).item()
 

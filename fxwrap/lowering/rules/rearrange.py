@@ -47,7 +47,7 @@ MAX_CAT_INPUTS = 16
 # --- concatenation ---------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.cat.default", "aten.concat.default")
+@lowering_rule("aten.cat.default", "aten.concat.default", dtypes="stored")
 def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult:
     sizes = call.sizes
     dim = canonicalize_dim(dim, len(sizes))
@@ -65,7 +65,7 @@ def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> Lowerin
     return _concatenate(call, dim, ends, [load(number) for number in range(len(full))])
 
 
-@lowering_rule("aten.stack.default")
+@lowering_rule("aten.stack.default", dtypes="stored")
 def _stack(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult:
     dim = canonicalize_dim(dim, len(call.sizes))
 

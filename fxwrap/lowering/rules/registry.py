@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import INTEGERS, KERNEL_DTYPES, Scalar
+from fxwrap.loop_ir import FLOAT8, INTEGERS, KERNEL_DTYPES, Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, pointwise
 from fxwrap.options import MatmulKernels
 from fxwrap.symbolic import Number, Size
@@ -27,8 +27,9 @@ TensorOrNumber: TypeAlias = Definition | NumberOrSymbol
 ElementBody: TypeAlias = Callable[[ElementReader, Indices], Scalar]
 """Computes the element at the given indices."""
 
-DtypeDomain: TypeAlias = Literal["any", "equal", "float", "equal float", "number", "integer", "bits"]
-"""The dtypes that a rule accepts: any, floating point, all but bool, integers, integers and bool.
+DtypeDomain: TypeAlias = Literal["any", "stored", "equal", "float", "equal float", "number", "integer", "bits"]
+"""The dtypes that a rule accepts: any that kernels compute with, also float8, which is only moved and cast ("stored"),
+floating point, all but bool, integers, integers and bool.
 
 With "equal", all operands have one dtype.
 """
@@ -181,8 +182,7 @@ def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: Dtyp
         if isinstance(fake, torch.Tensor):
             if fake.layout is not torch.strided:
                 raise Declined(f"its result has the layout {fake.layout}")
-            if fake.dtype not in KERNEL_DTYPES:
-                raise Declined(f"kernels have no {fake.dtype}")
+            check_dtype(fake.dtype, "stored" if dtypes == "stored" else "any")
     operand_dtypes: set[torch.dtype] = set()
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
@@ -207,9 +207,12 @@ def check_dtype(dtype: torch.dtype, domain: DtypeDomain) -> None:
     """Declines operands of a dtype outside a domain."""
     if dtype not in KERNEL_DTYPES:
         raise Declined(f"kernels have no {dtype}")
+    if dtype in FLOAT8 and domain != "stored":
+        raise Declined(f"kernels do not compute in {dtype}")
     accepted = {
         "any": True,
         "equal": True,
+        "stored": True,
         "float": dtype.is_floating_point,
         "equal float": dtype.is_floating_point,
         "number": dtype is not torch.bool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 from fxwrap.loop_ir import IndexLike, as_index, delinearize_index, linearize_index
@@ -18,6 +19,9 @@ from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCal
 from fxwrap.symbolic import Size, product, total
 
 IndexMap: TypeAlias = Callable[[Indices], Indices]
+
+view_rule = partial(lowering_rule, dtypes="stored")
+"""Registers a rule that moves elements of any dtype."""
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -78,7 +82,7 @@ def _cumulative_sizes(sizes: Sequence[Size]) -> list[tuple[int, Size]]:
     return result
 
 
-@lowering_rule(
+@view_rule(
     "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
     "aten._reshape_copy.default", "aten.view_as.default", "aten.reshape_as.default",
     "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.unsqueeze_copy.default",
@@ -89,7 +93,7 @@ def _reshape(call: OperatorCall, base: Definition) -> Viewed:
     return view(base, call.sizes, reshape_index_map(base.sizes, call.sizes))
 
 
-@lowering_rule("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default")
+@view_rule("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default")
 def _expand(call: OperatorCall, base: Definition) -> Viewed:
     return view(base, call.sizes, lambda indices: broadcast_indices(base.sizes, indices))
 
@@ -103,12 +107,12 @@ def permute_dims(call: OperatorCall, base: Definition, order: Sequence[int]) -> 
     return view(base, call.sizes, lambda indices: [indices[dim] for dim in inverse])
 
 
-@lowering_rule("aten.permute.default", "aten.permute_copy.default")
+@view_rule("aten.permute.default", "aten.permute_copy.default")
 def _permute(call: OperatorCall, base: Definition, dims: Sequence[int]) -> Viewed:
     return permute_dims(call, base, [canonicalize_dim(dim, len(dims)) for dim in dims])
 
 
-@lowering_rule("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default", "aten.swapdims.default")
+@view_rule("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default", "aten.swapdims.default")
 def _transpose(call: OperatorCall, base: Definition, first: int, second: int) -> Viewed:
     rank = len(base.sizes)
     order = list(range(rank))
@@ -118,18 +122,18 @@ def _transpose(call: OperatorCall, base: Definition, first: int, second: int) ->
     return permute_dims(call, base, order)
 
 
-@lowering_rule("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
+@view_rule("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
 def _reverse_dims(call: OperatorCall, base: Definition) -> Viewed:
     return permute_dims(call, base, list(range(len(base.sizes)))[::-1])
 
 
-@lowering_rule("aten.mT.default")
+@view_rule("aten.mT.default")
 def _matrix_transpose(call: OperatorCall, base: Definition) -> Viewed:
     rank = len(base.sizes)
     return permute_dims(call, base, [*range(rank - 2), rank - 1, rank - 2])
 
 
-@lowering_rule("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist")
+@view_rule("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist")
 def _move(
     call: OperatorCall, base: Definition, source: Sequence[int] | int, destination: Sequence[int] | int
 ) -> Viewed:
@@ -154,7 +158,7 @@ def _slice_view(base: Definition, sizes: Sequence[Size], dim: int, start: Size, 
     return view(base, sizes, lambda indices: replace_index(indices, dim, as_index(indices[dim]) * step + first))
 
 
-@lowering_rule("aten.slice.Tensor", "aten.slice_copy.Tensor")
+@view_rule("aten.slice.Tensor", "aten.slice_copy.Tensor")
 def _slice(
     call: OperatorCall, base: Definition, dim: int, start: Size | None, end: Size | None, step: int
 ) -> LoweringResult:
@@ -163,14 +167,14 @@ def _slice(
     return _slice_view(base, call.sizes, dim, first, step)
 
 
-@lowering_rule("aten.narrow.default", "aten.narrow_copy.default")
+@view_rule("aten.narrow.default", "aten.narrow_copy.default")
 def _narrow(call: OperatorCall, base: Definition, dim: int, start: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     first = start if start == base.sizes[dim] else resolve_index(start, base.sizes[dim])
     return _slice_view(base, call.sizes, dim, first)
 
 
-@lowering_rule("aten.select.int", "aten.select_copy.int")
+@view_rule("aten.select.int", "aten.select_copy.int")
 def _select(call: OperatorCall, base: Definition, dim: int, index: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     position = resolve_checked_index(call, index, base.sizes[dim])
@@ -182,7 +186,7 @@ def _select_view(base: Definition, dim: int, position: Size) -> Viewed:
     return view(base, sizes, lambda indices: [*indices[:dim], position, *indices[dim:]])
 
 
-@lowering_rule(
+@view_rule(
     "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
     "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default", "aten.unsafe_chunk.default",
     "aten.split_copy.Tensor", "aten.split_with_sizes_copy.default",
@@ -198,13 +202,13 @@ def _split(call: OperatorCall, base: Definition, _: object, dim: int) -> tuple[V
     return tuple(parts)
 
 
-@lowering_rule("aten.unbind.int", "aten.unbind_copy.int")
+@view_rule("aten.unbind.int", "aten.unbind_copy.int")
 def _unbind(call: OperatorCall, base: Definition, dim: int) -> tuple[Viewed, ...]:
     dim = canonicalize_dim(dim, len(base.sizes))
     return tuple([_select_view(base, dim, number) for number in range(len(call.results))])
 
 
-@lowering_rule("aten.diagonal.default", "aten.diagonal_copy.default")
+@view_rule("aten.diagonal.default", "aten.diagonal_copy.default")
 def _diagonal(call: OperatorCall, base: Definition, offset: int, dim1: int, dim2: int) -> Viewed:
     rank = len(base.sizes)
     dim1, dim2 = canonicalize_dim(dim1, rank), canonicalize_dim(dim2, rank)
@@ -217,7 +221,7 @@ def _diagonal(call: OperatorCall, base: Definition, offset: int, dim1: int, dim2
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.unfold.default", "aten.unfold_copy.default")
+@view_rule("aten.unfold.default", "aten.unfold_copy.default")
 def _unfold(call: OperatorCall, base: Definition, dim: int, size: int, step: int) -> Viewed:
     rank = len(base.sizes)
     if not rank:
@@ -233,7 +237,7 @@ def _unfold(call: OperatorCall, base: Definition, dim: int, size: int, step: int
 # --- rearrangements that eager copies --------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.flip.default", "aten.fliplr.default", "aten.flipud.default")
+@view_rule("aten.flip.default", "aten.fliplr.default", "aten.flipud.default")
 def _flip(call: OperatorCall, base: Definition, dims: Sequence[int] = ()) -> Viewed:
     sizes = base.sizes
     dims = {"fliplr": (1,), "flipud": (0,)}.get(call.operator, dims)
@@ -245,7 +249,7 @@ def _flip_indices(indices: Indices, sizes: Sequence[Size], dims: set[int]) -> li
     return [as_index(sizes[dim]) - 1 - index if dim in dims else index for dim, index in enumerate(indices)]
 
 
-@lowering_rule("aten.roll.default")
+@view_rule("aten.roll.default")
 def _roll(
     call: OperatorCall, base: Definition, shifts: Sequence[Size] | Size, dims: Sequence[int] | int
 ) -> LoweringResult:
@@ -270,7 +274,7 @@ def _roll_indices(indices: Indices, sizes: Sequence[Size], moves: Sequence[tuple
     return rolled
 
 
-@lowering_rule("aten.rot90.default")
+@view_rule("aten.rot90.default")
 def _rot90(call: OperatorCall, base: Definition, k: int, dims: Sequence[int]) -> Viewed:
     rank, sizes = len(base.sizes), base.sizes
     first, second = canonicalize_dim(dims[0], rank), canonicalize_dim(dims[1], rank)
@@ -285,7 +289,7 @@ def _rot90(call: OperatorCall, base: Definition, k: int, dims: Sequence[int]) ->
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.repeat.default", "aten.tile.default")
+@view_rule("aten.repeat.default", "aten.tile.default")
 def _repeat(call: OperatorCall, base: Definition) -> Viewed:
     sizes = base.sizes
 
@@ -296,7 +300,7 @@ def _repeat(call: OperatorCall, base: Definition) -> Viewed:
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.repeat_interleave.self_int")
+@view_rule("aten.repeat_interleave.self_int")
 def _repeat_interleave(call: OperatorCall, base: Definition, repeats: Size, dim: int | None) -> LoweringResult:
     if not isinstance(repeats, int):
         raise Declined("the number of repetitions is symbolic")
@@ -311,7 +315,7 @@ def _repeat_interleave(call: OperatorCall, base: Definition, repeats: Size, dim:
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.pixel_shuffle.default")
+@view_rule("aten.pixel_shuffle.default")
 def _pixel_shuffle(call: OperatorCall, base: Definition, factor: int) -> Viewed:
     def index_map(indices: Indices) -> Indices:
         channel, row, column = [as_index(index) for index in indices[-3:]]
@@ -321,7 +325,7 @@ def _pixel_shuffle(call: OperatorCall, base: Definition, factor: int) -> Viewed:
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.pixel_unshuffle.default")
+@view_rule("aten.pixel_unshuffle.default")
 def _pixel_unshuffle(call: OperatorCall, base: Definition, factor: int) -> Viewed:
     def index_map(indices: Indices) -> Indices:
         depth, row, column = [as_index(index) for index in indices[-3:]]
@@ -331,7 +335,7 @@ def _pixel_unshuffle(call: OperatorCall, base: Definition, factor: int) -> Viewe
     return view(base, call.sizes, index_map)
 
 
-@lowering_rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
+@view_rule("aten.channel_shuffle.default", "aten.native_channel_shuffle.default")
 def _channel_shuffle(call: OperatorCall, base: Definition, groups: Size) -> LoweringResult:
     channels = base.sizes[1]
     if not isinstance(groups, int) or not isinstance(channels, int):
@@ -349,7 +353,7 @@ def _channel_shuffle(call: OperatorCall, base: Definition, groups: Size) -> Lowe
 
 
 def _register_declined(reason: str, *names: str) -> None:
-    @lowering_rule(*names)
+    @view_rule(*names)
     def _declined(call: OperatorCall) -> NoReturn:
         raise Declined(reason)
 

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from fxwrap.loop_ir import KERNEL_DTYPES, KernelBuilder, Scalar
+from fxwrap.loop_ir import FLOAT8, KERNEL_DTYPES, KernelBuilder, Scalar
 from fxwrap.lowering.fusion.definitions import CpuScalar, Definition, ElementReader, Indices, Pointwise, Stored, Viewed
 from fxwrap.lowering.fusion.tracing import resolve_views, trace_with
 from fxwrap.symbolic import Number, SymbolInfo, make_symbol
@@ -99,7 +99,8 @@ class CpuScalarReads:
 
 def is_cpu_scalar(definition: Definition) -> bool:
     """Whether a definition is a zero-dimensional CPU tensor whose element can be passed to a launch."""
-    return not definition.sizes and definition.device.type == "cpu" and definition.dtype in KERNEL_DTYPES
+    dtype = definition.dtype
+    return not definition.sizes and definition.device.type == "cpu" and dtype in KERNEL_DTYPES - FLOAT8
 
 
 def _expression(read: ScalarRead) -> sympy.Basic:

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 
 from fxwrap.loop_ir import (
+    HALF_PRECISION,
     OPERATIONS,
-    STORAGE_ONLY,
     Axis,
     Compute,
     Constant,
@@ -160,7 +160,7 @@ class LoopPlan:
     def gather_loads(self) -> frozenset[int]:
         """The loads of half-precision elements at indirect indices that differ between lanes."""
         loads = enumerate(self.kernel.operations)
-        half = {at: item for at, item in loads if isinstance(item, Load) and item.dtype in STORAGE_ONLY}
+        half = {at: item for at, item in loads if isinstance(item, Load) and item.dtype in HALF_PRECISION}
         return frozenset([at for at, item in half.items() if self._is_gather(item.index)])
 
     def _is_gather(self, index: Index) -> bool:

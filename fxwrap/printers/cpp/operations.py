@@ -23,6 +23,7 @@ from fxwrap.loop_ir import (
     IndirectIndex,
     Modulo,
     SizeAtom,
+    float8_format,
 )
 from fxwrap.symbolic import CppPrinter, Size
 
@@ -89,10 +90,15 @@ def _truncate(text: str, dtype: torch.dtype) -> str:
     return f"{CPP_TYPES[dtype]}({text})" if dtype in PROMOTED_INTEGERS else text
 
 
+_E4M3FN = float8_format(torch.float8_e4m3fn)
+_SATURATES = _E4M3FN.overflow == _E4M3FN.largest  # the text of a kernel says how torch rounded when it was compiled
+
 CPP_TYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "float16",
     torch.bool: "bool", torch.int8: "int8_t", torch.int16: "int16_t", torch.int32: "int32_t", torch.int64: "int64_t",
-    torch.uint8: "uint8_t",
+    torch.uint8: "uint8_t", torch.float8_e5m2: "float8_e5m2", torch.float8_e4m3fnuz: "float8_e4m3fnuz",
+    torch.float8_e5m2fnuz: "float8_e5m2fnuz",
+    torch.float8_e4m3fn: "float8_e4m3fn" if _SATURATES else "float8_e4m3fn_nan",
 }  # fmt: skip
 
 SYMBOL_TYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -111,7 +117,7 @@ def literal(value: float | int | bool, dtype: torch.dtype) -> str:
             return "true" if value else "false"
         case torch.float32 | torch.float64:
             return _float_literal(float(value), dtype)
-        case torch.bfloat16 | torch.float16:
+        case _ if dtype in STORAGE_ONLY:
             return f"to<{CPP_TYPES[dtype]}>({_float_literal(float(value), torch.float32)})"
         case torch.int32:
             return str(int(value)) if value != -(2**31) else "INT32_MIN"

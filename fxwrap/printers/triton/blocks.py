@@ -13,7 +13,7 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
-    STORAGE_ONLY,
+    HALF_PRECISION,
     Axis,
     Compute,
     Constant,
@@ -173,7 +173,7 @@ class BlockPrinter:
                 address, mask = self.access(operation.buffer, operation.index, axes, operation.mask, scope)
                 other = ""
                 if mask:
-                    dtype = torch.float32 if operation.dtype in STORAGE_ONLY else operation.dtype
+                    dtype = torch.float32 if operation.dtype in HALF_PRECISION else operation.dtype
                     other = f", other={literal_text(operation.other, dtype)}"
                 self._assign(position, operation, operation.buffer, f"tl.load({address}{mask}{other})", scope)
             case SymbolicScalar():

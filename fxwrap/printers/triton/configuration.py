@@ -13,9 +13,9 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.loop_ir import (
+    HALF_PRECISION,
     ONE,
     OPERATIONS,
-    STORAGE_ONLY,
     Axis,
     Compute,
     Constant,
@@ -447,7 +447,7 @@ def fast_math_operations(kernel: Kernel) -> frozenset[int]:
 
 def _allows_fast_math(user: Operation, fast_math: bool, operation: Operation, half: bool) -> bool:
     if isinstance(user, Compute):
-        return (user.name == "cast" and user.dtype in STORAGE_ONLY) or (fast_math and user.name in _ERROR_PRESERVING)
+        return (user.name == "cast" and user.dtype in HALF_PRECISION) or (fast_math and user.name in _ERROR_PRESERVING)
     exponential = isinstance(operation, Compute) and operation.name == "exp"
     return isinstance(user, Reduce) and user.kind == "sum" and exponential and half
 
@@ -485,7 +485,7 @@ def reads_half_precision(kernel: Kernel) -> bool:
     """Whether all floating-point loads that vary along rows have half precision."""
     loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies]
     types = [item.dtype for item in loads if isinstance(item, Load) and item.dtype.is_floating_point]
-    return bool(types) and all(dtype in STORAGE_ONLY for dtype in types)
+    return bool(types) and all(dtype in HALF_PRECISION for dtype in types)
 
 
 def allows_fast_softmax(kernel: Kernel) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from fxwrap.loop_ir import (
-    STORAGE_ONLY,
+    FLOAT8,
+    HALF_PRECISION,
     Axis,
     Compute,
     ContractionForm,
@@ -161,7 +162,7 @@ class DotPrinter(TritonPrinter):
         for item in self.contraction.sums:
             (name,) = self._result_names(item.reduction)
             first, second = self._left_right(item)
-            precision = "" if self._dot_dtype(item) in STORAGE_ONLY else ', input_precision="ieee"'
+            precision = "" if self._dot_dtype(item) in HALF_PRECISION else ', input_precision="ieee"'
             text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
             self._line(text, self.kernel.operations[item.reduction].origin)
         self.depth -= 1
@@ -206,11 +207,16 @@ class DotPrinter(TritonPrinter):
         return self._value(self._source(target)), self._dot_dtype(item)
 
     def _dot_dtype(self, item: ProductSum) -> torch.dtype:
-        """Returns the dtype of products: half precision if an operand is in memory so, as a matmul's operands are."""
+        """Returns the dtype of products: half precision if an operand is in memory so, as a matmul's operands are.
+
+        Two float8 operands are multiplied in half precision, which is exact.
+        """
         for operand in (item.row_operand, item.column_operand):
             dtype = operation_dtype(self.kernel.operations[self._source(operand)])
-            if dtype in STORAGE_ONLY:
+            if dtype in HALF_PRECISION:
                 return dtype
+        if self._widens_float8(item.row_operand) and self._widens_float8(item.column_operand):
+            return torch.float16
         return operation_dtype(self.kernel.operations[item.reduction])
 
     def _source(self, operand: int) -> int:
@@ -218,9 +224,15 @@ class DotPrinter(TritonPrinter):
         operation = self.kernel.operations[operand]
         if isinstance(operation, Compute) and operation.name == "cast":
             source = self.kernel.operations[operation.operands[0]]
-            if isinstance(source, Load) and source.dtype in STORAGE_ONLY:
+            if isinstance(source, Load) and source.dtype in HALF_PRECISION:
                 return operation.operands[0]
         return operand
+
+    def _widens_float8(self, operand: int) -> bool:
+        operation = self.kernel.operations[operand]
+        if not isinstance(operation, Compute) or operation.name != "cast":
+            return False
+        return operation_dtype(self.kernel.operations[operation.operands[0]]) in FLOAT8
 
     def _sources(self) -> list[int]:
         sums = self.contraction.sums

@@ -188,6 +188,49 @@ def digamma(x):
     return tl.where(x == 0, libdevice.copysign(x * 0 + float("inf"), x * -1.0), result)
 
 
+def from_float8_e4m3fn(code):
+    """The float32 number of an e4m3fn code, whose bits are those of a 256th in half precision."""
+    bits = (code.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385
+    number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    nan = tl.where((code & 127) == 127, 2143289344, 0)
+    return (number.to(tl.int32, bitcast=True) | nan).to(tl.float32, bitcast=True)
+
+
+def from_float8_e5m2(code):
+    """The float32 number of an e5m2 code, which is the upper half of a half-precision number."""
+    return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def from_float8_fnuz(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The float32 number of a code of a format in which -0.0 is NaN."""
+    magnitude = (code & 127).to(tl.int32)
+    normal = ((magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+    scale = tl.full((), (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < (1 << MANTISSA), magnitude.to(tl.float32) * scale, normal)
+    return tl.where(code == 128, float("nan"), tl.where(code > 128, number * -1.0, number))
+
+
+def to_float8(
+    x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, OVERFLOW: tl.constexpr, NAN: tl.constexpr,
+    UNSIGNED_ZERO: tl.constexpr,
+):
+    """The code of a float32 number in 8 bits, rounded to the nearest, ties to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 2147483647
+    magic = tl.full((), (151 - BIAS - MANTISSA) << 23, tl.int32)
+    sum = magnitude.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    subnormal = sum.to(tl.int32, bitcast=True) - magic
+    half = (1 << (22 - MANTISSA)) - 1 + ((magnitude >> (23 - MANTISSA)) & 1)
+    normal = (magnitude - ((127 - BIAS) << 23) + half) >> (23 - MANTISSA)
+    code = tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal)
+    code = tl.where(code > LARGEST, OVERFLOW, code)
+    code = tl.where(magnitude > 2139095040, NAN, code)
+    sign = (bits >> 24) & 128
+    if UNSIGNED_ZERO:
+        sign = tl.where(code == 0, 0, sign)
+    return (code | sign).to(tl.uint8)
+
+
 def maximum_or_nan(a, b):
     """The larger, or NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxwrap.loop_ir import (
+    FLOAT8,
+    HALF_PRECISION,
     STORAGE_ONLY,
     Compute,
     Constant,
@@ -25,6 +27,7 @@ from fxwrap.loop_ir import (
     Load,
     Operation,
     Store,
+    float8_format,
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.printers.triton.configuration import fast_erf_operations, fast_math_operations, is_sum_of_exponentials
@@ -33,9 +36,12 @@ from fxwrap.printers.triton.helpers import HELPERS
 TRITON_DTYPES = {
     torch.float32: "tl.float32", torch.float64: "tl.float64", torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16", torch.bool: "tl.int1", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.uint8: "tl.uint8",
+    torch.int32: "tl.int32", torch.int64: "tl.int64", torch.uint8: "tl.uint8", **dict.fromkeys(FLOAT8, "tl.uint8"),
 }  # fmt: skip
-"""Triton's name of each dtype of kernels."""
+"""Triton's name of each dtype of kernels. Float8 is computed with as its codes.
+
+Triton has float8 types, but converts to them with another overflow than torch's, and not for all GPUs.
+"""
 
 _LIBDEVICE = (
     "hypot", "copysign", "nextafter", "atan2", "pow", "fmod", "trunc", "rsqrt", "exp", "exp2", "expm1", "log", "log2",
@@ -83,8 +89,10 @@ _FAST_MATH: dict[str, str] = {
     "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
 }  # fmt: skip
 
+_EQUALITIES = (("eq", "=="), ("ne", "!="))
+
 _HALF: dict[str, str] = {
-    name: f"{{0}}.to(tl.float32) {sign} {{1}}.to(tl.float32)" for name, sign in (("eq", "=="), ("ne", "!="))
+    name: f"{{0}}.to(tl.float32) {sign} {{1}}.to(tl.float32)" for name, sign in _EQUALITIES
 }  # the interpreter would compare the bits of bfloat16
 
 _INTEGER: dict[str, str] = {
@@ -114,6 +122,11 @@ _OF_LITERAL_DTYPE = re.compile(r"^tl\.(maximum|minimum|div_rn)\(")
 """Templates in which a literal has a dtype of its own: float32, int32, or int64 where int32 is too narrow."""
 
 
+def helpers_of(text: str) -> tuple[str, ...]:
+    """Returns the helpers that a text calls."""
+    return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", text)])
+
+
 @dataclass(frozen=True)
 class Template:
     """An operation's text for one dtype; `literals` states whether one operand may be a plain literal."""
@@ -124,7 +137,7 @@ class Template:
     @property
     def helpers(self) -> tuple[str, ...]:
         """The helpers that the text calls."""
-        return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", self.text)])
+        return helpers_of(self.text)
 
 
 def template(name: str, dtype: torch.dtype, fast_math: bool = False) -> Template:
@@ -137,7 +150,10 @@ def template(name: str, dtype: torch.dtype, fast_math: bool = False) -> Template
     elif dtype in (torch.float32, torch.float64):
         rows = _FLOAT | (_FLOAT32 if dtype is torch.float32 else {})
         rows |= _FAST_MATH if fast_math and dtype is torch.float32 else {}
-    elif dtype in STORAGE_ONLY:
+    elif dtype in FLOAT8:
+        widened = [cast_text(f"{{{place}}}", dtype, torch.float32) for place in (0, 1)]
+        rows = {key: f"{widened[0]} {sign} {widened[1]}" for key, sign in _EQUALITIES}
+    elif dtype in HALF_PRECISION:
         rows = _HALF
     else:
         rows = _INTEGER | (_UNSIGNED if dtype is torch.uint8 else {})
@@ -153,6 +169,10 @@ def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
     """Returns a conversion between dtypes with torch's semantics."""
     if source is target:
         return value
+    if source in FLOAT8:
+        return cast_text(_from_float8(value, source), torch.float32, target)
+    if target in FLOAT8:
+        return _to_float8(cast_text(value, source, torch.float32), target)
     half = (*STORAGE_ONLY, torch.float64)
     if target in STORAGE_ONLY and source is not torch.float32 and source is not torch.bool:
         value = f"{value}.to(tl.float32)"  # torch rounds twice too
@@ -167,10 +187,31 @@ def cast_text(value: str, source: torch.dtype, target: torch.dtype) -> str:
     return f"{value}.to({TRITON_DTYPES[target]})"
 
 
+def _from_float8(code: str, dtype: torch.dtype) -> str:
+    """Returns the float32 number of a float8's code."""
+    match dtype:
+        case torch.float8_e4m3fn:
+            return f"from_float8_e4m3fn({code})"
+        case torch.float8_e5m2:
+            return f"from_float8_e5m2({code})"
+        case _:
+            form = float8_format(dtype)
+            return f"from_float8_fnuz({code}, {form.mantissa_bits}, {form.bias})"
+
+
+def _to_float8(value: str, dtype: torch.dtype) -> str:
+    """Returns the code of a float32 number rounded to float8."""
+    form = float8_format(dtype)
+    codes = ", ".join([str(item) for item in (form.largest, form.overflow, form.nan)])
+    return f"to_float8({value}, {form.mantissa_bits}, {form.bias}, {codes}, {form.unsigned_zero})"
+
+
 def literal_text(value: float | int | bool, dtype: torch.dtype) -> str:
-    """Returns a number as a literal; floats are the shortest text with the same value in the dtype."""
+    """Returns a number as a literal; floats are the shortest text with the same value in the dtype, float8 a code."""
     if dtype is torch.bool:
         return str(bool(value))
+    if dtype in FLOAT8:
+        return str(torch.tensor(float(value)).to(dtype).view(torch.uint8).item())
     if not dtype.is_floating_point:
         return str(int(value))
     value = float(value)
@@ -235,7 +276,8 @@ class Arithmetic:
         used = operation.operands
         if operation.name == "cast":
             name = "flag" if operation.dtype is torch.bool else self._base_name(used[0])
-            return PrintedExpression(name, cast_text(value(used[0]), self.dtype(used[0]), operation.dtype))
+            converted = cast_text(value(used[0]), self.dtype(used[0]), operation.dtype)
+            return PrintedExpression(name, converted, helpers_of(converted))
         if operation.name == "bitcast":
             return PrintedExpression("bits", f"{value(used[0])}.to({TRITON_DTYPES[operation.dtype]}, bitcast=True)")
         factor = self._reciprocal_factor(position, operation) if operation.name == "div" else None

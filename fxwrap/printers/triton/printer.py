@@ -13,6 +13,7 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
+    HALF_PRECISION,
     Axis,
     Compute,
     Constant,
@@ -483,7 +484,7 @@ class TritonPrinter:
 
 
 def _literal(value: float | int | bool, dtype: torch.dtype) -> str:
-    return literal_text(value, torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype)
+    return literal_text(value, torch.float32 if dtype in HALF_PRECISION else dtype)
 
 
 def _extents(kernel: Kernel, tile: Tile) -> list[Size]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from fxwrap.loop_ir import (
-    STORAGE_ONLY,
+    HALF_PRECISION,
     Axis,
     Compute,
     Constant,
@@ -68,7 +68,7 @@ class StreamingTritonPrinter(BlockPrinter):
                 constants[self.block_names[axis]] = _dot_extent(axis)
         super().__init__(kernel, limits, constants)
         self.dtype = TRITON_DTYPES[self.operation_dtype(parts.products[0].position)]
-        self.is_half = any(self._factor_dtype(item.right) in STORAGE_ONLY for item in parts.weighted_sums)
+        self.is_half = any(self._factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
         self.lefts: dict[int, str] = {}
         self._patterns: dict[Operation, int] = {}
 
@@ -384,7 +384,7 @@ class StreamingTritonPrinter(BlockPrinter):
                     del right.text[position]
             values = self._factor(item.right, right)
         dtype = self._factor_dtype(item.right)
-        weights = weights if dtype not in STORAGE_ONLY else f"{weights}.to({TRITON_DTYPES[dtype]})"
+        weights = weights if dtype not in HALF_PRECISION else f"{weights}.to({TRITON_DTYPES[dtype]})"
         name = f"sum_{item.position}"
         start = name if self.parts.softmax is None else f"{name} * factor"
         self.line(f"{name} = {self._dot(weights, values, item.right, start)}")
@@ -394,7 +394,7 @@ class StreamingTritonPrinter(BlockPrinter):
     def _dot(self, left: str, right: str, factor: int, start: str = "") -> str:
         """Returns the product of two matrices; those of half precision have float32 sums."""
         dtype = self._factor_dtype(factor)
-        precision = "" if dtype in STORAGE_ONLY else ', input_precision="ieee"'
+        precision = "" if dtype in HALF_PRECISION else ', input_precision="ieee"'
         out = ", out_dtype=tl.float64" if dtype is torch.float64 else ""
         return f"tl.dot({left}, {right}{', ' + start if start else ''}{precision}{out})"
 
@@ -417,7 +417,7 @@ class StreamingTritonPrinter(BlockPrinter):
         if not self.configuration.half_products:
             return position
         if isinstance(operation, Compute) and operation.name == "cast" and operation.dtype is torch.float32:
-            if self.operation_dtype(operation.operands[0]) in STORAGE_ONLY:
+            if self.operation_dtype(operation.operands[0]) in HALF_PRECISION:
                 return operation.operands[0]
         return position
 

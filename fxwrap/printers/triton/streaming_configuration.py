@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fxwrap.loop_ir import STORAGE_ONLY, Kernel, KernelError, StreamingReduction, find_streaming_reduction
+from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, StreamingReduction, find_streaming_reduction
 from fxwrap.printers.triton.configuration import Hint, next_power_of_2
 from fxwrap.symbolic import product
 
@@ -39,7 +39,7 @@ def streaming_configurations(
     rows = max(next_power_of_2(hint(parts.row.size)), MIN_DOT)
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), MIN_DOT)
     width = next_power_of_2(max(hint(product(axis.size for axis in item.axes)) for item in parts.products))
-    is_half = all(buffer.dtype in STORAGE_ONLY for buffer in kernel.outputs[:1])
+    is_half = all(buffer.dtype in HALF_PRECISION for buffer in kernel.outputs[:1])
     tables = _HALF if is_half else _SINGLE
     matrices = len(parts.products) + len(parts.weighted_sums)
     shapes = tables[min(max(matrices, 2), 4)][min(max(width, 64), 256)]

@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
     unknown option.
     """
     constants, compile_options = split_launch_options(options)
+    has_bytes = "*u8" in signature
     import_triton()
 
     @cache
@@ -51,7 +53,8 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
         with interpreter_mode():
             return load_jit_function(source)
 
-    def launch_with_triton(grid: Sequence[int], *arguments: torch.Tensor | float) -> object:
+    def launch_with_triton(grid: Sequence[int], *given: torch.Tensor | float) -> object:
+        arguments = given if not has_bytes else [_as_declared(*pair) for pair in zip_longest(given, signature)]
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
             return on_gpu()[tuple(grid)](*arguments, **constants, **compile_options)
         with interpreter_mode(), unwrap_interpreter_errors():
@@ -59,6 +62,13 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
         return None
 
     return make_launcher(KernelText(TRITON.name, source, signature, options), constants, launch_with_triton)
+
+
+def _as_declared(argument: torch.Tensor | float, entry: str | None) -> torch.Tensor | float:
+    """Returns an argument of a launch; a float8 tensor is reinterpreted where the kernel accesses bytes."""
+    if entry == "*u8" and isinstance(argument, torch.Tensor) and argument.dtype is not torch.uint8:
+        return argument.view(torch.uint8)
+    return argument
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 
 _DTYPE_CODES = {
     "u8": 0, "i8": 1, "i16": 2, "i32": 3, "i64": 4, "fp16": 5, "fp32": 6, "fp64": 7, "u1": 11, "i1": 11, "bf16": 15,
-    "fp8e5": 23, "fp8e4nv": 24, "fp8e5b16": 25, "fp8e4b8": 26, "u16": 27, "u32": 28, "u64": 29,
+    "u16": 27, "u32": 28, "u64": 29,
 }  # fmt: skip
-"""The values of bridge.h's DType by Triton's names."""
+"""The values of bridge.h's DType by Triton's names. Generated kernels access float8 as bytes, and so do launches."""
 
 _TRITON_NAMES = {
     torch.bool: "i1", torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",

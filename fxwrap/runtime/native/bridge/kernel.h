@@ -122,11 +122,59 @@ template <> struct Cast<float, float16> { static INLINE float of(float16 value) 
 template <> struct Cast<float16, float> { static INLINE float16 of(float value) { return float16(value); } };
 template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
 
+// 8-bit floats: a sign, an exponent with a bias, M bits of mantissa. `largest` is the code of the largest finite number
+// without its sign, `overflow` that of larger ones, `not_a_number` that of NaN. A format with `unsigned_zero` has its only
+// NaN where -0.0 would be. `float8_e4m3fn` saturates, as since torch 2.13; before, floats that it cannot hold were NaN.
+enum class float8_e4m3fn : uint8_t {};
+enum class float8_e4m3fn_nan : uint8_t {};
+enum class float8_e5m2 : uint8_t {};
+enum class float8_e4m3fnuz : uint8_t {};
+enum class float8_e5m2fnuz : uint8_t {};
+
+template <int M, int bias, uint32_t largest, uint32_t overflow, uint32_t not_a_number, bool unsigned_zero>
+struct Float8Format {
+  static constexpr bool is_format = true;
+  static constexpr uint32_t float_infinity = 0x7f800000, sign_bit = 0x80000000;
+  static INLINE float decode(uint8_t code) {
+    const uint32_t magnitude = code & 0x7f, sign = uint32_t(code & 0x80) << 24;
+    const float normal = bitcast<float>((magnitude << (23 - M)) + (uint32_t(127 - bias) << 23));
+    const float subnormal = float(int32_t(magnitude)) * bitcast<float>(uint32_t(128 - bias - M) << 23);
+    const uint32_t finite = bitcast<uint32_t>(magnitude < (1u << M) ? subnormal : normal);
+    if (unsigned_zero) return bitcast<float>(code == 0x80 ? float_infinity + 1 : finite | sign);
+    const uint32_t special = magnitude == overflow && overflow == largest + 1 && overflow != not_a_number
+        ? float_infinity : 0x7fc00000;
+    return bitcast<float>((magnitude > largest ? special : finite) | sign);
+  }
+  static INLINE uint8_t encode(float value) {  // to the nearest, ties to even
+    const uint32_t bits = bitcast<uint32_t>(value), magnitude = bits & ~sign_bit;
+    constexpr uint32_t magic = uint32_t(128 - bias + 23 - M) << 23;  // its last digit is the smallest subnormal number
+    const uint32_t subnormal = bitcast<uint32_t>(bitcast<float>(magnitude) + bitcast<float>(magic)) - magic;
+    const uint32_t odd = (magnitude >> (23 - M)) & 1;
+    const uint32_t half = (1u << (22 - M)) - 1 + odd;
+    const uint32_t normal = (magnitude - (uint32_t(127 - bias) << 23) + half) >> (23 - M);
+    const uint32_t finite = magnitude < uint32_t(128 - bias) << 23 ? subnormal : normal;
+    const uint32_t limited = finite > largest ? overflow : finite;
+    const uint32_t code = magnitude > float_infinity ? not_a_number : limited;
+    return uint8_t(code | (unsigned_zero && code == 0 ? 0 : (bits >> 24) & 0x80));
+  }
+};
+template <class T> struct Float8 { static constexpr bool is_format = false; };
+template <> struct Float8<float8_e4m3fn> : Float8Format<3, 7, 0x7e, 0x7e, 0x7f, false> {};
+template <> struct Float8<float8_e4m3fn_nan> : Float8Format<3, 7, 0x7e, 0x7f, 0x7f, false> {};
+template <> struct Float8<float8_e5m2> : Float8Format<2, 15, 0x7b, 0x7c, 0x7f, false> {};
+template <> struct Float8<float8_e4m3fnuz> : Float8Format<3, 8, 0x7f, 0x80, 0x80, true> {};
+template <> struct Float8<float8_e5m2fnuz> : Float8Format<2, 16, 0x7f, 0x80, 0x80, true> {};
+
+// A number as another type, as torch converts it: 8-bit floats through float32.
+template <class T, class U> INLINE T to(U value) {
+  if constexpr (__is_same(T, U)) return value;
+  else if constexpr (Float8<U>::is_format) return to<T>(Float8<U>::decode(uint8_t(value)));
+  else if constexpr (Float8<T>::is_format) return T(Float8<T>::encode(to<float>(value)));
+  else return Cast<T, U>::of(value);
+}
+
 // A bool in memory. Compilers vectorise the comparison of its byte, but no condition that is a byte itself.
 INLINE bool load_bool(const bool& element) { return reinterpret_cast<const uint8_t&>(element) != 0; }
-
-// A number as another type, as torch converts it.
-template <class T, class U> INLINE T to(U value) { return Cast<T, U>::of(value); }
 
 // A number rounded to what half precision can hold, and left as wide as it was.
 template <class T> INLINE float rounded(float value) { return to<float>(to<T>(value)); }

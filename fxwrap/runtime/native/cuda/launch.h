@@ -36,7 +36,9 @@ class Arguments {
     if (!where.is_cuda() || (device_ >= 0 && where.index() != device_)) return false;
     device_ = where.index();
     const uint64_t address = reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
-    add(address, uint8_t(2 * int(tensor.scalar_type()) + (address % 16 == 0)));
+    const int dtype = int(tensor.scalar_type());
+    const bool is_float8 = dtype >= int(fxwrap::DType::float8_e5m2) && dtype <= int(fxwrap::DType::float8_e4m3fnuz);
+    add(address, uint8_t(2 * (is_float8 ? 0 : dtype) + (address % 16 == 0)));
     return true;
   }
   void add_integer(int64_t value) {
