@@ -30,7 +30,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize other-releases wheels clean
+.PHONY: demo test types suite docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize other-releases wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -38,7 +38,13 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
-	$(if $(TORCH),,$(BIN)/mypy)
+	$(MAKE) --jobs=2 $(if $(TORCH),,types) suite
+
+# mypy runs on one core, beside the suite's first tests.
+types:
+	$(BIN)/mypy
+
+suite:
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 long-test: $(VENV)/.installed-test

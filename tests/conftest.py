@@ -6,8 +6,10 @@ import functools
 import gc
 import logging
 import os
+import traceback
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterator
+from types import SimpleNamespace
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +28,7 @@ import torch._dynamo.guards
 import torch._export.utils
 import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
 import torch._ops
+import torch._subclasses.fake_tensor
 from torch._dynamo.utils import counters
 
 from tests.support.annotations import without_annotations
@@ -75,6 +78,13 @@ torch._dynamo.config.run_gc_after_compile = False
 # listed without it. It also evaluates the annotations of a nested function for each of 500 operators: 50 ms.
 torch._export.utils._materialize_cpp_cia_ops = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
 torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py_impl)
+
+# Each fake mode keeps the stack that it was made from, for an error of two modes that meet: 5 ms with pytest's frames.
+assert torch._subclasses.fake_tensor.traceback is traceback
+torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+
+# Files of the cache are synced, so that they survive a machine that stops: 7 ms each. Those of tests need not.
+os.fsync = lambda _file: None
 
 # For a device that is not there, torch.manual_seed keeps the stack that it was called from as text: a millisecond each.
 for _devices in (torch.cuda, torch.xpu, torch.mtia):

@@ -129,7 +129,7 @@ def load_binaries(
     described = archive.manifest.get("binaries", {})
     try:
         install_triton_binaries(archive, described.get("triton", ()))
-        section = "programs" if emitter == "cpp" else "kernels"
+        section = _section(emitter)
         symbols = {kernel.symbol for kernel in kernels if language_traits(kernel.language).links_into_cpp}
         if emitter != "cpp" and not symbols:
             return ""
@@ -147,6 +147,15 @@ def load_binaries(
         return _load_libraries(archive, described, section)
     except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
         raise archive.error("manifest.json", f"it does not describe the binaries: {error!r}") from None
+
+
+def has_binaries(archive: Archive, emitter: str) -> bool:
+    """Returns whether a file has compiled C++ for an emitter."""
+    return _section(emitter) in archive.manifest.get("binaries", {})
+
+
+def _section(emitter: str) -> str:
+    return "programs" if emitter == "cpp" else "kernels"
 
 
 def program_sources(program: Program) -> set[str]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
-from fxwrap.artifact.saving import save_program
+from fxwrap.artifact.savable import SavableProgram, SavedContent
 from fxwrap.converters.emission import emit, emit_interpreter, explain_out_of_memory, user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -22,7 +22,7 @@ from fxwrap.converters.intercepted_calls import call_as_graph
 from fxwrap.converters.interpreter import UntrustedInterpreter
 from fxwrap.errors import ArtifactError
 from fxwrap.memory_planning import MemoryPlan, out_of_memory_message
-from fxwrap.signature import CallingConvention, StructuredProgram
+from fxwrap.signature import CallingConvention
 from fxwrap.torch_compat import without_fake_mode
 from fxwrap.wrapper_ir import ConstantStore, Program, program_key
 
@@ -59,7 +59,7 @@ class DeferredProgram:
     has_plan: bool
 
 
-class LoadedProgram(StructuredProgram):
+class LoadedProgram(SavableProgram):
     """A program from a file. Call it with the arguments of the model; it returns the model's result.
 
     It has the attributes of `Compiled`: `flat`, `boxed`, `program`, `source`, `graph_module`, `plan`, `key`, `inputs`,
@@ -186,16 +186,12 @@ class LoadedProgram(StructuredProgram):
         """The same hash as that of the saved program."""
         return program_key(self.program, self.metadata["options"])
 
-    def save(self, path: str | Path, *, constants: bool = True) -> None:
-        """Saves the program again; see `fxwrap.save`."""
+    def _content_to_save(self, constants: bool) -> SavedContent:
         self._require_trust()
         if constants:
             self._require_constants()
-        save_program(
-            self.program, path, emitter=self.emitter, emitters=(self.emitter,), options=self.metadata["options"],
-            plan=self.plan, constants=constants, group_sizes=self._group_sizes, step=self.metadata.get("step"),
-            convention=self.convention,
-        )  # fmt: skip
+        options, step = self.metadata["options"], self.metadata.get("step")
+        return SavedContent(self.program, self.emitter, options, self.plan, self._group_sizes, step)
 
     # --- constants --------------------------------------------------------------------------------------------------
 

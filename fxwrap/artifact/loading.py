@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fxwrap.artifact.archive import MANIFEST, Archive
-from fxwrap.artifact.binaries import load_binaries, program_sources
+from fxwrap.artifact.binaries import has_binaries, load_binaries, program_sources
 from fxwrap.artifact.constants import ENTRY, ConstantLayout, check_no_objects, read_constants
 from fxwrap.artifact.devices import device_map, move_program, program_devices
 from fxwrap.artifact.emitted_code import read_emitted
@@ -28,6 +29,8 @@ from fxwrap.signature import CallingConvention, convention_from_json
 from fxwrap.wrapper_ir import ConstantStore, Program
 
 DeviceLike = torch.device | str
+
+log = logging.getLogger("fxwrap.artifact")
 
 BINARIES = ("auto", "required", "ignored")
 """The values of `fxwrap.load(binaries=...)`."""
@@ -54,8 +57,8 @@ def load(
         path: the file.
         emitter: the emitter to run with: "python", "cpp", "fx" or "interpreter"; by default the saved one.
         device: another device of the same type for the program ("cuda:1"), or a mapping for several devices.
-        binaries: "auto" uses compiled code in the file if it is for this machine and these versions, and compiles the
-            rest; "required" raises ArtifactError instead of compiling; "ignored" compiles everything.
+        binaries: "auto" uses compiled code in the file if it is for this machine and these versions, else compiles, and
+            logs why (`fxwrap.artifact`); "required" raises ArtifactError instead of compiling; "ignored" compiles all.
         extensions: vendors' line classes in the program.
         mmap: whether to map constants on the CPU from the file, which is fast and shares memory between processes. The
             file must not change while they are used; `save` and renames replace files, but some tools copy in place.
@@ -147,6 +150,9 @@ def _read_program(
         raise archive.error(
             "", recompile_reason, "Save it again on this kind of machine, or compile when loading: binaries='auto'"
         )
+    if binaries == "auto" and recompile_reason:
+        level = logging.WARNING if has_binaries(archive, emitter) else logging.INFO
+        log.log(level, "%s: compiling its code: %s", archive.path, recompile_reason)
     layout, inside = _layout(archive, program)
     if inside:
         tensors = read_constants(archive, layout, _devices(program), mmap)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from fxwrap.converters.cpp.library import EmittedCpp, ReplayedFunction
+from fxwrap.artifact.user_kernels import reason_for_python
+from fxwrap.converters.cpp.library import LAUNCH_OPERATOR, EmittedCpp, ReplayedFunction, is_launched_by_python
+from fxwrap.devices import language_traits
+from fxwrap.lines import Launch
 from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.runtime.triton.binaries import compiled_variants
 from fxwrap.symbolic import SymbolInfo
@@ -51,10 +54,12 @@ def _function_entry(function: ReplayedFunction, library: Callable[[EmittedCpp], 
 def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
     """Yields the reasons why a program needs Python, each with the name of the item."""
     units = emitted.units()
-    for name, overload in map(_qualified, dict.fromkeys([target for unit in units for target in unit.operators])):
+    operators = dict.fromkeys([target for unit in units for target in unit.operators if target != LAUNCH_OPERATOR])
+    for name, overload in map(_qualified, operators):
         full = f"{name}.{overload}" if overload else name
         if is_python_operator(full) and full not in _ALSO_NATIVE:
             yield f"the operator '{full}' is implemented in Python"
+    yield from _kernels_of_python(program)
     for item in program.inputs:
         if not isinstance(item.value, SymbolInfo) and isinstance(item.value.type, OpaqueType):
             yield f"the input '{item.name}' is an object of {item.value.type.name}"
@@ -68,6 +73,16 @@ def native_obstacles(program: Program, emitted: EmittedCpp) -> Iterable[str]:
         if not compiled_variants(kernel):
             remedy = "call the program once before it is saved, or name architectures"
             yield f"the kernel {kernel.symbol} has no compiled code: {remedy}"
+
+
+def _kernels_of_python(program: Program) -> Iterable[str]:
+    """Yields a reason for each kernel that Python launches."""
+    launches = [(line, program.kernel(line.kernel)) for line in program.lines() if isinstance(line, Launch)]
+    for kernel in dict.fromkeys([kernel for line, kernel in launches if is_launched_by_python(line, kernel)]):
+        if language_traits(kernel.language).user_defined:
+            yield f"the model's own Triton kernel @{kernel.name} is launched by Python: {reason_for_python(kernel)}"
+        else:
+            yield f"the kernel @{kernel.name} in '{kernel.language}' is launched by Python"
 
 
 def _operator_entry(target: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from fxwrap.artifact.emitted_code import write_emitted
 from fxwrap.artifact.environment import package_versions
 from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
+from fxwrap.artifact.user_kernels import with_ordinary_kernels
 from fxwrap.converters.cpp.library import is_compiled_by_triton
 from fxwrap.converters.emitted_program import kernel_uses
 from fxwrap.converters.fx import to_fx
@@ -30,7 +31,8 @@ from fxwrap.memory_planning import MemoryPlan, plan_to_json
 from fxwrap.passes.communication import communication
 from fxwrap.passes.window_checks import check_windows
 from fxwrap.runtime.cache_folder import write_file
-from fxwrap.runtime.triton.architectures import compile_for_architectures
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton.architectures import architectures_of_this_machine, compile_for_architectures
 from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.signature import CallingConvention, signature_to_json
 from fxwrap.symbolic import SymbolInfo
@@ -62,7 +64,8 @@ def save_program(
 
     `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
     training step that the program is; `convention` has its arguments and result, by default the flat ones. With the
-    target "native", the file also runs without Python. Triton kernels are also compiled for `architectures` ("sm_90").
+    target "native", the file also runs without Python, and users' Triton kernels are ordinary ones in it. Triton
+    kernels are also compiled for `architectures` ("sm_90").
 
     Raises OptionError for an unknown target or architecture; KernelBuildError for a kernel that does not compile for
     one; ArtifactError for unsupported programs, read-only folders and, with the target "native", programs that need
@@ -70,13 +73,21 @@ def save_program(
     """
     if target not in TARGETS:
         raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+    given = program
+    if target == "native":
+        program = with_ordinary_kernels(program)
     file_path, program = Path(path), _checked(program, str(path), with_payloads=constants)
     metadata = _metadata(program, emitter, options, group_sizes, convention)
     metadata.update({} if step is None else {"step": step})
     graph = _graph_text(program)
 
     _report_guarded_sizes(program, str(path))
-    compile_for_architectures(_triton_uses(program), architectures)
+    uses = _triton_uses(program)
+    compile_for_architectures(uses, architectures)
+    if not architectures:
+        new = set(program.kernels) - set(given.kernels)  # this process has compiled the others
+        texts = {KernelText(item.language, item.source, item.signature, item.options) for item in new}
+        compile_for_architectures([use for use in uses if use.kernel in texts], architectures_of_this_machine())
     again = bool(architectures)
 
     def add_binaries(writer: ArchiveWriter) -> dict[str, object]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.fx import GraphModule
 
-from fxwrap.artifact import save_program
+from fxwrap.artifact import SavableProgram, SavedContent
 from fxwrap.converters.emission import user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.exported import ExportedSignature
@@ -22,7 +21,7 @@ from fxwrap.lowering import NodeCoverage
 from fxwrap.memory_planning import MemoryPlan
 from fxwrap.options import Options
 from fxwrap.passes.provenance import Provenance, provenance
-from fxwrap.signature import CallingConvention, StructuredProgram
+from fxwrap.signature import CallingConvention
 from fxwrap.signature.exported import exported_convention
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import FirstCallAutotuner
@@ -81,7 +80,7 @@ class _CompileResult:
         return emitted.graph_module
 
 
-class Compiled(EmittedProgram, StructuredProgram):
+class Compiled(EmittedProgram, SavableProgram):
     """A compiled graph.
 
     A call takes the arguments of the exported program or module, by position or name, and returns its result. That of a
@@ -133,7 +132,7 @@ class Compiled(EmittedProgram, StructuredProgram):
         first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
         super().__init__("", lambda: first.boxed, lambda: first.flat)
 
-    __call__ = StructuredProgram.__call__
+    __call__ = SavableProgram.__call__
 
     def _call_as_graph(self, inputs: Sequence[object]) -> Any:
         return call_as_graph(self.program, lambda: self.graph_module, tuple(inputs))
@@ -215,15 +214,8 @@ class Compiled(EmittedProgram, StructuredProgram):
             self._first_call.skip_tuning()
         return self._result.graph_module
 
-    def save(
-        self, path: str | Path, *, constants: bool = True, target: str = "any", architectures: Sequence[str] = ()
-    ) -> None:
-        """Saves the program, its compiled code and its constants into a file; see `fxwrap.save`."""
-        save_program(
-            self.program, path, emitter=self.options.emitter, emitters=(self.options.emitter,),
-            options=self.options.text(), plan=self.plan, constants=constants, convention=self.convention, target=target,
-            architectures=architectures,
-        )  # fmt: skip
+    def _content_to_save(self, constants: bool) -> SavedContent:
+        return SavedContent(self.program, self.options.emitter, self.options.text(), self.plan)
 
     @property
     def key(self) -> str:

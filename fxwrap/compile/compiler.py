@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -268,7 +268,7 @@ class _Attempt:
     """
 
     compiled: Compiled
-    declined_nodes: frozenset[str] = frozenset()
+    declined_nodes: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[KernelFailure, ...] = ()
     is_cacheable: bool = True
 
@@ -281,11 +281,11 @@ def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
     attempt = _attempt(context)
     failures = list(attempt.failures)
     while attempt.failures:
-        unresolved = [failure for failure in attempt.failures if failure.nodes <= attempt.declined_nodes]
+        unresolved = [failure for failure in attempt.failures if failure.nodes <= attempt.declined_nodes.keys()]
         if unresolved or context.options.fallback == "error":
             raise (unresolved or attempt.failures)[0].error
-        nodes = frozenset().union(*[failure.nodes for failure in attempt.failures])
-        attempt = _attempt(replace(context, declined_nodes=attempt.declined_nodes | nodes))
+        declined = {node: str(failure.error) for failure in attempt.failures for node in sorted(failure.nodes)}
+        attempt = _attempt(replace(context, declined_nodes={**attempt.declined_nodes, **declined}))
         failures += attempt.failures
     if failures:
         warn_kernel_failures(failures, context.events)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from fxwrap.artifact import LoadedProgram, save_program
-from fxwrap.compile.compiled import Compiled
+from fxwrap.artifact import SavableProgram, save_program
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
 
 
 def save(
-    subject: Compiled | LoadedProgram | GraphModule | Program,
+    subject: SavableProgram | GraphModule | Program,
     path: str | Path,
     *,
     constants: bool = True,
@@ -45,25 +44,15 @@ def save(
     writable and, with target="native", for each item that needs Python, by name; NativeBuildError if C++ does not
     compile; FxImportError for a graph that `from_fx` does not support.
     """
-    step, group_sizes, convention = None, None, None
     match subject:
-        case Compiled():
-            emitter: str = subject.options.emitter
-            program, options, plan, default = subject.program, subject.options.text(), subject.plan, [emitter]
-            convention = subject.convention
-        case LoadedProgram():
-            emitter = subject.emitter
-            program, options, plan, default = subject.program, subject.metadata["options"], subject.plan, [emitter]
-            convention = subject.convention
-            step, group_sizes = subject.metadata.get("step"), subject.metadata.get("groups", {})
+        case SavableProgram():
+            subject.save(path, constants=constants, emitters=emitters, target=target, architectures=architectures)
+            return
         case GraphModule():
-            program, options, plan, default = from_fx(subject), "", None, ["fx"]
-            emitter = next(iter(emitters or ()), "fx")
+            program, emitter, default = from_fx(subject), "fx", ["fx"]
         case _:
-            program, options, plan, default = subject, "", None, []
-            emitter = next(iter(emitters or ()), Options().emitter)
+            program, emitter, default = subject, Options().emitter, []
     save_program(
-        program, path, emitter=emitter, emitters=default if emitters is None else emitters, options=options, plan=plan,
-        constants=constants, group_sizes=group_sizes, step=step, convention=convention, target=target,
-        architectures=architectures,
+        program, path, emitter=next(iter(emitters or ()), emitter), emitters=default if emitters is None else emitters,
+        constants=constants, target=target, architectures=architectures,
     )  # fmt: skip

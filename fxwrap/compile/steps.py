@@ -69,7 +69,7 @@ class CompileContext:
         fake_inputs: fake tensors of the inputs by name, for the metadata of emitted FX graphs.
         compiled_by_key: earlier results, which equal programs share.
         tuner: selects the configurations of kernels; None without autotuning.
-        declined_nodes: names of nodes that become extern calls.
+        declined_nodes: nodes that become extern calls, by name, with the reason.
         graphs: the imported graph, and those after FX passes, by the name of the pass, for the option `debug`.
         signature: that of the exported program that is compiled, None for a GraphModule.
         events: the log of the compile.
@@ -84,7 +84,7 @@ class CompileContext:
     fake_inputs: Mapping[str, FakeTensor]
     compiled_by_key: Mapping[str, Compiled] | None = None
     tuner: Tuner | None = None
-    declined_nodes: frozenset[str] = frozenset()
+    declined_nodes: Mapping[str, str] = field(default_factory=dict)
     graphs: Sequence[tuple[str, GraphSource]] = ()
     signature: ExportedSignature | None = None
     events: EventLog = field(default_factory=lambda: EventLog("program"))
@@ -111,7 +111,7 @@ class CompileState:
     Fields:
         program: the current program.
         coverage: for each call of the graph, whether it was fused or called, and the decline reason.
-        declined_nodes: names of nodes that became extern calls although they have lowering rules.
+        declined_nodes: nodes that became extern calls although they have lowering rules, by name, with the reason.
         warned: whether a warning mentioned any of them.
         plan: the memory plan.
         graph: the emitted graph, if the user's passes rewrite it.
@@ -121,7 +121,7 @@ class CompileState:
 
     program: Program
     coverage: tuple[NodeCoverage, ...] = ()
-    declined_nodes: frozenset[str] = frozenset()
+    declined_nodes: Mapping[str, str] = field(default_factory=dict)
     warned: bool = False
     plan: MemoryPlan | None = None
     graph: EmittedGraph | None = None

@@ -90,6 +90,7 @@ class DeviceSpec:
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
         streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
+        streaming_attention_backward_sizes: the same for forward and backward of training together.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
@@ -137,6 +138,7 @@ class DeviceSpec:
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
+    streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
@@ -204,6 +206,7 @@ CPU = DeviceSpec(
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
+    streaming_attention_backward_sizes=((torch.float32, 512),),
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,

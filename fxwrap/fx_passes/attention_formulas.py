@@ -10,32 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.attention_backward import AttentionBackward, ForwardNodes, UnsupportedBackwardError, find_backward
 from fxwrap.fx_passes.attention_masks import name_of
-from fxwrap.fx_passes.graph_copy import expressions_of
+from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, sizes_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
-from fxwrap.torch_compat import FakeTensor, OpOverload
+from fxwrap.torch_compat import OpOverload
 
 _aten = torch.ops.aten
 
-_VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
-"""Operators whose result has their operand's elements, in the same order."""
-
-ELEMENTWISE = frozenset({
-    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp",
-    "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul",
-    "ne", "neg", "rsub", "sigmoid", "sub", "tanh", "to_copy", "where",
-})  # fmt: skip
-"""Operators of single elements that scores, biases and masks are computed with."""
-
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.baddbmm.default})
-
-Sizes: TypeAlias = list[Any]
-"""Sizes as ints and expressions, whose comparison installs no guard."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +37,7 @@ class AttentionFormula:
         output: the matmul of weights and values.
         inner: the nodes between `query_key` and `output`, which only they read.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
+        backward: the backward in the same graph, or None.
     """
 
     softmax: Node
@@ -57,6 +46,7 @@ class AttentionFormula:
     output: Node
     inner: tuple[Node, ...]
     zeroes_fully_masked_rows: bool
+    backward: AttentionBackward | None = None
 
 
 @dataclass(frozen=True)
@@ -83,58 +73,6 @@ def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[Atten
     return found, missed
 
 
-def sizes_of(node: Node, fakes: NodeValues) -> Sizes:
-    """Returns the sizes of a node's tensor as ints and expressions."""
-    return expressions_of(fakes[node].shape)
-
-
-def permutation(node: Node, fakes: NodeValues) -> list[int] | None:
-    """Returns the dimensions of its operand in the order of the result's, for calls that permute them."""
-    if node.op != "call_function" or not _is_tensor(node.args[0] if node.args else None, fakes):
-        return None
-    arguments: Any = node.args
-    rank = fakes[arguments[0]].ndim
-    order = list(range(rank))
-    match name_of(node):
-        case "permute":
-            return [dim % rank for dim in arguments[1]]
-        case "transpose" | "t":
-            one, other = [dim % rank for dim in arguments[1:3] or (0, rank - 1)]
-            order[one], order[other] = order[other], order[one]
-            return order
-        case _:
-            return None
-
-
-def keeps_order(node: Node, fakes: NodeValues) -> bool:
-    """Whether a call returns the elements of its only tensor, in the same order and dtype."""
-    source = node.args[0] if isinstance(node.target, OpOverload) and node.args else None
-    if not isinstance(source, Node) or not _is_tensor(source, fakes) or not _is_tensor(node, fakes):
-        return False
-    name = name_of(node)
-    if name in _VIEWS:
-        return True
-    if name == "expand":
-        return bool(_count(sizes_of(source, fakes)) == _count(sizes_of(node, fakes)))
-    order = permutation(node, fakes)
-    if order is None:
-        return False
-    sizes = sizes_of(source, fakes)
-    moved = [dim for dim in order if sizes[dim] != 1]
-    return moved == sorted(moved)
-
-
-def _count(sizes: Sizes) -> Any:
-    product: Any = 1
-    for size in sizes:
-        product = product * size
-    return product
-
-
-def _is_tensor(node: object, fakes: NodeValues) -> bool:
-    return isinstance(node, Node) and isinstance(fakes.get(node), FakeTensor)
-
-
 # --- softmax ----------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +87,7 @@ class _Softmax:
 
 def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
     """Returns the softmax whose weights a node computes."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not _is_tensor(node, fakes):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not is_tensor(node, fakes):
         return None
     name, rank = name_of(node), fakes[node].ndim
     if name in ("softmax", "safe_softmax"):
@@ -181,7 +119,7 @@ def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
 
 def _reduced(node: object, name: str, fakes: NodeValues) -> Node | None:
     """Returns the tensor that a call reduces along its last dimension, which it keeps."""
-    if not isinstance(node, Node) or not _is_tensor(node, fakes) or name_of(node) != name or node.kwargs:
+    if not isinstance(node, Node) or not is_tensor(node, fakes) or name_of(node) != name or node.kwargs:
         return None
     operand, dims, keep = (*node.args, None, None)[:3]
     is_last = isinstance(dims, list | tuple) and [dim % fakes[node].ndim for dim in dims] == [fakes[node].ndim - 1]
@@ -207,7 +145,11 @@ class _Search:
         if isinstance(output, str):
             return output
         inner = (*scores[1:], *self.softmax.nodes, *passed)
-        own = {scores[0], *inner, output}
+        try:
+            backward = self._backward(scores, passed, output)
+        except UnsupportedBackwardError as error:
+            return str(error)
+        own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
         for node in (scores[0], *inner):
             if not own.issuperset(node.users):
                 return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
@@ -216,7 +158,11 @@ class _Search:
             if self._last_two(node) != (rows, keys):
                 return "its scores are reshaped across rows and keys"
         zeroes = self.softmax.zeroes_fully_masked_rows
-        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes)
+        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward)
+
+    def _backward(self, scores: Sequence[Node], passed: Sequence[Node], output: Node) -> AttentionBackward | None:
+        weights = (self.weights, *passed)[-1]
+        return find_backward(ForwardNodes(scores[0], tuple(scores), self.weights, weights, output), self.fakes)
 
     def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
@@ -229,7 +175,7 @@ class _Search:
 
     def _path(self, node: object, depth: int) -> list[Node] | None:
         """Returns the nodes from a matmul to a node of the scores."""
-        if not isinstance(node, Node) or not _is_tensor(node, self.fakes) or depth > _MAX_DEPTH:
+        if not isinstance(node, Node) or not is_tensor(node, self.fakes) or depth > _MAX_DEPTH:
             return None
         if node.target in _PRODUCTS:
             return [node]
@@ -237,12 +183,12 @@ class _Search:
         if keeps_order(node, self.fakes):
             operands = node.args[:1]
         elif isinstance(node.target, OpOverload) and name_of(node) in ELEMENTWISE:
-            size = _count(sizes_of(node, self.fakes))
+            size = element_count(node, self.fakes)
             arguments: Any = node.args
             operands = [
                 item for item in arguments
-                if _is_tensor(item, self.fakes) and self.fakes[item].dtype.is_floating_point
-                and _count(sizes_of(item, self.fakes)) == size
+                if is_tensor(item, self.fakes) and self.fakes[item].dtype.is_floating_point
+                and element_count(item, self.fakes) == size
             ]  # fmt: skip
         for operand in operands:
             path = self._path(operand, depth + 1)
@@ -250,30 +196,47 @@ class _Search:
                 return [*path, node]
         return None
 
-    def _below(self) -> tuple[list[Node], Node | str] | None:
+    def _below(self) -> tuple[tuple[Node, ...], Node | str] | None:
         """Returns the nodes between the weights and the matmul with values, and that matmul or why there is none."""
-        passed: list[Node] = []
-        node = self.weights
-        while True:
-            users = [user for user in node.users if user.op != "output"]
-            product = next((user for user in users if user.target in _PRODUCTS), None)
-            if product is not None:
-                if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
-                    return passed, "its weights are no left operand of a matmul"
-                return passed, product
-            following = next((user for user in users if self._passes_weights(user)), None)
-            if following is None:
-                if any(name_of(user) in ("native_dropout", "dropout", "bernoulli", "rand_like") for user in users):
-                    return passed, "its weights have dropout"
-                return None
-            passed.append(following)
-            node = following
+        return self._product_after(self.weights, ())
 
-    def _passes_weights(self, node: Node) -> bool:
-        """Whether a call passes weights on as they are, or casts them."""
-        is_cast = name_of(node) == "to_copy" and _is_tensor(node, self.fakes) and self.fakes[node].is_floating_point()
-        return is_cast or keeps_order(node, self.fakes)
+    def _product_after(self, node: Node, passed: tuple[Node, ...]) -> tuple[tuple[Node, ...], Node | str] | None:
+        users = [user for user in node.users if user.op != "output"]
+        product = next((user for user in users if user.target in _PRODUCTS), None)
+        if product is not None:
+            if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
+                return passed, "its weights are no left operand of a matmul"
+            return passed, product
+        if any(_drops_out(user, node) for user in users):
+            return passed, DROPOUT
+        for user in users:
+            passes = len(passed) < _MAX_DEPTH and (is_cast(user, self.fakes) or keeps_order(user, self.fakes))
+            result = self._product_after(user, (*passed, user)) if passes else None
+            if result is not None:
+                return result
+        return None
 
+
+DROPOUT = "its weights have dropout"
+"""The reason why attention with dropout stays: kernels draw other random numbers than the formula does."""
+
+_RANDOM = frozenset({"bernoulli", "native_dropout", "rand", "rand_like", "uniform"})
+
+
+def _drops_out(node: Node, weights: Node) -> bool:
+    """Whether a call multiplies weights by random numbers, or drops some of them."""
+    if name_of(node) in ("dropout", "native_dropout"):
+        return True
+    noise = [item for item in node.all_input_nodes if item is not weights] if name_of(node) in ("mul", "where") else []
+    for _ in range(_MAX_NOISE_OPERATORS):
+        if any(name_of(item) in _RANDOM for item in noise):
+            return True
+        noise = [operand for item in noise for operand in item.all_input_nodes]
+    return False
+
+
+_MAX_NOISE_OPERATORS = 4
+"""The largest number of operators between random numbers and the factor of weights."""
 
 _MAX_DEPTH = 24
 """The largest number of operators between scores and softmax."""

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional
 
+from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.options import Options
 from fxwrap.torch_compat import (
     HigherOrderOperator,
@@ -65,7 +66,7 @@ MaskRewrite: TypeAlias = Literal["all_true", "causal", "contiguous"]
 """A rewrite of a mask: removed since it is all true, replaced by `is_causal`, or made contiguous."""
 
 _LOG_MESSAGES: Mapping[MaskRewrite, str] = {
-    "all_true": "is all true and is removed",
+    "all_true": "masks nothing and is removed",
     "causal": "is a lower triangle and becomes is_causal",
     "contiguous": "has a layout that no kernel reads and is copied",
 }
@@ -97,8 +98,8 @@ def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite
     }
     if not mask_of or not options.fuse or "aten.scaled_dot_product_attention.default" in options.preserve_ops:
         return {}
-    constants = _constant_nodes(graph)
-    rewrite_of = {mask: _classify_mask(mask, constants) for mask in dict.fromkeys(mask_of.values())}
+    constants, written = _constant_nodes(graph), _written_storages(graph)
+    rewrite_of = {mask: _classify_mask(mask, constants, written) for mask in dict.fromkeys(mask_of.values())}
     return {
         node: rewrite for node, mask in mask_of.items()
         if (rewrite := rewrite_of[mask]) is not None
@@ -191,10 +192,19 @@ def name_of(node: Node) -> str:
 # --- constant masks ---------------------------------------------------------------------------------------------------
 
 
-def _classify_mask(mask: Node, constants: frozenset[Node]) -> MaskRewrite | None:
+def _written_storages(graph: Graph) -> frozenset[int | None]:
+    """Returns the storages that calls may write."""
+    calls = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and may_mutate(node)]
+    return frozenset(storage_of(operand) for node in calls for operand in node.all_input_nodes)
+
+
+def _classify_mask(mask: Node, constants: frozenset[Node], written: frozenset[int | None]) -> MaskRewrite | None:
     fake = fake_of(mask)
     if not isinstance(fake, torch.Tensor) or fake.ndim < 2:
         return None
+    uniform = uniform_value(mask, fake_of, lambda node: storage_of(node) in written)
+    if uniform is not None and uniform == (1 if fake.dtype is torch.bool else 0):
+        return "all_true"
     if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
         value = _fold_constant(mask)
         if value is not None and bool(value.all()):

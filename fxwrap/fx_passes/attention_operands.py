@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_formulas import AttentionFormula, keeps_order, permutation, sizes_of
+from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.attention_nodes import keeps_order, sizes_of, swaps_last_two
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads
 from fxwrap.fx_passes.prepared_graph import NodeValues
@@ -48,6 +49,11 @@ class Stage:
     group: int = 1
     factors: tuple[Factor, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has the operand's elements, in the same order but for a transposition."""
+        return self.group == 1 and not self.factors
+
 
 @dataclass(frozen=True)
 class AttentionOperands:
@@ -69,6 +75,14 @@ class AttentionOperands:
         """The factors of the scores."""
         return (*self.query.factors, *self.key.factors)
 
+    def score_sizes(self, fakes: NodeValues) -> tuple[Any, Any, Any]:
+        """Returns the numbers of batches, heads and rows."""
+        fake = fakes[self.query.node]
+        rows = fake.shape[-2 if self.query.width_dim == -1 else -1]
+        if fake.ndim == 4:
+            return (*fake.shape[:2], rows)
+        return (fake.shape[0] // self.heads if fake.ndim == 3 else 1, self.heads, rows)
+
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The tensors that the kernel reads, without those of biases and masks."""
@@ -77,10 +91,15 @@ class AttentionOperands:
 
 
 def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> AttentionOperands:
-    """Returns the operands of a formula, as close to their origin as a kernel can read them."""
+    """Returns the operands of a formula, as close to their origin as a kernel can read them.
+
+    Those of a formula with a backward are the elements of its matmuls' operands, of which that computes gradients.
+    """
     query = [item for item in _stages(formula.query_key.args[-2], -1, fakes) if item.group == 1]
     key = _stages(formula.query_key.args[-1], -2, fakes)
     value = [item for item in _stages(formula.output.args[1], -1, fakes) if not item.factors]
+    if formula.backward is not None:
+        query, key, value = [[item for item in stages if item.is_plain] for stages in (query, key, value)]
     products = sizes_of(formula.query_key, fakes)[:-2]
     leading: tuple[Any, Any] = (products[0] if products else 1, 1)
     split = next((item for stages in (query, value, key) for item in stages if fakes[item.node].ndim == 4), None)
@@ -92,6 +111,12 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
         ungrouped = [[item for item in stages if item.group == 1] for stages in (query, key, value)]
         chosen = [_choose(stages, leading, fakes) for stages in ungrouped]
     return AttentionOperands(chosen[0], chosen[1], chosen[2], *leading)
+
+
+def plain_stage(node: Node, operands: AttentionOperands, fakes: NodeValues) -> Stage:
+    """Returns the tensor (batch, heads, rows, width) whose elements an operand of another matmul has, if any."""
+    stages = [item for item in _stages(node, -1, fakes) if item.is_plain]
+    return _choose(stages, (operands.batch, operands.heads), fakes)
 
 
 def _choose(stages: Sequence[Stage], leading: tuple[Any, Any], fakes: NodeValues) -> Stage:
@@ -133,7 +158,7 @@ def _before(stage: Stage, fakes: NodeValues) -> Stage | None:
         return None
     if keeps_order(node, fakes):
         return replace(stage, node=source) if _same_matrices(node, source, fakes) else None
-    if _swaps_last_two(node, fakes):
+    if swaps_last_two(node, fakes):
         return replace(stage, node=source, width_dim=-3 - stage.width_dim)
     factor = _factor(node, source, fakes)
     return None if factor is None else replace(stage, node=source, factors=(*stage.factors, factor))
@@ -158,11 +183,6 @@ def _unrepeated(node: Node, fakes: NodeValues) -> tuple[Node, int] | None:
 
 def _same_matrices(node: Node, source: Node, fakes: NodeValues) -> bool:
     return sizes_of(node, fakes)[-2:] == sizes_of(source, fakes)[-2:]
-
-
-def _swaps_last_two(node: Node, fakes: NodeValues) -> bool:
-    rank = fakes[node].ndim
-    return permutation(node, fakes) == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def _factor(node: Node, source: Node, fakes: NodeValues) -> Factor | None:
@@ -192,4 +212,4 @@ def kernel_operand(copy: GraphCopy, before: Node, stage: Stage, operands: Attent
     if operands.heads == 1:
         return copy.call(before, _aten.unsqueeze.default, (node, 1), name)
     sizes = [fake.shape[0] // operands.heads, operands.heads, *fake.shape[1:]]
-    return copy.call(before, _aten.view.default, (node, sizes), name)
+    return copy.call(before, _aten.view.default, (node, copy.size_arguments(before, sizes)), name)

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.fx_passes.attention_formulas import ELEMENTWISE, AttentionFormula, sizes_of
+from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
+from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, without_fake_mode
 
@@ -83,7 +85,7 @@ def score_functions(
     formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
 ) -> ScoreFunctions:
     """Returns the functions of a formula; the graph writes the storages `written`. Raises UnsupportedScoresError."""
-    return _ScoreBuilder(formula, operands, fakes, written).build()
+    return ScoreFunctionBuilder(formula, operands, fakes, written).build()
 
 
 def biased_score_functions(query: FakeTensor, bias: FakeTensor | None) -> tuple[GraphModule, GraphModule]:
@@ -104,15 +106,16 @@ class _ScalarGraph:
         self.mode: FakeTensorMode = query.fake_mode
         self.device = query.device
         self.dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-        self.score = self._placeholder("score", self.dtype)
-        self.indices = {name: self._placeholder(name, torch.int32) for name in ("batch", "head", "row", "key")}
+        self.score = self.placeholder("score", self.dtype)
+        self.indices = {name: self.placeholder(name, torch.int32) for name in ("batch", "head", "row", "key")}
 
     def _finish(self, result: Node) -> tuple[GraphModule, GraphModule]:
         """Returns the graph, and that of a mask that is all true."""
         self.graph.output((result,))
-        return GraphModule({}, self.graph), self._all_true()
+        return GraphModule({}, self.graph), self.all_true()
 
-    def _all_true(self) -> GraphModule:
+    def all_true(self) -> GraphModule:
+        """Returns the graph of a mask that is all true."""
         graph = Graph()
         for name in self.indices:
             graph.placeholder(name).meta["val"] = self.scalars[self.indices[name]]
@@ -127,12 +130,14 @@ class _ScalarGraph:
         result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), keywords, self.like)
         return result
 
-    def _placeholder(self, name: str, fake: Any) -> Node:
+    def placeholder(self, name: str, fake: Any) -> Node:
+        """Returns a new operand: a tensor, or a scalar of a dtype."""
         node = self.graph.placeholder(name)
         node.meta["val"] = self.scalars[node] = self._empty(fake) if isinstance(fake, torch.dtype) else fake
         return node
 
-    def _call(self, target: Target, *arguments: Any, **keywords: Any) -> Node:
+    def call(self, target: Target, *arguments: Any, **keywords: Any) -> Node:
+        """Returns a new call."""
         node = self.graph.call_function(target, arguments, keywords)
         node.meta["val"] = self.scalars[node] = run_on_fakes(node, self.scalars, self.scalars[self.score])
         return node
@@ -143,15 +148,20 @@ class _BiasedScores(_ScalarGraph):
         """Returns the functions. The dimensions of the bias that have one element are read at 0."""
         if bias is None:
             return self._finish(self.score)
-        buffer = self._placeholder("bias", bias)
+        buffer = self.placeholder("bias", bias)
         used = [*self.indices.values()][len(self.indices) - bias.ndim :]
-        zero = self._call(_aten.full.default, [], 0, dtype=torch.int32, device=self.device)
+        zero = self.call(_aten.full.default, [], 0, dtype=torch.int32, device=self.device)
         indices = [zero if size == 1 else index for size, index in zip(bias.shape, used, strict=True)]
-        element = self._call(_aten.index.Tensor, buffer, indices)
-        return self._finish(self._call(_aten.add.Tensor, self.score, element))
+        element = self.call(_aten.index.Tensor, buffer, indices)
+        return self._finish(self.call(_aten.add.Tensor, self.score, element))
 
 
-class _ScoreBuilder(_ScalarGraph):
+class ScoreFunctionBuilder(_ScalarGraph):
+    """Builds the functions of a formula.
+
+    `reads` are the tensors that they read, `scale` what products are multiplied by before; 1 without `folds_scale`.
+    """
+
     def __init__(
         self, formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
     ) -> None:
@@ -163,8 +173,15 @@ class _ScoreBuilder(_ScalarGraph):
         self.reads: dict[tuple[Node, Coordinates], Node] = {}
         self._memo: dict[tuple[Node, Coordinates], Node] = {}
         self.scale = 1.0
+        self.folds_scale = True
 
     def build(self) -> ScoreFunctions:
+        value = self.modified_score()[self.formula.scores[-1]]
+        reads = tuple([ReadTensor(*key) for key in self.reads])
+        return ScoreFunctions(*self._finish(value), self.scale, reads)
+
+    def modified_score(self) -> dict[Node, Node]:
+        """Returns the score after each operator of the formula."""
         value = self.score
         for factor in self.operands.factors:
             value = self._multiplied(value, factor.value, factor.divides)
@@ -173,20 +190,19 @@ class _ScoreBuilder(_ScalarGraph):
             value = self._added(value, query_key)
         passed = {query_key: value}
         for node in self.formula.scores[1:]:
-            passed[node] = value = self._step(node, value, passed)
-        reads = tuple([ReadTensor(*key) for key in self.reads])
-        return ScoreFunctions(*self._finish(value), self.scale, reads)
+            passed[node] = value = self.step(node, value, passed)
+        return passed
 
     # --- scalars ----------------------------------------------------------------------------------------------------
 
     def _cast(self, value: Node, dtype: torch.dtype) -> Node:
         is_same = self.scalars[value].dtype == dtype
-        return value if is_same else self._call(_aten._to_copy.default, value, dtype=dtype)
+        return value if is_same else self.call(_aten._to_copy.default, value, dtype=dtype)
 
     def _multiplied(self, value: Node, factor: Any, divides: bool) -> Node:
         if isinstance(factor, Node):
             target = _aten.div.Tensor if divides else _aten.mul.Tensor
-            return self._call(target, value, self._element(factor, ()))
+            return self.call(target, value, self._element(factor, ()))
         self.scale = self.scale / factor if divides else self.scale * factor
         return value
 
@@ -194,16 +210,16 @@ class _ScoreBuilder(_ScalarGraph):
         """Returns the score of `baddbmm`: alpha * score + beta * bias."""
         alpha, beta = product.kwargs.get("alpha", 1), product.kwargs.get("beta", 1)
         if alpha != 1:
-            value = self._call(_aten.mul.Tensor, value, alpha)
+            value = self.call(_aten.mul.Tensor, value, alpha)
         if beta == 0:
             return value
         bias = self._argument(product.args[0], product, self._coordinates(product))
-        return self._call(_aten.add.Tensor, value, bias, **({} if beta == 1 else {"alpha": beta}))
+        return self.call(_aten.add.Tensor, value, bias, **({} if beta == 1 else {"alpha": beta}))
 
     # --- the path of the scores -------------------------------------------------------------------------------------
 
-    def _step(self, node: Node, value: Node, passed: dict[Node, Node]) -> Node:
-        """Returns the score after one operator."""
+    def step(self, node: Node, value: Node, passed: dict[Node, Node]) -> Node:
+        """Returns the score, or another value that is computed from it, after one operator."""
         name = name_of(node)
         if name not in ELEMENTWISE:
             return value  # a view
@@ -211,14 +227,39 @@ class _ScoreBuilder(_ScalarGraph):
             if not self.fakes[node].dtype.is_floating_point:
                 raise UnsupportedScoresError("its scores are cast to integers")
             return value  # kernels compute in float32 or float64
-        if value is self.score:
+        if value is self.score and self.folds_scale:
             number: Any = node.args[1] if name in ("mul", "div") and len(node.args) == 2 and not node.kwargs else None
             if type(number) in (int, float) and math.isfinite(number) and number != 0:
                 return self._multiplied(value, number, name == "div")
+        if self._changes_nothing(node, passed):
+            return value
         coordinates = self._coordinates(node) if len(node.all_input_nodes) > 1 else ()
         operands: Any = node.args
         arguments = [passed[item] if item in passed else self._argument(item, node, coordinates) for item in operands]
-        return self._call(node.target, *arguments, **self._keywords(node))
+        return self.call(node.target, *arguments, **self._keywords(node))
+
+    def _changes_nothing(self, node: Node, passed: dict[Node, Node]) -> bool:
+        """Whether an operator returns the score: it adds zeros, or its mask has one value."""
+        numbers = [
+            self._constant(item) if isinstance(item, Node) and item not in passed and self._is_tensor(item) else None
+            for item in node.args
+        ]
+        match name_of(node), numbers:
+            case "where", [True, None, _]:
+                return node.args[1] in passed
+            case "where", [False, _, None]:
+                return node.args[2] in passed
+            case "masked_fill", [None, False, *_]:
+                return True
+            case "add" | "sub", [None, 0] | [None, 0.0]:
+                return True
+            case "add", [0, None] | [0.0, None]:
+                return not node.kwargs
+            case _:
+                return False
+
+    def _is_tensor(self, node: Node) -> bool:
+        return isinstance(self.fakes.get(node), torch.Tensor)
 
     def _keywords(self, node: Node) -> dict[str, Any]:
         if any(isinstance(item, Node) for item in node.kwargs.values()):
@@ -272,7 +313,7 @@ class _ScoreBuilder(_ScalarGraph):
         fake = self.fakes[node]
         number = self._constant(node)
         if number is not None:
-            return self._call(_aten.full.default, [], number, dtype=fake.dtype, device=self.device)
+            return self.call(_aten.full.default, [], number, dtype=fake.dtype, device=self.device)
         if self._is_position(node, coordinates):
             (coordinate,) = coordinates
             assert coordinate is not None
@@ -280,7 +321,7 @@ class _ScoreBuilder(_ScalarGraph):
         if not self._saves_reads(node, coordinates):
             return None
         arguments = [self._argument(item, node, coordinates) for item in node.args]
-        return self._call(node.target, *arguments, **self._keywords(node))
+        return self.call(node.target, *arguments, **self._keywords(node))
 
     def _viewed(self, node: Node, coordinates: Coordinates) -> tuple[Node, Coordinates] | None:
         """Returns the tensor and coordinates of an element of a view."""
@@ -304,6 +345,9 @@ class _ScoreBuilder(_ScalarGraph):
         fake = self.fakes[node]
         if name_of(node) in _CONSTANTS:
             return _filled_value(node)
+        uniform = uniform_value(node, self.fakes.get, self._is_written)
+        if uniform is not None:
+            return uniform
         is_real = node.op == "get_attr" and not isinstance(fake, FakeTensor)
         if not is_real or fake.numel() != 1 or fake.is_complex() or self._is_written(node):
             return None
@@ -362,7 +406,7 @@ class _ScoreBuilder(_ScalarGraph):
             if item is not None:
                 parts = ("batch", "head") if item.part == "product" and self.operands.heads != 1 else (item.part,)
                 indices.extend([self._index(replace_part(item, part)) for part in parts])
-        return self._call(_aten.index.Tensor, buffer, indices) if indices else buffer
+        return self.call(_aten.index.Tensor, buffer, indices) if indices else buffer
 
     def _buffer(self, node: Node, coordinates: Coordinates) -> Node:
         fake = self.fakes[node]
@@ -378,14 +422,14 @@ class _ScoreBuilder(_ScalarGraph):
                     fake = fake.view([*fake.shape[:dim], *split, *fake.shape[dim + 1 :]])
         call = next((item for item in self.graph.nodes if item.op != "placeholder"), None)
         with nullcontext() if call is None else self.graph.inserting_before(call):
-            return self._placeholder(f"buffer{len(self.reads)}", fake)
+            return self.placeholder(f"buffer{len(self.reads)}", fake)
 
     def _index(self, coordinate: Coordinate) -> Node:
         value = self.indices["batch" if coordinate.part == "product" else coordinate.part]
         if coordinate.step != 1:
-            value = self._call(_aten.div.Tensor_mode, value, coordinate.step, rounding_mode="floor")
+            value = self.call(_aten.div.Tensor_mode, value, coordinate.step, rounding_mode="floor")
         if coordinate.size is not None:
-            value = self._call(_aten.remainder.Scalar, value, coordinate.size)
+            value = self.call(_aten.remainder.Scalar, value, coordinate.size)
         return value
 
 

@@ -133,6 +133,8 @@ def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
     if not isinstance(node.target, OpOverload):
         return None
     schema = operator_schema(node.target)
+    if schema.replacement is not None:  # one that declares the view, as that of `_unsafe_view`
+        schema = operator_schema(schema.replacement(node.target, node.args, tuple(node.kwargs.items()))[0])
     position = schema.aliased_argument
     if position is None or is_composite(node.target) or schema.mutated_arguments or position >= len(node.args):
         return None

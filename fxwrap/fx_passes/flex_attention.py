@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
+from fxwrap.fx_passes.captured_gradients import CapturedGradients, UnsupportedGradientsError, split_captured_gradients
 from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label
 from fxwrap.fx_passes.fake_propagation import in_one_mode
@@ -46,6 +48,9 @@ log = logging.getLogger("fxwrap.compile")
 _ROWS = 128
 """Query rows of an iteration without a block mask."""
 
+_CAPTURED = 3
+"""The position of the gradients of captured tensors in the results of a backward."""
+
 _Path: TypeAlias = tuple[Any, ...]
 """The position of a tensor in the results of a call."""
 
@@ -55,25 +60,37 @@ def expand_flex_attention(graph: PreparedGraph, options: Options) -> PreparedGra
     calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.users]
     if not calls:
         return graph
-    copy = GraphCopy(graph)
+    copy, declined = GraphCopy(graph), dict[str, str]()
     for node in calls:
         call = _Call(copy, node, options)
-        if not (_has_kernel(call) and call.scalarize()):
+        reason = _decline_reason(call) or call.scalarize()
+        if reason is not None:
+            declined[node.name] = reason
             call.replace(_EXPANSIONS[_label(node)](call))
-    return copy.finish()
+    return _with_reasons(copy.finish(), declined)
 
 
-def expand_declined_attention(graph: PreparedGraph, options: Options, declined: Collection[str]) -> PreparedGraph:
-    """Returns a graph in which the calls of FlexAttention with these names are operators that fuse, in loops."""
+def expand_declined_attention(graph: PreparedGraph, options: Options, declined: Mapping[str, str]) -> PreparedGraph:
+    """Returns a graph in which calls of FlexAttention are operators that fuse, in loops.
+
+    `declined` are the names of such calls, and of other nodes, with reasons.
+    """
     calls = [node for node in graph.nodes if _label(node) in _EXPANSIONS and node.name in declined]
     if not calls:
         return graph
     copy = GraphCopy(graph)
     for node in calls:
-        log.info("'%s' is no kernel of its own: it runs as matmuls and kernels around them", node.name)
         call = _Call(copy, node, options)
         call.replace(_EXPANSIONS[_label(node)](call))
-    return copy.finish()
+    return _with_reasons(copy.finish(), {node.name: declined[node.name] for node in calls})
+
+
+def _with_reasons(graph: PreparedGraph, declined: Mapping[str, str]) -> PreparedGraph:
+    """Returns a graph with the reasons why calls are no kernels of their own, which are logged too."""
+    for name, reason in declined.items():
+        log.info("'%s' is no kernel of its own, but matmuls and kernels around them: %s", name, reason)
+    reasons = {name: f"no attention kernel: {reason}" for name, reason in declined.items()}
+    return replace(graph, coverage_reasons={**graph.coverage_reasons, **reasons})
 
 
 _KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
@@ -82,15 +99,18 @@ _KERNEL_LANGUAGES = frozenset({"cpp", "triton"})
 _MAX_HEAD_WIDTH = 512
 
 
-def _has_kernel(call: _Call) -> bool:
-    """Whether lowering can make a call kernels of its own, as far as its operands tell."""
-    if any(path[0] > 2 for path in call.results) and call.joint_position is not None:
-        return False  # gradients of captured tensors: sums over scores at computed indices
+def _decline_reason(call: _Call) -> str | None:
+    """Returns why lowering cannot make a call kernels of its own; None where its operands do not prevent it."""
     attention = call.attention
     operands = (attention.query, attention.key, attention.value)
     widths = (attention.query.shape[3], attention.value.shape[3])
-    heads_are_known = all(type(item.shape[1]) is int for item in operands)
-    return heads_are_known and has_attention_kernel(operands, widths, call.options)
+    if not all(type(size) is int for size in (*widths, *[item.shape[1] for item in operands])):
+        return "the number or the width of its heads is symbolic"
+    if any(size > _MAX_HEAD_WIDTH for size in widths):
+        return f"its heads are wider than {_MAX_HEAD_WIDTH}"
+    if not has_attention_kernel(operands, widths, call.options):
+        return "the options or its dtypes leave no kernel language"
+    return None
 
 
 def has_attention_kernel(operands: Sequence[Tensor], widths: Sequence[int | torch.SymInt], options: Options) -> bool:
@@ -165,6 +185,11 @@ class _Call:
         return 8 if _label(self.node) == "flex_attention_backward" else None
 
     @property
+    def captured_count(self) -> int:
+        """The number of gradients of captured tensors, or of their sums over scores, that a backward returns."""
+        return len(self._fake(self.node)[_CAPTURED])
+
+    @property
     def attention(self) -> FlexAttention:
         """The call's operands that forward and backward have in common, with fake values."""
         arguments = self.fake_arguments
@@ -172,8 +197,12 @@ class _Call:
             arguments = (*arguments[:3], arguments[7], *arguments[9:])
         return FlexAttention.from_arguments(*arguments)
 
-    def scalarize(self) -> bool:
-        """Replaces the call's functions by graphs of ATen operators on scalars; returns whether they can be traced."""
+    def scalarize(self) -> str | None:
+        """Replaces the call's functions by graphs of ATen operators on scalars; returns why they cannot be traced.
+
+        The results of a backward are then sums over scores, from which operators after it compute the gradients of
+        captured tensors.
+        """
         attention, joint = self.attention, self.joint_position
         score_position, mask_position = (3, 4) if joint is None else (joint - 1, joint + 1)
         block_mask: Any = self.node.args[mask_position]
@@ -184,33 +213,68 @@ class _Call:
             self.node.args[score_position]: ([score, *indices, *attention.score_buffers], attention.score_mod),
             block_mask[-1]: ([*indices, *attention.mask_buffers], attention.mask_mod),
         }
+        captured = [path[1] for path in self.results if path[0] == _CAPTURED] if joint is not None else []
         if joint is not None:
+            function = self.fake_arguments[joint]
             operands = [score, *indices, gradient, *attention.score_buffers]
-            graphs[self.node.args[joint]] = operands, _score_gradient(self.fake_arguments[joint])
+            graphs[self.node.args[joint]] = operands, function if captured else _score_gradient(function)
+        modules: dict[Any, GraphModule] = {}
+        gradients: CapturedGradients | None = None
+        try:
+            for node, (operands, function) in graphs.items():
+                modules[node] = self._traced(function, operands, keeps_scatters=bool(captured))
+                modules[node].graph.eliminate_dead_code()
+            if joint is not None and captured:
+                traced = modules[self.node.args[joint]]
+                gradients = split_captured_gradients(traced, attention.score_buffers, captured, attention.dtype)
+                modules[self.node.args[joint]] = gradients.joint
+        except (RuntimeError, ValueError, NotImplementedError, GraphError, UnsupportedGradientsError) as error:
+            return str(error).partition("\n")[0]
         replaced: dict[Node, Node] = {}
-        for node, (operands, function) in graphs.items():
-            assert isinstance(node, Node)
-            try:
-                module = self._traced(function, operands)
-            except (RuntimeError, ValueError, NotImplementedError, GraphError):
-                return False
-            module.graph.eliminate_dead_code()
+        for node, module in modules.items():
             name = f"{self.node.name}_{node.target}"
             replaced[self._copy.node_map[node]] = self._copy.attribute(self._before, name, module)
         arguments: Any = map_arg(self._before.args, lambda node: replaced.get(node, node))
-        if attention.blocks.is_trivial:  # nothing reads the lists of the only block
-            *lists, function = arguments[mask_position]
-            trivial = (*[None if isinstance(item, Node) else item for item in lists], function)
-            arguments = (*arguments[:mask_position], trivial, *arguments[mask_position + 1 :])
-        self._before.args = arguments
-        return True
+        mask = _with_used_lists(arguments[mask_position], attention.blocks.is_trivial, joint is not None)
+        self._before.args = (*arguments[:mask_position], mask, *arguments[mask_position + 1 :])
+        if gradients is not None:
+            self._insert_after(gradients)
+        return None
 
-    def insert(self, function: Callable[..., object], leading: Sequence[Node] = ()) -> list[Node]:
-        """Inserts the calls of a function of a list of tensors and the call's arguments; returns its results."""
+    def _insert_after(self, gradients: CapturedGradients) -> None:
+        """Makes the call's results sums over scores, and inserts the operators that compute gradients from them."""
+        copy, call, name = self._copy, self._before, self.node.name
+        results = copy.fakes[call]
+        copy.fakes[call] = call.meta["val"] = (*results[:_CAPTURED], gradients.sums)
+        paths = [path for path in self.results if path[0] == _CAPTURED]
+        for node in self._tuples[1:]:
+            copy.fakes[copy.node_map[node]] = copy.node_map[node].meta["val"] = gradients.sums
+        after = call.next
+        (whole, *_) = [copy.node_map[node] for node in self._tuples[1:]]
+        while after.target is operator.getitem and after.args[0] is call:
+            after = after.next
+        sums = [copy.call(after, operator.getitem, (whole, number), name, fake=fake, origin=call)
+                for number, fake in enumerate(gradients.sums)]  # fmt: skip
+
+        def compute(leading: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+            dense = gradients.after(*leading, *arguments[12])
+            return [self.with_layout(path, item) for path, item in zip(paths, dense, strict=True)]
+
+        for path, result in zip(paths, self.insert(compute, sums, after), strict=True):
+            for user in self.results[path]:
+                copy.substitute(user, result, "fused")
+
+    def insert(
+        self, function: Callable[..., object], leading: Sequence[Node] = (), before: Node | None = None
+    ) -> list[Node]:
+        """Inserts the calls of a function of a list of tensors and the call's arguments; returns its results.
+
+        They are inserted before the call, or before another node of the copy.
+        """
         module = self._trace(function, [self._copy.fakes[item] for item in leading])
         operands = [*leading, *[self._copy.node_map[item] for item in self._operands]]
         name = self.node.name
-        return [*self._copy.inline(self._before, module, operands, name, f"{name}_{len(leading)}")]
+        return [*self._copy.inline(before or self._before, module, operands, name, f"{name}_{len(leading)}")]
 
     def insert_loop(self, function: Callable[..., object], over: Sequence[Node]) -> list[Node]:
         """Inserts a loop of a function of a list of slices and the call's arguments; returns its stacked results."""
@@ -228,9 +292,14 @@ class _Call:
         indices = range(len(stacked))
         return [self._copy.call(self._before, operator.getitem, (loop, index), name) for index in indices]
 
-    def _traced(self, function: Callable[..., object], values: Sequence[object]) -> GraphModule:
-        """Returns the graph of a function's ATen operators on fake values."""
-        table = {**decomposition_table(self.options), **flex_decompositions()}
+    def _traced(
+        self, function: Callable[..., object], values: Sequence[object], keeps_scatters: bool = False
+    ) -> GraphModule:
+        """Returns the graph of a function's ATen operators on fake values.
+
+        With `keeps_scatters`, the sums of gradients of captured tensors stay calls.
+        """
+        table = {**decomposition_table(self.options), **({} if keeps_scatters else flex_decompositions())}
         fakes = in_one_mode(values, self._mode)
         with in_tracing_fake_mode(self._mode), torch.no_grad():
             return make_fx(function, decomposition_table=table)(*fakes)
@@ -264,6 +333,20 @@ class _Call:
         order = sorted(range(fake.dim()), key=lambda dim: -strides[dim])
         dense = result.to(fake.dtype).permute(order).contiguous()
         return dense.permute([order.index(dim) for dim in range(fake.dim())])
+
+
+def _with_used_lists(block_mask: tuple[Any, ...], is_trivial: bool, is_backward: bool) -> tuple[Any, ...]:
+    """Returns a block mask with the lists that kernels read; the others are None, and need not be computed.
+
+    Nothing reads the lists of the only block, and the forward reads no lists of query blocks.
+    """
+    unused = range(len(block_mask) - 1) if is_trivial else range(0) if is_backward else _QUERY_LISTS
+    return tuple([None if isinstance(item, Node) and number in unused else item
+                  for number, item in enumerate(block_mask)])  # fmt: skip
+
+
+_QUERY_LISTS = range(6, 10)
+"""The positions of the lists of query blocks in a block mask."""
 
 
 def _score_gradient(joint: Callable[..., Any]) -> Callable[..., object]:
@@ -319,7 +402,7 @@ def _backward(call: _Call) -> list[Node]:
     def gradients(_leading: Any, arguments: Any) -> list[Tensor]:
         query, key, value, out, logsumexp, grad_out, grad_logsumexp, score_mod, joint, *rest = arguments
         attention = FlexAttention.from_arguments(query, key, value, score_mod, *rest)
-        results: Any = attention.gradients(out, logsumexp, grad_out, grad_logsumexp, joint)
+        results: Any = attention.gradients(out, logsumexp, grad_out, grad_logsumexp, joint, call.captured_count)
         chosen = [results[path[0]] if len(path) == 1 else results[path[0]][path[1]] for path in call.results]
         return [call.with_layout(path, item) for path, item in zip(call.results, chosen, strict=True)]
 

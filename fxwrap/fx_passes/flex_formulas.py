@@ -22,6 +22,13 @@ Size: TypeAlias = Any
 ScalarFunction: TypeAlias = Callable[..., Any]
 """A function of scalars: a score and its indices, which `torch.vmap` vectorises."""
 
+RELATIVE_LOGSUMEXP = "FXWRAP_RELATIVE_LOGSUMEXP"
+"""The kernel option with which the log-sum-exp of a row has no maximum.
+
+Where a row's scores are all the lowest number, their log-sum-exp is rounded to that number, which hides how many there
+are. A gradient that reads maxima too has exact weights.
+"""
+
 
 @dataclass(frozen=True)
 class Indices:
@@ -140,6 +147,7 @@ class FlexAttention:
         stats_unit: what log-sum-exp and maxima are divided by.
         score_buffers, mask_buffers: further operands of the functions.
         zeroes_fully_masked_rows: whether the output is 0, not NaN, where all scores of a row are minus infinity.
+        has_relative_logsumexp: whether maxima are subtracted from the log-sum-exp.
     """
 
     query: Tensor
@@ -153,6 +161,7 @@ class FlexAttention:
     score_buffers: tuple[object, ...] = ()
     mask_buffers: tuple[object, ...] = ()
     zeroes_fully_masked_rows: bool = True
+    has_relative_logsumexp: bool = False
 
     @classmethod
     def from_arguments(
@@ -174,7 +183,8 @@ class FlexAttention:
         unit = 1.0 if kernel_options.get("BACKEND") == "FLASH" else math.log(2)
         buffers = tuple(score_buffers), tuple(mask_buffers)
         zeroes = not kernel_options.get("ROWS_GUARANTEED_SAFE", False)
-        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes)
+        is_relative = kernel_options.get(RELATIVE_LOGSUMEXP, False)
+        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes, is_relative)
 
     @property
     def groups(self) -> int:
@@ -223,7 +233,9 @@ class FlexAttention:
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
         divisor = torch.where(total == 0, 1.0, total) if self.zeroes_fully_masked_rows else total
         out = products.view(*query.shape[:3], value.shape[3]) / divisor[..., None]
-        logsumexp = torch.log(total) + shift.view(total.shape)
+        logsumexp = torch.log(total)
+        if not self.has_relative_logsumexp:
+            logsumexp = logsumexp + shift.view(total.shape)
         largest = largest.view(total.shape)
         return out.to(self.query.dtype), logsumexp / self.stats_unit, largest / self.stats_unit
 
@@ -234,11 +246,12 @@ class FlexAttention:
         grad_out: Tensor | None,
         grad_logsumexp: Tensor | None,
         joint: ScalarFunction,
+        captured: int,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-        """Returns the gradients of query, key, value and of each buffer of `score_mod`.
+        """Returns the gradients of query, key, value and the sums over scores that `joint` returns.
 
         `joint` is a function of a score, its indices, the gradient of the modified score and the buffers. It returns
-        the gradient of the score, those of the indices and those of the buffers.
+        the gradient of the score, those of the indices and `captured` sums over scores: gradients of the buffers.
         """
         query, key, value, dtype, indices = self.query, self.key, self.value, self.dtype, self.everything()
         scores, mask = self.scores(query, key, indices)
@@ -251,7 +264,7 @@ class FlexAttention:
         if grad_logsumexp is not None:
             grad_total = grad_total + grad_logsumexp.to(dtype) / self.stats_unit
         grad_modified = weights * (grad_weights + grad_total[..., None])
-        grad_scores, grad_buffers = self._joint(joint, scores, grad_modified, indices)
+        grad_scores, grad_buffers = self._joint(joint, scores, grad_modified, indices, captured)
         grad_products = _grouped(torch.where(mask, grad_scores.to(dtype), 0.0) * self.scale, key, dtype)
         grad_query = _matmul(grad_products, _heads(key, query, dtype)).view(query.shape)
         grad_key = _matmul(grad_products.mT, _grouped(query, key, dtype))
@@ -259,11 +272,11 @@ class FlexAttention:
         return grad_query, _as_batches(grad_key, key, query), _as_batches(grad_value, value, query), grad_buffers
 
     def _joint(
-        self, joint: ScalarFunction, scores: Tensor, grads: Tensor, indices: Indices
+        self, joint: ScalarFunction, scores: Tensor, grads: Tensor, indices: Indices, captured: int
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Returns the gradients of scores and buffers from those of modified scores."""
         suffix = (0, *[None] * len(self.score_buffers))
-        out_dims = [0, *[None] * (4 + len(self.score_buffers))]
+        out_dims = [0, *[None] * (4 + captured)]
         function = indices.vectorise(joint, 1, suffix, out_dims)
         grad_scores, _, _, _, _, *grad_buffers = function(scores, grads, *self.score_buffers)
         return grad_scores, grad_buffers

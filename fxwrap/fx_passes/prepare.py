@@ -21,6 +21,7 @@ from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepacked_weights import prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.recognize_attention import recognize_attention
+from fxwrap.fx_passes.sliced_matmuls import slice_matmuls
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
@@ -76,6 +77,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     ),
     Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse", _fuses),
     Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse", _fuses),
+    Step(
+        "slice_matmuls", "compute the slices of packed matmuls that become kernels by themselves",
+        slice_matmuls, "fuse", _fuses,
+    ),
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
         prepack_weights, "freeze", lambda options: options.freeze,

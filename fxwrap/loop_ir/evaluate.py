@@ -140,11 +140,10 @@ class _Evaluator:
         parts = [self._index(operation.index), value]
         if operation.mask is not None:
             parts.append(self.values[operation.mask])
-        rank = len(self.kernel.axes)
         if operation.mode != "set":  # every iteration counts
-            varies = self.kernel.varying[self.kernel.operations.index(operation)]
-            over = len(self.axes) if varies else rank
-            parts.append(torch.empty([*self.sizes[:over], *[1] * (len(self.axes) - over)]))
+            over = {*self.kernel.axes, *self.kernel.value_axes[self.kernel.operations.index(operation)]}
+            shape = [size if axis in over else 1 for axis, size in zip(self.axes, self.sizes, strict=True)]
+            parts.append(torch.empty(shape))
         index, value, *rest = torch.broadcast_tensors(*parts)  # type: ignore[no-untyped-call]
         if operation.mask is not None:
             index, value = index[rest[0]], value[rest[0]]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fxwrap.loop_ir.index import Axis
-from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, operands
+from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,18 @@ class WeightSum:
 
     position: int
     weights: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """An addition to memory: operation `position` is a store that adds `value` where all `conditions` hold.
+
+    It happens once for all columns.
+    """
+
+    position: int
+    value: int
+    conditions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,9 @@ class StreamingReduction:
         softmax: the running maximum of the weights, or None where they are computed from the products alone.
         sums: sums of weights over `axes`.
         weighted_sums: sums over `axes` of weights, `left`, times values that vary over columns and not over rows.
-        bound: a number of iterations of one of `axes`, beyond which weights are zero.
+        updates: additions of values of each row and streamed position.
+        row_updates: additions of values of each row, which are computed from sums over `axes`.
+        bound: a number of iterations of one of `axes`, beyond which weights, and values of updates, are zero.
     """
 
     axes: tuple[Axis, ...]
@@ -82,13 +96,15 @@ class StreamingReduction:
     softmax: RunningMaximum | None
     sums: tuple[WeightSum, ...]
     weighted_sums: tuple[Contraction, ...]
+    updates: tuple[Update, ...]
+    row_updates: tuple[Update, ...]
     bound: TileBound | None
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The positions of the different weights that are summed."""
+        """The positions of the different weights that are summed, and of values that are added to memory."""
         used = [*[item.left for item in self.weighted_sums], *[item.weights for item in self.sums]]
-        return tuple(dict.fromkeys(used))
+        return tuple(dict.fromkeys([*used, *[item.value for item in self.updates]]))
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -145,12 +161,18 @@ class _Finder:
                 case None:
                     return None
         columns = [self._columns(item) for item in weighted]
-        if not weighted or any(len(item) > 1 for item in columns):
-            return None
         used = frozenset[Axis]().union(*columns)
+        updates = self._updates(used, outer)
+        if updates is None or not (weighted or updates) or any(len(item) > 1 for item in columns):
+            return None
+        by_row = tuple([item for item in updates if not self.kernel.varying[item.position]])
+        inside = tuple([item for item in updates if self.kernel.varying[item.position]])
         in_order = tuple([axis for axis in self.kernel.axes if axis in used])
-        parts = StreamingReduction(axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), None)
-        if any(not used.isdisjoint(self.kernel.value_axes[position]) for position in parts.elements):
+        parts = StreamingReduction(
+            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), inside, by_row, None
+        )
+        is_complete = all(self._reduced_axes(item.position) == axes for item in inside) and not (softmax and inside)
+        if not is_complete or any(not used.isdisjoint(self.kernel.value_axes[item]) for item in parts.elements):
             return None
         return replace(parts, bound=self._bound(parts))
 
@@ -158,11 +180,18 @@ class _Finder:
         return self.kernel.operations[position]
 
     def _streamed_axes(self) -> tuple[Axis, ...] | None:
-        """Returns the axes of the last reductions, if they are the same."""
+        """Returns the axes of the last reductions, if they are the same; without others, of products' updates."""
+        updated = [position for position in self._stores("add") if self.kernel.varying[position]]
+        if updated and not any(self.kernel.stages[position] for position in self.reductions):
+            return self._reduced_axes(updated[0])
         last = max([self.kernel.stages[position] for position in self.reductions], default=0)
         spans = {self.kernel.reduced_by(item) for position, item in self.reductions.items()
                  if self.kernel.stages[position] == last}  # fmt: skip
         return spans.pop() if len(spans) == 1 else None
+
+    def _reduced_axes(self, position: int) -> tuple[Axis, ...]:
+        """Returns the reduced axes that a value depends on, in the kernel's order."""
+        return tuple([axis for axis in self.kernel.reduced if axis in self.kernel.value_axes[position]])
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -202,13 +231,53 @@ class _Finder:
             for left, right in (operation.operands, operation.operands[::-1]):
                 is_weight = left == softmax.weights if softmax is not None else row in self.kernel.value_axes[left]
                 if is_weight and left != right and row not in self.kernel.value_axes[right]:
-                    return Contraction(position, axes, left, right)
+                    found = Contraction(position, axes, left, right)
+                    if softmax is not None or self._columns(found):
+                        return found
         return None if softmax is not None else WeightSum(position, summed)
 
     def _columns(self, item: Contraction) -> frozenset[Axis]:
         """Returns the parallel axes on which values depend and weights do not."""
         weights, values = self.kernel.value_axes[item.left], self.kernel.value_axes[item.right]
         return values.difference(weights, self.kernel.reduced)
+
+    # --- updates of memory ------------------------------------------------------------------------------------------
+
+    def _stores(self, *modes: str) -> list[int]:
+        operations = enumerate(self.kernel.operations)
+        return [position for position, item in operations if isinstance(item, Store) and item.mode in modes]
+
+    def _updates(self, columns: frozenset[Axis], sums: list[int]) -> list[Update] | None:
+        """Returns the additions to memory; None where one happens for several columns, or where others update.
+
+        Those of each streamed position are not computed from `sums` over these.
+        """
+        found: list[Update] = []
+        if self._stores("max", "min", "prod"):
+            return None
+        for position in self._stores("add"):
+            store = self._operation(position)
+            assert isinstance(store, Store)
+            conditions = [] if store.mask is None else [*self._conjuncts(store.mask)]
+            first = {item: axis for item in conditions for axis in columns if self._is_first(item, axis)}
+            others = tuple([item for item in conditions if item not in first])
+            used = [*others, store.value]
+            axes = self.kernel.address_axes[position].union(*[self.kernel.value_axes[item] for item in used])
+            if frozenset(first.values()) != columns or not axes.isdisjoint(columns):
+                return None
+            if self.kernel.varying[position] and not self._preceding(position).isdisjoint(sums):
+                return None
+            found.append(Update(position, store.value, others))
+        return found
+
+    def _is_first(self, condition: int, axis: Axis) -> bool:
+        """Whether a condition is that the index of an axis is 0."""
+        test = self._operation(condition)
+        if not isinstance(test, Compute) or test.name != "eq":
+            return False
+        index, zero = map(self._operation, test.operands)
+        is_axis = isinstance(index, IndexValue) and index.index.single_axis == axis
+        return is_axis and isinstance(zero, Constant) and zero.value == 0
 
     # --- the shift by the maximum -----------------------------------------------------------------------------------
 

@@ -134,7 +134,11 @@ def _results(
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Returns output, log-sum-exp and maximum of a row from its reductions."""
     divisor = total.equals(0.0).where(1.0, total) if call.zeroes_fully_masked_rows else total
-    return (weighted / divisor, (total.log() + shift) / call.stats_unit, largest / call.stats_unit)
+    return (
+        weighted / divisor,
+        (total.log() if call.has_relative_logsumexp else total.log() + shift) / call.stats_unit,
+        largest / call.stats_unit,
+    )
 
 
 class _AttentionBuilder(ScoreBuilder):

@@ -6,7 +6,9 @@ group. Both need the log-sum-exp of rows, and sums of output times its gradient,
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +17,25 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.loop_ir import Axis, Buffer, Kernel, Scalar, as_index, canonicalize_axes, rename_axes
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Index,
+    IndirectIndex,
+    Kernel,
+    KernelBuilder,
+    Scalar,
+    as_index,
+    canonicalize_axes,
+    rename_axes,
+)
 from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, store_element
 from fxwrap.lowering.builder import Builder, LoweringRequest
+from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.rules import Declined
-from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
+from fxwrap.lowering.rules.indexing import check_any_order
+from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder, ScatteredNumber
 from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.wrapper_ir import TensorType, Value
 
@@ -65,6 +80,7 @@ def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: N
         builder.add_root(f"{node.name}_{position}", fake) if position in used else None
         for position, fake in enumerate(fakes[:3])
     ]
+    sums = _zeros(builder, request, node, fakes[3] if 3 in used else ())
     type_ = call.out.tensor_type
     dtype = torch.float64 if type_.dtype is torch.float64 else torch.float32
     terms_type = TensorType.contiguous(dtype, type_.sizes[:3], type_.device)
@@ -72,16 +88,34 @@ def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: N
     inputs, kernel = _row_terms(builder, request, call, terms)
     emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms])
     grad_query, *others = outputs
-    if grad_query is not None:
+    if grad_query is not None or sums:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
-        inputs, kernel = gradient.of_query(grad_query)
-        emit_whole_kernel(builder, request, node, "flex_attention_grad_query", kernel, inputs, [grad_query])
+        inputs, kernel = gradient.of_query(grad_query, sums)
+        name = "flex_attention_grad_captured" if grad_query is None else "flex_attention_grad_query"
+        written = [] if grad_query is None else [grad_query]
+        emit_whole_kernel(builder, request, node, name, kernel, inputs, written, sums)
     written = [item for item in others if item is not None]
     if written:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
         inputs, kernel = gradient.of_key_and_value(*others)
         emit_whole_kernel(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, written)
-    builder.env[node] = (*outputs, (None,) * len(fakes[3]))
+    builder.env[node] = (*outputs, sums or (None,) * len(fakes[3]))
+
+
+def _zeros(builder: Builder, request: LoweringRequest, node: Node, fakes: Sequence[torch.Tensor]) -> tuple[Value, ...]:
+    """Emits kernels that write zeros, to which kernels of the gradients add sums over scores."""
+    if fakes:
+        check_any_order()
+    sums = tuple([builder.add_root(f"{node.name}_3_{position}", fake) for position, fake in enumerate(fakes)])
+    for value in sums:
+        body, type_ = KernelBuilder(), value.tensor_type
+        axes = [Axis(f"axis{number}", size) for number, size in enumerate(type_.sizes)]
+        zero = body.constant(0.0, type_.dtype)
+        kernel = body.finish(axes, [], [], [store_element(body, "out0", value, axes, zero)])
+        kernel = canonicalize_axes(kernel, size_hints(builder.state.symbols))
+        emit_whole_kernel(builder, request, node, "zeros", kernel, (), [value])
+        builder.storages.mark_mutated(value)
+    return sums
 
 
 def _row_terms(
@@ -103,6 +137,23 @@ def _row_terms(
     return tuple([value for _, value in elements.inputs]), canonicalize_axes(kernel, size_hints(builder.state.symbols))
 
 
+@dataclass(frozen=True)
+class _Elements:
+    """The values of a query and a key in a kernel.
+
+    Fields:
+        weight: the weight of the value, 0 where the score is masked.
+        grad_score: the gradient of the score, 0 where it is masked.
+        mask: whether the score is unmasked.
+        scattered: numbers that are added to the gradients of captured tensors, where the score is unmasked.
+    """
+
+    weight: Scalar
+    grad_score: Scalar
+    mask: Scalar
+    scattered: tuple[ScatteredNumber, ...]
+
+
 class _GradientBuilder(ScoreBuilder):
     def __init__(self, elements: ScalarKernelBuilder, call: _GradientCall, terms: Value) -> None:
         super().__init__(elements, call.attention)
@@ -110,19 +161,56 @@ class _GradientBuilder(ScoreBuilder):
         self.terms = terms
         self.value_width = Axis("value_width", call.attention.value.tensor_type.sizes[3])
 
-    def of_query(self, output: Value) -> tuple[tuple[Value, ...], Kernel]:
-        """Returns the kernel of the gradient of queries, and the values that it reads."""
-        call = self.call
+    def of_query(self, output: Value | None, sums: Sequence[Value]) -> tuple[tuple[Value, ...], Kernel]:
+        """Returns the kernel of the gradient of queries, unless it is None, and the values that it reads.
+
+        It adds the sums over scores of the joint graph to `sums`.
+        """
+        call, written, columns = self.call, list[Buffer](), list[Axis]()
         rows, query = self.rows(call.key_blocks, self.query_count)
         keys, key, is_full = self.streamed(call.key_blocks, self.key_count)
-        column = Axis("column", self.width.size)
-        _, grad_scores = self._elements(query, key, key, is_full)
-        (total,) = self.body.reduce("sum", grad_scores * self.load_key(call.key, key, column), keys)
-        result = total * self.elements.reader.number(call.scale, self.dtype)
-        indices = (self.batch_index, self.head_index, query.index, column)
-        written = store_element(self.body, "out0", output, indices, result, query.inside)
+        elements = self._elements(query, key, key, is_full)
+        if output is not None:
+            column = Axis("column", self.width.size)
+            columns.append(column)
+            (total,) = self.body.reduce("sum", elements.grad_score * self.load_key(call.key, key, column), keys)
+            result = total * self.elements.reader.number(call.scale, self.dtype)
+            indices = (self.batch_index, self.head_index, query.index, column)
+            written.append(store_element(self.body, "out0", output, indices, result, query.inside))
+        for value, scattered in zip(sums, elements.scattered, strict=bool(sums)):
+            name = f"out{len(written)}"
+            self._add(name, value, scattered, elements.mask, query, key, keys, columns)
+            written.append(Buffer(name, value.tensor_type.dtype, extent_of(value.tensor_type)))
         axes = [item for item in (self.batch, self.key_head, self.group) if item is not None]
-        return self._finish([*axes, *rows, column], [self.width, self.value_width, *keys], [written])
+        return self._finish([*axes, *rows, *columns], [self.width, self.value_width, *keys], written)
+
+    def _add(
+        self, name: str, output: Value, scattered: ScatteredNumber, mask: Scalar, query: Positions, key: Positions,
+        keys: Sequence[Axis], columns: Sequence[Axis],
+    ) -> None:  # fmt: skip
+        """Adds a number of each unmasked score to an element of an output, once for all columns.
+
+        Numbers of one element for all keys are summed before.
+        """
+        body, number = self.body, scattered.number.to(self.dtype)
+        with self.unmasked(query, key):
+            index = self.elements.scatter_index(scattered, output)
+        is_masked = mask.constant is not True
+        number = mask.where(number, 0.0) if is_masked else number
+        conditions = [mask] if is_masked else []
+        if self._axes_of(index).isdisjoint(keys):
+            (number,) = body.reduce("sum", number, keys)
+            conditions = []
+        conditions += [body.index(as_index(column)).equals(0) for column in columns]
+        conditions += [] if query.inside is None else [query.inside]
+        condition = functools.reduce(operator.and_, conditions) if conditions else None
+        body.store(name, index, number, condition, "add")
+
+    def _axes_of(self, index: Index) -> frozenset[Axis]:
+        """Returns the axes that an index depends on, also through values that it is computed from."""
+        axes = Kernel((), (), (), (), tuple(self.body.operations)).value_axes
+        computed = [axes[atom.operation] for atom in index.atoms() if isinstance(atom, IndirectIndex)]
+        return frozenset(index.axes()).union(*computed)
 
     def of_key_and_value(self, grad_key: Value | None, grad_value: Value | None) -> tuple[tuple[Value, ...], Kernel]:
         """Returns the kernel of the gradients of keys and values, of which one may be None, and what it reads.
@@ -137,30 +225,28 @@ class _GradientBuilder(ScoreBuilder):
         queries, query, is_full = self.streamed(blocks, self.query_count)
         outer = [*([self.batch] if is_shared else []), *([] if self.group is None else [self.group])]
         streamed = [*outer, *queries]
-        weights, grad_scores = self._elements(query, key, query, is_full)
+        elements = self._elements(query, key, query, is_full)
         batch = as_index(0) if is_shared else self.batch_index
         columns, widths, written = [], [self.width], []
         if grad_key is not None:
             columns.append(Axis("column", self.width.size))
             widths.append(self.value_width)
             factor = self.load_query(call.query, query, columns[-1])
-            (total,) = self.body.reduce("sum", grad_scores * factor, streamed)
+            (total,) = self.body.reduce("sum", elements.grad_score * factor, streamed)
             result = total * self.elements.reader.number(call.scale, self.dtype)
             indices = (batch, self.key_head_index, key.index, columns[-1])
             written.append(store_element(self.body, "out0", grad_key, indices, result, key.inside))
         if grad_value is not None:
             columns.append(Axis("value_column", self.value_width.size))
             factor = self.load_query(self.gradient_call.grad_out, query, columns[-1])
-            (total,) = self.body.reduce("sum", weights * factor, streamed)
+            (total,) = self.body.reduce("sum", elements.weight * factor, streamed)
             indices = (batch, self.key_head_index, key.index, columns[-1])
             name = f"out{len(written)}"
             written.append(store_element(self.body, name, grad_value, indices, total, key.inside))
         axes = [*([] if is_shared else [self.batch]), self.key_head, *rows, *columns]
         return self._finish(axes, [*widths, *streamed], written)
 
-    def _elements(
-        self, query: Positions, key: Positions, streamed: Positions, is_full: Scalar | None
-    ) -> tuple[Scalar, Scalar]:
+    def _elements(self, query: Positions, key: Positions, streamed: Positions, is_full: Scalar | None) -> _Elements:
         """Returns the weight of a query and a key, and the gradient of their score, 0 where it is masked."""
         call, gradients, body = self.call, self.gradient_call, self.body
         products = [
@@ -179,10 +265,10 @@ class _GradientBuilder(ScoreBuilder):
         grad_modified = weights * (grad_weights - self.load_query(self.terms, query))
         indices = self.indices(query, key)
         with self.unmasked(query, key):
-            grad_score = self.elements.call(
-                gradients.joint, [score.scaled, *indices, grad_modified, *call.score_buffers]
-            )
-        return weights, score.masked(grad_score.to(self.dtype), 0.0)
+            operands = [score.scaled, *indices, grad_modified, *call.score_buffers]
+            results: Any = self.elements.results(gradients.joint, operands)
+        grad_score, *scattered = results
+        return _Elements(weights, score.masked(grad_score.to(self.dtype), 0.0), score.mask, tuple(scattered))
 
     def _finish(
         self, axes: Sequence[Axis], reduced: Sequence[Axis], outputs: Sequence[Buffer]

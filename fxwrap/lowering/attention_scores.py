@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
 from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, KernelBuilder, Scalar, as_index, strided_index
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, literals
@@ -59,7 +60,8 @@ class AttentionCall:
     Fields are those of `flex_formulas.FlexAttention`; the functions are graphs of ATen operators on scalars.
     `key_blocks` are the blocks of keys that blocks of queries visit, and `query_blocks` those of queries that blocks of
     keys visit, or None where the block mask has no such lists.
-    `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity.
+    `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity, and
+    `has_relative_logsumexp` whether maxima are subtracted from the log-sum-exp.
     """
 
     query: Value
@@ -74,6 +76,7 @@ class AttentionCall:
     score_buffers: tuple[Operand, ...]
     mask_buffers: tuple[Operand, ...]
     zeroes_fully_masked_rows: bool = True
+    has_relative_logsumexp: bool = False
 
     @classmethod
     def of(cls, builder: Builder, node: Node, arguments: Sequence[Any]) -> AttentionCall:
@@ -93,6 +96,7 @@ class AttentionCall:
             builder.value(query), builder.value(key), builder.value(value), attribute_of(score_mod),
             attribute_of(mask_mod), key_blocks, query_blocks, factor, unit, literals(builder, score_buffers, node),
             literals(builder, mask_buffers, node), not options.get("ROWS_GUARANTEED_SAFE", False),
+            options.get(RELATIVE_LOGSUMEXP, False),
         )  # fmt: skip
 
 

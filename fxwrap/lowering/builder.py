@@ -65,16 +65,18 @@ def node_coverage(node: Node, name: str, kind: str, reason: str = "") -> NodeCov
 class LoweringRequest:
     """How a program's graphs are lowered.
 
-    Fields: the options; `declined_nodes` get no kernels; `print_kernel` prints kernels; `tuned_devices` are the types
-    of devices on which matmuls are timed, so that those with few rows are kernels first; `library_calls` are the
-    matmuls for which the library was faster.
+    Fields: the options; `declined_nodes` get no kernels, for reasons by name; `print_kernel` prints kernels;
+    `tuned_devices` are the types of devices on which matmuls are timed, so that those with few rows are kernels first;
+    `library_calls` are the matmuls for which the library was faster; `unfused_operands` are the matmuls whose operands
+    are materialised: no schedule fits a kernel that computes them too.
     """
 
     options: Options
-    declined_nodes: frozenset[str]
+    declined_nodes: Mapping[str, str]
     print_kernel: KernelPrinter
     tuned_devices: frozenset[str] = frozenset()
     library_calls: frozenset[str] = frozenset()
+    unfused_operands: frozenset[str] = frozenset()
 
 
 class ValueNames:

@@ -86,7 +86,7 @@ class DefinitionBuilder:
         self.mutations: list[tuple[Definition, int]] = []
         self.slice_writes: dict[Definition, Node] = {}
         self.storages = DefinitionStorages()
-        self._strides: dict[Stored, tuple[Size, ...]] = {}
+        self.stored_types: dict[Stored, TensorType] = {}
         self._bound: set[sympy.Symbol] = set()
         self._scalars = CpuScalarReads(builder.state.symbols.fresh, self._operator_of)
         self._read: set[ScalarRead] = set()
@@ -95,8 +95,8 @@ class DefinitionBuilder:
     def result(self) -> GraphDefinitions:
         """Returns the definitions of the nodes so far."""
         return GraphDefinitions(
-            self.operands, self.steps, self.results, self.labels, self.mutations, self.slice_writes, self.reinplacing,
-            self.storages, self.coverage,
+            self.operands, self.steps, self.results, self.labels, self.stored_types, self.mutations, self.slice_writes,
+            self.reinplacing, self.storages, self.coverage,
         )  # fmt: skip
 
     def add_input(self, node: Node, value: NodeOperand) -> None:
@@ -437,7 +437,7 @@ class DefinitionBuilder:
         computed = not isinstance(unwrap_views(value), Stored)
         if not computed or not {target.dtype, value.dtype} <= KERNEL_DTYPES or target.device != value.device:
             return False
-        if not self._has_kernels(target.device) or any(stride == 0 for stride in self._strides.get(target, (0,))):
+        if not self._has_kernels(target.device) or self._may_overlap(target):
             return False
 
         def body(reader: ElementReader, indices: Indices) -> Scalar:
@@ -527,9 +527,15 @@ class DefinitionBuilder:
     def _new_stored(self, type_: TensorType, name: str) -> Stored:
         definition = Stored(type_.sizes, type_.dtype, type_.device)
         self.labels[definition] = DefinitionLabel(name)
-        dims = zip(type_.sizes, type_.strides, strict=True)
-        self._strides[definition] = tuple([stride for size, stride in dims if size != 1])
+        self.stored_types[definition] = type_
         return definition
+
+    def _may_overlap(self, target: Stored) -> bool:
+        """Whether elements of a tensor share memory; True for one of unknown strides."""
+        type_ = self.stored_types.get(target)
+        return type_ is None or any(
+            stride == 0 for size, stride in zip(type_.sizes, type_.strides, strict=True) if size != 1
+        )
 
     def _is_known_number(self, fake: FakeValue) -> bool:
         if fake is None or isinstance(fake, torch.Tensor | tuple | list) or is_opaque(fake):

@@ -11,7 +11,7 @@ from torch.fx import Node
 from fxwrap.devices import FX, language_traits
 from fxwrap.errors import FxwrapError, OptionError
 from fxwrap.lines import Alloc, Launch, ReadItem, View
-from fxwrap.loop_ir import Kernel, ScheduleError, as_index, hoist_expressions, split_reductions
+from fxwrap.loop_ir import Kernel, ScheduleError, as_index, hoist_expressions
 from fxwrap.lowering.builder import Builder, LoweringRequest, NodeOperand
 from fxwrap.lowering.calls.copies import emit_copy_into
 from fxwrap.lowering.calls.nodes import lower_call
@@ -27,20 +27,20 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.fusion.fusion import ScheduledItem
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
-from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, dense_strides, same_memory
+from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, same_memory
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
 from fxwrap.lowering.kernel_calls import kernel_calls
 from fxwrap.lowering.kernel_nodes import KernelContext, RegionCut
-from fxwrap.lowering.launches import KernelDeclined, define_kernel, symbol_limits
+from fxwrap.lowering.kernel_schedules import KernelSchedules
+from fxwrap.lowering.launches import KernelDeclined, define_kernel, kernel_request
 from fxwrap.lowering.region_builder import BuiltRegion, build_region
-from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
-from fxwrap.lowering.symbols.table import kernel_size_hints, substitute_formulas
-from fxwrap.printers import KernelRequest, PrintedKernel
+from fxwrap.lowering.symbols.table import substitute_formulas
+from fxwrap.printers import PrintedKernel
 from fxwrap.regions import Region
-from fxwrap.symbolic import Size, make_symbol
+from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator
 from fxwrap.wrapper_ir import KernelDefinition, Origin, Source, TensorType, Value
 
@@ -65,7 +65,7 @@ class LineEmitter:
     definitions: GraphDefinitions
     plan: MaterialisationPlan
     request: LoweringRequest
-    hint: Callable[[Size], int]
+    schedules: KernelSchedules
     last_reader: Mapping[Definition, ScheduledItem]
     stored: Set[Definition]
     lower_higher_order: Callable[[Node, Collection[str]], None]
@@ -76,7 +76,9 @@ class LineEmitter:
         self._options = self.request.options
         self._specs = self._options.device_specs()
         self._context = KernelContext(self.builder, self.definitions, self.plan, self.nodes, self.values)
+        self.hint = self.schedules.hint
         self._called: set[str] = set()
+        self._unfused: set[str] = set()
         for node, value in self.builder.env.items():
             self._record(self.definitions.operands.get(node), value)
 
@@ -192,12 +194,8 @@ class LineEmitter:
         if isinstance(definition, InPlaceWrite):
             writer = self.definitions.slice_writes.get(definition.target)
             return self._value_of(definition.target) if writer is None else self._emit_slice_view(writer)
-        fake = self.definitions.fake(definition)
-        name = f"?{len(self.values)}"  # definitions may have equal names
-        if fake is not None:
-            return Value(name, self.builder.symbols.tensor_type(fake))
-        strides = dense_strides(definition.sizes)
-        return Value(name, TensorType(definition.dtype, definition.sizes, strides, definition.device))
+        type_ = self.definitions.tensor_type(definition, self.builder.symbols.tensor_type)
+        return Value(f"?{len(self.values)}", type_)  # definitions may have equal names
 
     def _allocate_output(self, definition: Definition, prototype: Value, built: BuiltKernel) -> BuiltKernel:
         """Emits the allocation of an output."""
@@ -322,9 +320,10 @@ class LineEmitter:
         return set(self._origin(built.computed).nodes) if is_called else {name}
 
     def raise_declined(self) -> None:
-        """Raises KernelDeclined for the nodes that are to be called, if there are any."""
-        if self._called:
-            raise KernelDeclined(frozenset(self._called), "the options call its operators", True)
+        """Raises KernelDeclined for the nodes that other lines compute, if there are any."""
+        if self._called or self._unfused:
+            reason = "the options call its operators, or no schedule fits it"
+            raise KernelDeclined(frozenset(self._called), reason, True, frozenset(self._unfused))
 
     def _launch_region(
         self, plan: KernelPlan, built: BuiltKernel, region: BuiltRegion, stored: Sequence[Definition], language: str
@@ -346,7 +345,7 @@ class LineEmitter:
                 self._emit_scatter_base_copy(item)
         language = self._options.text_language(plan.device_type)
         values, origin, computed = built.values(), self._origin(built.computed), self._computed_nodes(built, stored)
-        split = split_reductions(built.kernel, self.hint) if self._specs[plan.device_type].massively_parallel else None
+        split = self.schedules.split(built.kernel, plan.device_type)
         kernels = (built.kernel,) if split is None else split.kernels
         for buffer in split.temporaries if split is not None else ():
             type_ = TensorType(buffer.dtype, (buffer.extent,), (1,), plan.members[0].definition.device)
@@ -354,8 +353,12 @@ class LineEmitter:
             self.builder.emit(Alloc(values[buffer.name], origin=origin))
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
-            matmuls = self._matmuls(built) if original is kernels[0] else ()  # others combine the parts of sums
-            printed = self._print_kernel(plan, kernel, built, formulas, language, matmuls=matmuls)
+            matmuls = tuple(filter(self.schedules.is_matmul, built.computed)) if original is kernels[0] else ()
+            try:  # only the first kernel computes matmuls: others combine the parts of sums
+                printed = self._print_kernel(plan, kernel, built, formulas, language, is_matmul=bool(matmuls))
+            except ScheduleError:
+                self._decline_matmuls(matmuls)
+                return
             definition = define_kernel(built.name, printed, kernel)
             name = self.builder.state.kernels.add(definition)
             symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
@@ -367,8 +370,12 @@ class LineEmitter:
                 origin = replace(origin, calls=kernel_calls(self._context, plan, stored, arguments, outs))
             self.builder.emit(Launch(name, arguments, outs, grid, origin=origin))
 
-    def _matmuls(self, built: BuiltKernel) -> tuple[Definition, ...]:
-        return tuple([item for item in built.computed if self.plan.operator_of(item) in MATMUL_RULES])
+    def _decline_matmuls(self, matmuls: Iterable[Definition]) -> None:
+        """Notes the matmuls of a kernel without a schedule: they are computed alone, or called if that has none."""
+        for matmul in matmuls:
+            node = self.schedules.matmul_node(matmul)
+            is_unfused = node in self.request.unfused_operands or not self.schedules.has_schedule_alone(matmul)
+            (self._called if is_unfused else self._unfused).add(node)
 
     def _print_kernel(
         self,
@@ -378,18 +385,18 @@ class LineEmitter:
         formulas: Mapping[sympy.Symbol, sympy.Basic],
         language: str,
         region: Region | None = None,
-        matmuls: tuple[Definition, ...] = (),
+        is_matmul: bool = False,
     ) -> PrintedKernel:
-        """Prints a kernel; raises KernelDeclined for nodes that are to be called, the `matmuls` if these are why."""
-        symbols = self.builder.state.symbols
-        limits = symbol_limits(symbols, formulas)
-        hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else self.hint
-        device = plan.members[0].definition.device
-        request = KernelRequest(kernel, language, device, hint, limits, built.name, region, bool(matmuls))
+        """Prints a kernel.
+
+        Raises KernelDeclined for nodes that are to be called, and ScheduleError for a matmul without a schedule.
+        """
+        symbols, device = self.builder.state.symbols, plan.members[0].definition.device
+        request = kernel_request(symbols, kernel, formulas, language, device, built.name, region, is_matmul)
         try:
             return self.request.print_kernel(request)
-        except ScheduleError as error:
-            raise KernelDeclined(frozenset(self._origin(matmuls).nodes), str(error), expected=True) from error
+        except ScheduleError:
+            raise
         except FxwrapError as error:
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
 

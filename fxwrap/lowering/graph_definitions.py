@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,10 +13,18 @@ from torch.fx import Node
 
 from fxwrap.lowering.builder import NodeCoverage
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
-from fxwrap.lowering.fusion.definitions import Definition, DefinitionLabel, InPlaceWrite, definitions_in, unwrap_views
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    DefinitionLabel,
+    InPlaceWrite,
+    Stored,
+    definitions_in,
+    unwrap_views,
+)
+from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
 from fxwrap.torch_compat import storage_identity
-from fxwrap.wrapper_ir import Leaf
+from fxwrap.wrapper_ir import Leaf, TensorType
 
 DefinitionOperand: TypeAlias = "Definition | Leaf | tuple[DefinitionOperand, ...] | dict[str, DefinitionOperand]"
 """The operand of a node, with definitions for tensors; a user's kernel has the tensors that it writes by parameter."""
@@ -95,6 +103,7 @@ class GraphDefinitions:
         steps: extern calls and reads of scalars, in order.
         results: the node of each definition of a rule.
         labels: the labels of all definitions of nodes.
+        stored_types: the types of tensors in memory.
         mutations: stored definitions, and the positions at which they are overwritten.
         slice_writes: the slices that kernels overwrite, and the calls that do so.
         reinplacing: the calls that write their operands in place.
@@ -106,6 +115,7 @@ class GraphDefinitions:
     steps: Sequence[CallStep]
     results: Mapping[Definition, RuleResult]
     labels: Mapping[Definition, DefinitionLabel]
+    stored_types: Mapping[Stored, TensorType]
     mutations: Sequence[tuple[Definition, int]]
     slice_writes: Mapping[Definition, Node]
     reinplacing: ReinplacePlan
@@ -116,6 +126,17 @@ class GraphDefinitions:
         """Returns the fake tensor of a rule's result, or None for other definitions."""
         result = self.results.get(definition)
         return None if result is None else result.fake
+
+    def tensor_type(self, definition: Definition, type_of: Callable[[torch.Tensor], TensorType]) -> TensorType:
+        """Returns the type of a definition in memory; `type_of` returns that of a fake tensor."""
+        stored = self.stored_types.get(definition) if isinstance(definition, Stored) else None
+        if stored is not None:
+            return stored
+        fake = self.fake(definition)
+        if fake is not None:
+            return type_of(fake)
+        strides = dense_strides(definition.sizes)
+        return TensorType(definition.dtype, definition.sizes, strides, definition.device)
 
     def definition(self, node: Node) -> Definition:
         """Returns the definition of a node that has one result."""

@@ -17,10 +17,11 @@ from fxwrap.lowering.calls.reinplace import plan_reinplacing
 from fxwrap.lowering.control.streams import StreamPlan
 from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
-from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, unwrap_views
+from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, Reduced, unwrap_views
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, DefUseChains, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
+from fxwrap.lowering.kernel_schedules import KernelSchedules
 from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir import TensorType, Value
@@ -59,13 +60,14 @@ class GraphLowering:
         definitions = self._define()
         hint = size_hints(self.builder.state.symbols)
         plan = self._materialise(definitions, hint)
-        fusion = self._schedule(definitions, plan, hint)
+        schedules = KernelSchedules(self.builder, definitions, plan, self.request, hint, self.nodes)
+        fusion = self._schedule(definitions, schedules)
         items = fusion.items()
         kernels = [item.kernel for item in items if item.kernel is not None]
         stored = {definition for kernel in kernels for definition in (*kernel.reads, *kernel.operands)}
         last_reader = self._overwritable_after(fusion, definitions, must_preserve)
         emitter = LineEmitter(
-            self.builder, definitions, plan, self.request, hint, last_reader, stored | plan.external,
+            self.builder, definitions, plan, self.request, schedules, last_reader, stored | plan.external,
             self.lower_higher_order, self.nodes,
         )  # fmt: skip
         for item in items:
@@ -104,12 +106,23 @@ class GraphLowering:
         reads += definitions.of_nodes(self.output.all_input_nodes)
         external = {chains.add(unwrap_views(definition), 0).definition for definition in reads}
         external |= {definition for definition in definitions.results if isinstance(definition, InPlaceWrite)}
+        external |= self._unfused_operands(chains)
         if self.streams is not None:
             segment = self.streams.segment
             for use in chains.uses.values():
                 if any(segment(consumer.position) != segment(use.position) for consumer in use.consumers):
                     external.add(use.definition)
         return plan_materialisation(chains, external, definitions.mutations, hint, self._specs)
+
+    def _unfused_operands(self, chains: DefUseChains) -> set[Definition]:
+        """Returns the operands of the matmuls whose operands are materialised."""
+        unfused, qualified = self.request.unfused_operands, self.builder.qualified
+        return {
+            operand
+            for use in (chains.uses.values() if unfused else ())
+            if isinstance(use.definition, Reduced) and qualified(self.nodes[use.position]) in unfused
+            for operand, _ in chains.tracer.trace(use.definition).reads
+        }
 
     def _segments(self) -> Callable[[int], object] | None:
         """Returns the part of the graph of each position, among whose nodes kernels are fused.
@@ -122,11 +135,10 @@ class GraphLowering:
         backwards = list(accumulate([node.meta.get(RECOMPUTED, 0) for node in self.nodes], max))
         return lambda position: (backwards[position], streams and streams.segment(position))
 
-    def _schedule(
-        self, definitions: GraphDefinitions, plan: MaterialisationPlan, hint: Callable[[Size], int]
-    ) -> Fusion:
+    def _schedule(self, definitions: GraphDefinitions, schedules: KernelSchedules) -> Fusion:
         """Fuses definitions to kernels, and orders kernels and calls."""
-        fusion = Fusion(plan, hint, definitions.storages.aliases_of, self._specs, self._segments())
+        plan, aliases_of = schedules.plan, definitions.storages.aliases_of
+        fusion = Fusion(plan, schedules.hint, aliases_of, self._specs, schedules.can_join, self._segments())
         steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
         for step in sorted(steps, key=lambda step: step.position):
             if isinstance(step, DefinitionPlan):

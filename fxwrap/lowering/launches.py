@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import sympy
+import torch
 from torch.fx import Node
 
 from fxwrap.errors import FxwrapError
@@ -13,20 +14,26 @@ from fxwrap.loop_ir import Kernel, hoist_expressions
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.symbols.table import ProgramSymbols, kernel_size_hints, substitute_formulas
 from fxwrap.printers import KernelRequest, PrintedKernel
+from fxwrap.regions import Region
 from fxwrap.symbolic import bounds
 from fxwrap.wrapper_ir import KernelDefinition, Value
 
 
 class KernelDeclined(FxwrapError):
-    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes.
+    """A kernel that cannot be generated; `nodes` are the graph's nodes that it computes, `reason` says why.
 
     `expected` means that one kernel cannot compute these nodes, and that other lines are the intended fallback.
+    `unfused` are matmuls for which a kernel has a schedule if it does not compute their operands too.
     """
 
-    def __init__(self, nodes: frozenset[str], reason: str, expected: bool = False) -> None:
-        super().__init__(f"the kernel for {', '.join(sorted(nodes))} cannot be generated: {reason}")
+    def __init__(
+        self, nodes: frozenset[str], reason: str, expected: bool = False, unfused: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(f"the kernel for {', '.join(sorted(nodes | unfused))} cannot be generated: {reason}")
         self.nodes = nodes
+        self.reason = reason
         self.expected = expected
+        self.unfused = unfused
 
 
 def emit_whole_kernel(
@@ -37,24 +44,42 @@ def emit_whole_kernel(
     kernel: Kernel,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
+    updated: Sequence[Value] = (),
 ) -> None:
     """Emits the allocations of a node's results and the launch of the kernel that computes them.
+
+    `updated` are allocated results after the outputs that the kernel updates.
 
     Raises FxwrapError for a kernel that its language cannot express.
     """
     kernel, formulas = hoist_expressions(kernel)
-    device = outputs[0].tensor_type.device
+    written = (*outputs, *updated)
+    device = written[0].tensor_type.device
     language = request.options.text_language(device.type)
-    limits = symbol_limits(builder.state.symbols, formulas)
-    hint = kernel_size_hints(builder.state.symbols, kernel, formulas)
-    printed = request.print_kernel(KernelRequest(kernel, language, device, hint, limits, name))
+    printed = request.print_kernel(kernel_request(builder.state.symbols, kernel, formulas, language, device, name))
     definition = define_kernel(name, printed, kernel)
     for value in outputs:
         builder.emit(Alloc(value, origin=builder.origin(node)))
     symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
     grid = tuple([substitute_formulas(size, formulas) for size in printed.grid])
     launched = builder.state.kernels.add(definition)
-    builder.emit(Launch(launched, (*inputs, *symbols), tuple(outputs), grid, origin=builder.origin(node)))
+    builder.emit(Launch(launched, (*inputs, *symbols), written, grid, origin=builder.origin(node)))
+
+
+def kernel_request(
+    symbols: ProgramSymbols,
+    kernel: Kernel,
+    formulas: Mapping[sympy.Symbol, sympy.Basic],
+    language: str,
+    device: torch.device,
+    name: str = "",
+    region: Region | None = None,
+    is_matmul: bool = False,
+) -> KernelRequest:
+    """Returns the request to print a kernel whose compound sizes are symbols of `formulas`."""
+    limits = symbol_limits(symbols, formulas)
+    hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else int
+    return KernelRequest(kernel, language, device, hint, limits, name, region, is_matmul)
 
 
 def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDefinition:

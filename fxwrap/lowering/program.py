@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch.export import ExportedProgram
@@ -95,14 +96,14 @@ def lower(
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the outcome of each call of its graph, and the nodes whose kernels were declined.
+    """A program, the outcome of each call of its graph, and the nodes whose kernels were declined, with the reasons.
 
     `warnings` are the texts of warnings that named any of these nodes.
     """
 
     program: Program
     coverage: tuple[NodeCoverage, ...]
-    declined_nodes: frozenset[str]
+    declined_nodes: Mapping[str, str]
     warnings: tuple[str, ...] = ()
 
 
@@ -126,29 +127,32 @@ def lower_prepared(
     options: Options,
     ownership: Mapping[int, Ownership] | None = None,
     *,
-    declined_nodes: frozenset[str] = frozenset(),
+    declined_nodes: Mapping[str, str] = MappingProxyType({}),
     print_kernel: KernelPrinter = print_kernel,
     tuned_devices: frozenset[str] = frozenset(),
     library_calls: frozenset[str] = frozenset(),
 ) -> Lowered:
     """Lowers a graph that `prepare_graph` returned.
 
-    `declined_nodes` are names of nodes that become extern calls although they have lowering rules; `print_kernel`
-    chooses how kernels are printed; `tuned_devices` and `library_calls` are those of a `LoweringRequest`.
+    `declined_nodes` are nodes that become extern calls although they have lowering rules, by name, with the reason;
+    `print_kernel` chooses how kernels are printed; `tuned_devices` and `library_calls` are a `LoweringRequest`'s.
     """
     issued: list[str] = []
+    unfused: frozenset[str] = frozenset()
     while True:
         try:
-            request = LoweringRequest(options, declined_nodes, print_kernel, tuned_devices, library_calls)
+            request = LoweringRequest(options, declined_nodes, print_kernel, tuned_devices, library_calls, unfused)
             expanded = expand_declined_attention(prepared, options, declined_nodes)
             return replace(_ProgramLowering(expanded, request, ownership or {}).lowered(), warnings=tuple(issued))
         except KernelDeclined as error:
-            if error.nodes <= declined_nodes or (options.fallback == "error" and not error.expected):
+            is_known = error.nodes <= declined_nodes.keys() and error.unfused <= unfused
+            if is_known or (options.fallback == "error" and not error.expected):
                 raise
             if not error.expected:
                 issued.append(f"{error}; these operators are called instead")
                 warnings.warn(issued[-1], FusionWarning, stacklevel=4)
-            declined_nodes |= error.nodes
+            declined_nodes = {**declined_nodes, **dict.fromkeys(sorted(error.nodes), error.reason)}
+            unfused |= error.unfused
 
 
 class _ProgramLowering:

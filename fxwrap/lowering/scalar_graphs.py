@@ -7,24 +7,34 @@ are in memory, and the kernel reads them at computed indices.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.loop_ir import Buffer, Scalar, strided_index
+from fxwrap.loop_ir import Buffer, Index, Scalar, as_index, strided_index
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.fusion.definitions import Definition, Pointwise, Stored, Viewed
 from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.fusion.tracing import Access, BodyBuilder, IndexTuple
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
+from fxwrap.lowering.rules.indexing import analyze_indexing
 from fxwrap.options import Options
 from fxwrap.symbolic import Number, Size, bounds
-from fxwrap.torch_compat import OpOverload, real_object
+from fxwrap.torch_compat import OpOverload, flex_scatter_operator, real_object
 from fxwrap.wrapper_ir import Operand, Value
 from fxwrap.wrapper_ir.operators import operator_schema
+
+
+@dataclass(frozen=True)
+class ScatteredNumber:
+    """A number that is added to an element of a tensor: a result of `zeros_and_scatter` in a graph of scalars."""
+
+    indices: tuple[Definition, ...]
+    number: Scalar
 
 
 class ScalarKernelBuilder:
@@ -53,6 +63,15 @@ class ScalarKernelBuilder:
 
         Raises Declined if one of its operators has no rule, or none that computes each element by itself.
         """
+        (result,) = self.results(module, arguments)
+        assert isinstance(result, Scalar)
+        return result
+
+    def results(self, module: GraphModule, arguments: Sequence[Scalar | Operand]) -> list[Scalar | ScatteredNumber]:
+        """Returns the results of a graph of scalars and tensors in memory that are not None.
+
+        Raises Declined as `call` does.
+        """
         remaining = iter(arguments)
         values: dict[Node, Any] = {}
         for node in module.graph.nodes:
@@ -63,11 +82,18 @@ class ScalarKernelBuilder:
                     values[node] = self._attribute(node)
                 case "output":
                     results = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
-                    (result,) = [values[item] for item in results if isinstance(item, Node)]
-                    return self.reader.load(result, ())
+                    found = [values[item] for item in results if isinstance(item, Node)]
+                    return [item if isinstance(item, ScatteredNumber) else self.reader.load(item, ()) for item in found]
                 case _:
                     values[node] = self._define(node, values)
         raise AssertionError("a graph ends with its output")
+
+    def scatter_index(self, number: ScatteredNumber, target: Value) -> Index:
+        """Returns the offset in a tensor of the element that a number is added to; it checks the indices."""
+        type_ = target.tensor_type
+        indexing = analyze_indexing(type_.sizes, number.indices)
+        position = indexing.operand_indices(self.reader, (), writes=True) if number.indices else ()
+        return strided_index(tuple(map(as_index, position)), type_.strides)
 
     # --- operands ---------------------------------------------------------------------------------------------------
 
@@ -115,6 +141,9 @@ class ScalarKernelBuilder:
             if self.builder.symbols.unknown(number):
                 raise Declined("its function reads a number from a tensor")
             return number
+        if node.target is flex_scatter_operator():
+            _, indices, number = [self._argument(item, node, values) for item in node.args]
+            return ScatteredNumber(indices, self.reader.load(number, ()))
         if not isinstance(node.target, OpOverload):
             raise Declined(f"its function calls '{node.target}'")
         schema = operator_schema(node.target)

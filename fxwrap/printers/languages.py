@@ -89,6 +89,20 @@ def candidate_kernels(request: KernelRequest) -> tuple[Callable[[], PrintedKerne
     return candidates
 
 
+def has_schedule(request: KernelRequest) -> bool:
+    """Whether the printer of a kernel's language has a schedule for it: False where it raises ScheduleError.
+
+    A kernel that fails for another reason has one: printing it reports the reason.
+    """
+    try:
+        candidate_kernels(request)
+    except ScheduleError:
+        return False
+    except FxwrapError:
+        return True
+    return True
+
+
 def _printer(language: str) -> Printer:
     printer = get_language(language).printer
     if printer is None:

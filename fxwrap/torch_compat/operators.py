@@ -58,13 +58,29 @@ def flex_attention_operator() -> HigherOrderOperator:
     return flex_attention
 
 
-def flex_decompositions() -> dict[OpOverload, Callable[..., torch.Tensor]]:
-    """Returns the decomposition of the operator with which FlexAttention adds gradients of captured buffers.
+def flex_attention_backward_operator() -> HigherOrderOperator:
+    """Returns the higher-order operator of FlexAttention's gradients.
+
+    Why: torch.ops lacks it until its module is imported, which is slow.
+    """
+    from torch._higher_order_ops.flex_attention import flex_attention_backward
+
+    return flex_attention_backward
+
+
+def flex_scatter_operator() -> OpOverload | None:
+    """Returns the operator with which FlexAttention adds gradients of captured tensors: shape, indices, values.
 
     Why: it has no public name, and is missing until Dynamo's module for FlexAttention is imported.
     """
     scatter = getattr(torch.ops.flex_lib, "zeros_and_scatter", None)
-    return {} if scatter is None else {scatter.default: _zeros_and_scatter}
+    return None if scatter is None else scatter.default
+
+
+def flex_decompositions() -> dict[OpOverload, Callable[..., torch.Tensor]]:
+    """Returns the decomposition of the operator with which FlexAttention adds gradients of captured tensors."""
+    scatter = flex_scatter_operator()
+    return {} if scatter is None else {scatter: _zeros_and_scatter}
 
 
 def _zeros_and_scatter(shape: Sequence[int], indices: Sequence[torch.Tensor], values: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import annotate
 
 from fxwrap.fx_passes import partitioner
+from fxwrap.fx_passes.effects import attribute_of
 from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.options import Options
 
@@ -127,14 +128,29 @@ class _Repartition:
         """Returns the whole graph: forward, gradient of the loss, backward, and the rest."""
         graph = Graph()
         copies: dict[Node, Node] = {}
+        attributes: dict[str, object] = {}
         own = {*self.pair.forward, *self.pair.backward, *self.pair.tangents}
         first = self.pair.forward[0] if self.pair.forward else self.pair.tangents[0]
         for node in self.graph_module.graph.nodes:
             if node is first:
+                for part in (forward, backward):
+                    attributes |= self._rename_attributes(part)
                 self._copy_parts(graph, copies, forward, backward)
             if node not in own:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        return GraphModule(self.graph_module, graph)
+                if node.op == "get_attr":
+                    attributes[str(node.target)] = attribute_of(node)
+        return GraphModule(attributes, graph)
+
+    def _rename_attributes(self, part: GraphModule) -> dict[str, object]:
+        """Makes the attributes of a part unique; other pairs may have others of the same names. Returns them."""
+        attributes: dict[str, object] = {}
+        for node in part.graph.nodes:
+            if node.op == "get_attr":
+                name = f"{node.target}_{self.number}".replace(".", "_")
+                attributes[name] = attribute_of(node)
+                node.target = name
+        return attributes
 
     def _copy_parts(self, graph: Graph, copies: dict[Node, Node], forward: GraphModule, backward: GraphModule) -> None:
         inputs = {f"primals_{number + 1}": copies[node] for number, node in enumerate(self.inputs)}

@@ -1,6 +1,6 @@
 // A host of saved programs without Python and torch, for tests: it runs the commands of its arguments, one after another.
 //
-//   library PATH | device NAME | trust KEY | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | run FILE
+//   library PATH | device NAME | trust KEY | copy | open PATH (with these options) | share | leaves | tensor DTYPE SIZES FILE | int N | float X | bool B | none | named NAME (of the next input) | run FILE
 //   constant NAME DTYPE SIZES FILE | old_constant ... | replace | try_replace | replace_file PATH | operators
 //   constant2 (of another version of DLPack)
 //   libraries (that the process has loaded) | leak | race (defects that sanitizers report)
@@ -104,6 +104,7 @@ class Driver {
       else if (command == "int" || command == "float" || command == "bool") inputs_.push_back({command, "", "", next()});
       else if (command == "none") inputs_.push_back({command, "", "", ""});
       else if (command == "run") write_results(next());
+      else if (command == "named") names_.push_back(next());
       else if (command == "lines") run_observed();
       else if (command == "constant") constants_.push_back(Recipe{next(), next(), next(), next()});
       else if (command == "constant2") constants_.push_back(Recipe{next(), next(), next(), next()}), version_ = 2;
@@ -147,7 +148,10 @@ class Driver {
   std::vector<fxwrap::Value> call(const fxwrap::Model& model) {
     std::vector<fxwrap::Value> values;
     for (const Recipe& recipe : inputs_) values.push_back(make_value(recipe));
-    return model.run(std::move(values));
+    if (names_.empty()) return model.run(std::move(values));
+    fxwrap::NamedValues named;
+    for (size_t i = 0; i < names_.size(); ++i) named[names_[i]] = std::move(values.at(i));
+    return model.run_named(std::move(named));
   }
 
   void write_results(const std::string& file) {
@@ -176,6 +180,7 @@ class Driver {
         std::printf("\n");
       }
     }
+    for (const FxwrapSymbol& symbol : model().symbols()) std::printf("symbol %s %s %s\n", symbol.name, symbol.lower, symbol.upper);
   }
 
   void replace(const std::vector<Recipe>& recipes) {  // whose `kind` is the constant's name
@@ -246,6 +251,7 @@ class Driver {
 
   std::vector<fxwrap::Model> models_;
   std::vector<Recipe> inputs_;
+  std::vector<std::string> names_;  // of the inputs, in their order; empty for calls by position
   std::vector<Recipe> constants_, old_constants_;
   uint32_t version_ = 1;
   FxwrapOpenOptions options_{};

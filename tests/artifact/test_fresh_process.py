@@ -76,14 +76,19 @@ def test_code_of_captured_functions_is_in_the_file(tmp_path: Path) -> None:
         fxwrap.load(path, binaries="required")
 
 
-def test_compiled_code_is_required_or_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_required_or_rebuilt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "small.fxw"
     compiled("cpp").save(path)
     monkeypatch.setattr("fxwrap.runtime.native.incompatibility_reason", lambda target: "it is for another machine")
     with pytest.raises(ArtifactError, match="another machine"):
         fxwrap.load(path, binaries="required")
     for choice, reason in (("auto", "it is for another machine"), ("ignored", "binaries='ignored'")):
+        caplog.clear()
         loaded = fxwrap.load(path, binaries=choice)
+        wanted = [f"{path}: compiling its code: it is for another machine"] if choice == "auto" else []
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == wanted
         assert loaded.recompile_reason == reason
         loaded.update_constants({"calls": torch.tensor(3)})
         compiled("cpp").program.store.tensors["b_calls"].fill_(3)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import wrap_triton
 
 import fxwrap
 from fxwrap.artifact.saving import save_program
@@ -19,6 +22,7 @@ from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key
 from tests.artifact.cross_compile import SHAPE, function
 from tests.artifact.native_host import described, read_result
 from tests.artifact.test_native_host import STREAMS
+from tests.user_kernels import kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -107,6 +111,34 @@ def test_a_host_runs_a_file_that_was_compiled_without_a_gpu(tmp_path: Path, arch
         torch.testing.assert_close(result, wanted.cpu(), rtol=2e-2, atol=2e-2)
     loaded = fxwrap.load(tmp_path / "f.fxw")
     torch.testing.assert_close(loaded.flat(x), function(x), rtol=2e-2, atol=2e-2)
+
+
+def with_own_kernels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kernels of the model's own between fused ones: with None and launch options, a float, a bool, and in place."""
+    y, z, n = torch.empty_like(x), torch.empty_like(x), x.numel()
+    grid = (triton.cdiv(n, 64), 1, 1)
+    wrap_triton(kernels.add)[grid](x, None, y, n, BLOCK=64, num_warps=2)
+    wrap_triton(kernels.scaled_where)[grid](y.exp(), z, n, 1.5, True, BLOCK=64)
+    w = z + 1
+    wrap_triton(kernels.double_in_place)[grid](w, n, BLOCK=64)
+    return w.sin(), y
+
+
+@pytest.mark.parametrize("size", (1, 32, 33))
+def test_a_host_runs_kernels_of_the_model(tmp_path: Path, size: int) -> None:
+    """Saving compiles them for this GPU. Sizes are 1, divisible by 16, and neither."""
+    x = torch.randn(size, device="cuda")
+    compiled = fxwrap.compile_graph(make_fx(with_own_kernels)(x), [x], options=fxwrap.Options(emitter="cpp"))
+    assert [kernel.language for kernel in compiled.program.kernels].count("user_triton") == 3
+    wanted = compiled.flat(x)
+    torch.testing.assert_close(wanted, with_own_kernels(x), rtol=1e-5, atol=1e-5)
+    compiled.save(tmp_path / "own.fxw", target="native")
+    (tmp_path / "data").mkdir()
+    assert run_host(tmp_path / "own.fxw", tmp_path / "data", [x], 5, False)[0] == []
+    for index, tensor in enumerate(wanted):
+        result = read_result(tmp_path / "data" / f"out.{index}", tensor.cpu())
+        torch.testing.assert_close(result, tensor.cpu(), rtol=0, atol=0)
+    torch.testing.assert_close(fxwrap.load(tmp_path / "own.fxw").flat(x), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("own_stream", (False, True), ids=("current", "own"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.artifact.cmake_export import export_cmake
@@ -171,6 +172,27 @@ def test_a_device_without_capture_runs_the_functions(saved: Path, tmp_path: Path
     done = drive("open", saved, *words, "run", tmp_path / "out")
     wanted = expected(4, 1.0)[:16].reshape(4, 4)
     torch.testing.assert_close(read_result(tmp_path / "out.0", wanted), wanted)
+
+
+def test_lines_end_in_order_if_a_kernel_of_a_captured_function_fails(tmp_path: Path) -> None:
+    """The kernel ends before the function that contains it."""
+
+    def gathered(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x[index] * 2,)
+
+    x, index = torch.arange(8.0), torch.tensor([1, 7])
+    graph = make_fx(gathered)(x, index)
+    program = fxwrap.compile_graph(graph, [x, index], options=fxwrap.Options(emitter="cpp")).program
+    parts = partition(program, lambda line: torch.device("cpu"), min_calls=1)
+    (kernel,) = parts.kernels
+    assert parts.functions
+    save_program(parts, tmp_path / "gathered.fxw", emitter="cpp", target="native")
+    for last, code in ((7, 0), (8, 3)):
+        words = tensor_commands(tmp_path, [x, torch.tensor([1, last])])
+        done = drive("open", tmp_path / "gathered.fxw", *words, "lines")
+        assert done.code == code and done.lines[:4] == (
+            "begin partition_0", f"begin {kernel.name}", f"end {kernel.name}", "end partition_0"
+        ), done  # fmt: skip
 
 
 def test_captured_functions_are_not_exported_as_a_project(saved: Path, tmp_path: Path) -> None:

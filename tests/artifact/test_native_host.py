@@ -107,6 +107,27 @@ def test_numbers_and_control_flow(tmp_path: Path) -> None:
         assert torch.equal(read_result(tmp_path / "out.0", wanted), wanted)
 
 
+def test_inputs_by_name(tmp_path: Path) -> None:
+    """In any order; those that are left out are None."""
+    graph = torch.export.export(
+        Numbers(), (torch.ones(3), 5), dynamic_shapes={"x": None, "n": torch.export.Dim.DYNAMIC}
+    )
+    compiled = fxwrap.compile_graph(graph, name="numbers", options=fxwrap.Options(emitter="cpp"))
+    compiled.save(tmp_path / "numbers.fxw", target="native")
+    x = tensor_commands(tmp_path, [torch.ones(3)])
+    done = drive("open", tmp_path / "numbers.fxw", "named", "n", "int", 7, "named", "x", *x, "run", tmp_path / "out")
+    assert done.code == 0 and "result 1 int 8" in done.lines, done.lines
+    assert torch.equal(read_result(tmp_path / "out.0", torch.ones(3)), torch.full((3,), 9.0))
+    done = drive("open", tmp_path / "numbers.fxw", "named", "y", *x, "run", tmp_path / "out")
+    assert done.code == 3 and done.lines == (
+        "InputError: program 'numbers': it takes no input 'y'; its inputs are (x, n)", "alive 0",
+    ), done.lines  # fmt: skip
+    done = drive("open", tmp_path / "numbers.fxw", "named", "n", "int", 7, "run", tmp_path / "out")
+    with pytest.raises(fxwrap.errors.InputError) as error:
+        fxwrap.load(tmp_path / "numbers.fxw").flat(None, 7)
+    assert done.code == 3 and done.lines == (f"InputError: {error.value}", "alive 0")
+
+
 class Numbers(torch.nn.Module):
     def forward(self, x: torch.Tensor, n: int) -> tuple[torch.Tensor, int]:
         y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
@@ -120,6 +141,7 @@ def test_inputs_outputs_and_constants_are_listed(affine: Path) -> None:
         "output output tensor f32 cpu  s0/16 16/1",
         "constant p_weight tensor f32 cpu borrowed 16/16 16/1",
         "constant p_bias tensor f32 cpu borrowed 16/1",
+        "symbol s0 0 64",
     )
 
 
@@ -213,6 +235,36 @@ def test_a_wrong_number_of_inputs(affine: Path, tmp_path: Path) -> None:
     with pytest.raises(fxwrap.errors.InputError) as error:
         fxwrap.load(affine).flat(batch(), batch())
     assert done.code == 3 and done.lines == (f"InputError: {error.value}", "alive 0")
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, scale: float, repeats: int, negate: bool) -> torch.Tensor:
+        return (-x if negate else x) * scale * repeats
+
+
+def test_numbers_that_the_model_was_exported_with(tmp_path: Path) -> None:
+    """Another one is refused in the words of Python; none at all stands for it."""
+    x, path = torch.randn(3), tmp_path / "scaled.fxw"
+    graph = torch.export.export(Scaled(), (x, 0.5, 3, True))
+    fxwrap.compile_graph(graph, name="scaled", options=fxwrap.Options(emitter="cpp")).save(path, target="native")
+    loaded, words = fxwrap.load(path), tensor_commands(tmp_path, [x])
+    right = (["float", "0.5"], ["int", "3"], ["bool", "true"])
+    for chosen in (right, (["none"], ["none"], ["none"])):
+        passed = [word for item in chosen for word in item]
+        done = drive("open", path, *words, *passed, "run", tmp_path / "out", "alive")
+        assert done.code == 0 and done.lines == ("alive 0",), done.lines
+        torch.testing.assert_close(read_result(tmp_path / "out.0", x), -x * 1.5)
+    for position, (word, value) in enumerate([(["float", "2.5"], 2.5), (["int", "4"], 4), (["bool", "false"], False)]):
+        passed, values = list(right), [0.5, 3, True]
+        passed[position], values[position] = word, value
+        done = drive("open", path, *words, *[word for item in passed for word in item], "run", tmp_path / "out")
+        with pytest.raises(fxwrap.errors.InputError) as error:
+            loaded(x, *values)
+        assert done.code == 3 and done.lines == (f"InputError: {error.value}", "alive 0")
+    done = drive("open", path, *words, "int", "2", *right[1], *right[2], "run", tmp_path / "out")
+    with pytest.raises(fxwrap.errors.InputError) as error:
+        loaded(x, 2, 3, True)
+    assert done.lines[0] == f"InputError: {error.value}"
 
 
 def test_a_tensor_of_another_version_of_dlpack(affine: Path, tmp_path: Path) -> None:

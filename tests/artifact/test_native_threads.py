@@ -22,6 +22,7 @@ def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) ->
     assert runs[0][0].startswith("calls 480 wrong 0 differs 1") and runs[1][0] == "opened 8 wrong 0"
 
 
+@pytest.mark.long  # the reports themselves are those of `make sanitize`
 @pytest.mark.parametrize(("sanitizer", "command"), (("thread", "race"), ("address", "leak")))
 def test_the_sanitizers_report_defects(sanitizer: str, command: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):

@@ -12,13 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.artifact.archive import MANIFEST, MANIFEST_HASH
-from fxwrap.errors import ArtifactError, InputError
+from fxwrap.errors import ArtifactError, InputError, OptionError
 from fxwrap.options import EMITTERS
 from tests.artifact.programs import batch, compiled
 from tests.support.sample import contents
 from tests.support.samples import EXTENSIONS, SAMPLES
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_loaded_program_returns_the_same_results(emitter: str, dynamic: bool, tmp_path: Path) -> None:
@@ -97,6 +98,21 @@ def test_equal_programs_produce_identical_files(tmp_path: Path) -> None:
     content = (tmp_path / "one.fxw").read_bytes()
     assert (tmp_path / "two.fxw").read_bytes() == content == (tmp_path / "three.fxw").read_bytes()
     torch.testing.assert_close(dict(saved.program.store.tensors), before)
+
+
+def test_a_loaded_program_is_saved_with_the_arguments_of_a_compiled_one(tmp_path: Path) -> None:
+    """For a host without Python, and with compiled code for other emitters."""
+    saved = compiled("cpp")
+    saved.save(tmp_path / "one.fxw", target="native", emitters=["python", "cpp"])
+    content = (tmp_path / "one.fxw").read_bytes()
+    fxwrap.load(tmp_path / "one.fxw").save(tmp_path / "two.fxw", target="native", emitters=["python", "cpp"])
+    fxwrap.save(fxwrap.load(tmp_path / "one.fxw"), tmp_path / "three.fxw", target="native", emitters=["python", "cpp"])
+    assert (tmp_path / "two.fxw").read_bytes() == content == (tmp_path / "three.fxw").read_bytes()
+    for subject in (saved, fxwrap.load(tmp_path / "one.fxw")):
+        with pytest.raises(OptionError, match="unknown target 'c'; known: any, native"):
+            subject.save(tmp_path / "bad.fxw", target="c")
+        with pytest.raises(OptionError, match="unknown architecture '90'"):
+            subject.save(tmp_path / "bad.fxw", architectures=["90"])
 
 
 def test_a_rewritten_graph_can_be_saved(tmp_path: Path) -> None:

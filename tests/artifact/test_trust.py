@@ -214,6 +214,14 @@ def test_unknown_trust(tmp_path: Path) -> None:
         fxwrap.load(path, trust="none", emitter="python")
 
 
+def test_an_untrusted_program_is_not_saved(tmp_path: Path) -> None:
+    """Saving emits its text as code."""
+    loaded = fxwrap.load(hostile(body("control.return(%x)"), tmp_path), trust="none")
+    for save in (loaded.save, lambda path: fxwrap.save(loaded, path)):
+        with pytest.raises(ArtifactError, match="was loaded with trust='none', and its text becomes no code"):
+            save(tmp_path / "again.fxw")
+
+
 def test_safe_operators_exist() -> None:
     missing = [name for name in SAFE_OPERATORS if not hasattr(torch.ops.aten, name)]
     assert not missing

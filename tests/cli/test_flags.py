@@ -13,6 +13,7 @@ import torch
 
 import fxwrap
 from fxwrap.cli import main
+from tests.support.long_form import long_only
 
 MODEL = """
 import torch
@@ -124,7 +125,11 @@ def test_files_of_json_are_valid(line: str, tmp_path: Path, capsys: pytest.Captu
     assert json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("arguments", [("passes",), ("--help",), ("show", "--help"), ("--version",)])
+ALSO_PRINTED = (("show", "--help"), ("--version",))
+"""Command lines whose text argparse prints, as that of --help."""
+
+
+@pytest.mark.parametrize("arguments", [("passes",), ("--help",), *map(long_only, ALSO_PRINTED)])
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -25,7 +25,7 @@ from fxwrap.lowering import RULES
 from fxwrap.options import Options
 from fxwrap.printers.cpp import statements
 from tests.support import seeded_bugs
-from tests.support.long_form import long_only
+from tests.support.long_form import LONG, long_only
 from tests.support.seeded_bugs import BUGS
 
 
@@ -174,7 +174,10 @@ def test_the_iteration_of_a_loop_is_named(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch: pytest.MonkeyPatch) -> None:
-    """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first."""
+    """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first.
+
+    The backwards of maps and shared functions have blocks like those of their forwards: the long form trains them.
+    """
 
     def scanned(x: Tensor, w: Tensor) -> Tensor:
         last, rows = scan(lambda carry, row: (torch.tanh(carry @ w + row), row * 2), x[0], x)
@@ -190,7 +193,7 @@ def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch
         "subgraph": lambda x, w: layer(layer(x, w), w).relu(),
     }
     original = RULES["aten.tanh.default"]
-    for prefix, function in functions.items():
+    for prefix, function in [*functions.items()][: 1 if training and not LONG else None]:
         for rule in (original, RULES["aten.sigmoid.default"]):
             patch.setitem(RULES, "aten.tanh.default", rule)
             bisection = fxwrap.bisect(function, tensors(training)[:2], training=training)

@@ -28,11 +28,11 @@ from fxwrap.devices import CPU
 from fxwrap.errors import FxwrapError, RankError
 from fxwrap.lines import StartCollective
 from fxwrap.options import EMITTERS, Options
+from fxwrap.runtime.native import build_bridge
 
 X = torch.linspace(-1, 1, 8)
 OPTIONS = Options(emitter="python", fuse=False)
 """Options of programs that need no compiled code, which a cache folder of its own would build anew."""
-
 
 COLLECTIVES = torch.ops._c10d_functional
 
@@ -136,7 +136,6 @@ def error_of(call: Callable[[], object]) -> list[Any]:
 
 def stalled(rank: int) -> Any:
     """Rank 1 calls its second collective too late, in each emitter: the group's timeout reaches the caller."""
-    del os.environ["FXWRAP_CACHE_DIR"]  # the bridge is in the usual folder
     calls = []
     for emitter in EMITTERS:
         group, options = fragile_group(), OPTIONS.replace(emitter=emitter, compile_cache=False)
@@ -199,9 +198,11 @@ def dead(rank: int) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs cases with a cache folder of this rank: `compile_rank.py RANK STORE CASES...`."""
-    rank = int(arguments[0])
-    os.environ["FXWRAP_CACHE_DIR"] = f"{arguments[1]}.cache{rank}"
+    """Runs cases with a cache folder of this rank, which has the bridge: `compile_rank.py RANK STORE CASES...`."""
+    rank, folder, bridge = int(arguments[0]), Path(f"{arguments[1]}.cache{arguments[0]}"), build_bridge().folder
+    folder.mkdir()
+    (folder / bridge.name).symlink_to(bridge)
+    os.environ["FXWRAP_CACHE_DIR"] = str(folder)
     store = dist.FileStore(arguments[1], 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     for name in arguments[2:]:

@@ -26,6 +26,7 @@ from tests.distributed.cases import WORLD_SIZE, Mlp, init_mesh, simple_fsdp
 from tests.distributed.processes import run_checks
 from tests.distributed.random_programs import RandomProgram
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
+from tests.support.gloo import worker_count
 from tests.support.long_form import LONG
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
@@ -292,6 +293,15 @@ def check_captures(rank: int) -> None:
         check_captured_collectives(capturer)
 
 
+def check_one_worker(rank: int) -> None:
+    """Each Gloo group has one worker: two of them corrupt the heap (`tests/support/gloo.py`)."""
+    before = worker_count()
+    groups = [torch.distributed.new_group() for _ in range(2)]
+    for group in groups:
+        torch.distributed.barrier(group)
+    assert worker_count() - before == len(groups), (before, worker_count())
+
+
 SENT_FROM_A_POOL = 1012
 """A seed whose program sends from a pool in which another collective is in flight: Gloo waited for ever."""
 
@@ -321,6 +331,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "pooled_buckets": lambda rank: check_pooled_buckets(torch.device("cpu")),
     "waits_in_a_pool": check_waits_in_a_pool,
     "captures": check_captures,
+    "one_worker": check_one_worker,
     "random": lambda rank: check_random(rank, 30),
 }
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed.cases import WORLD_SIZE
 from tests.support.child_processes import forking_context
+from tests.support.gloo import use_one_worker
 
 TIMEOUT = 600
 """Seconds after which a rank has failed; a rank waits for the other one."""
@@ -27,7 +28,9 @@ def run_ranks(
     """Runs `main` of a module with RANK STORE ARGUMENTS... as all ranks; returns each rank's error of each case, "" for
     none.
 
-    A rank prints one line of JSON with the keys "case" and "error" for each case.
+    A rank prints one line of JSON with the keys "case" and "error" for each case. Raises AssertionError for ranks that
+    a signal ended, such as the abort of a corrupt heap, and for ranks that have not finished in time. Each Gloo group
+    has one worker; see `tests/support/gloo.py`.
     """
     context = forking_context()
     outputs = [folder / f"rank_{rank}" for rank in range(world_size)]
@@ -44,6 +47,8 @@ def run_ranks(
         for rank in ranks:
             rank.join(max(deadline - time.monotonic(), 0))
         assert not any(rank.is_alive() for rank in ranks), f"ranks have not finished after {timeout} s"
+        signals = {number: -rank.exitcode for number, rank in enumerate(ranks) if rank.exitcode and rank.exitcode < 0}
+        assert not signals, f"ranks ended by signals: {signals}"
     finally:
         for rank in ranks:
             rank.kill()
@@ -86,4 +91,5 @@ def _run_rank(module: str, output: Path, arguments: Sequence[str], environment: 
     os.environ |= environment
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
+    use_one_worker()
     importlib.import_module(module).main(arguments)

@@ -154,7 +154,7 @@ CASES: dict[Mask, str | None] = {
     _causal_mask: "causal", _packed: "causal", _batch: "causal",
     _transposed_bias: "contiguous", _bias_with_fully_masked_rows: "contiguous", _repeated: "contiguous",
     _window: None, _strictly_upper_mask: None, _input_dependent_mask: None, _mask_written_in_place: None,
-    _mask_written_through_a_view: None, _random: None, _zero_bias: None, _block_diagonal_mask: None,
+    _mask_written_through_a_view: None, _random: None, _zero_bias: "all_true", _block_diagonal_mask: None,
 }  # fmt: skip
 
 

@@ -138,3 +138,17 @@ def test_symbolic_numbers_among_arguments() -> None:
         again = graph.graph.node_copy(narrowed)
     values[again] = narrowed.meta["val"]
     assert common_subexpressions(list(graph.graph.nodes), values) == {again: narrowed}
+
+
+def test_results_that_are_written_behind_a_view_without_a_declaration() -> None:
+    """`_unsafe_view` declares no alias; make_fx over real tensors records unrelated storages."""
+
+    def written_view(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        linear, written = torch.nn.functional.linear(x, w), torch.nn.functional.linear(x, w)
+        return written.add_(1.0) * 2, linear
+
+    inputs = [torch.randn(2, 3, 5), torch.randn(4, 5)]
+    graph = make_fx(written_view)(*inputs)
+    assert any(node.target is aten._unsafe_view.default for node in graph.graph.nodes)
+    results = fxwrap.compile_graph(graph, inputs, options=Options(emitter="interpreter"))(*inputs)
+    torch.testing.assert_close(results, written_view(*inputs))

@@ -18,7 +18,7 @@ from fxwrap.loop_ir import (
     find_streaming_reduction,
     parse_kernel,
 )
-from tests.support.attention_kernel import attention_kernel, gradient_kernel
+from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
 
 SUMS = """kernel(in0: f32[24]) -> (out0: f32[2]) for [p0: 2] reduce [r0: 3, r1: 4] {
   %0 = f32 load in0[12*p0 + 4*r0 + r1]
@@ -99,6 +99,40 @@ def test_gradients_of_attention_are_a_streaming_reduction() -> None:
     torch.testing.assert_close(buffers["grad_key"].view(2, 20, 5), (grad_scores.mT @ query).sum(1))
     torch.testing.assert_close(buffers["grad_value"].view(2, 20, 3), (weights.mT @ grad_out).sum(1))
     torch.testing.assert_close(buffers["total"].view(2, 20), weights.sum((1, 2)))
+
+
+def test_sums_over_scores_are_updates_of_a_streaming_reduction() -> None:
+    kernel = update_kernel(dtype=torch.float64)
+    assert str(parse_kernel(str(kernel))) == str(kernel)
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None
+    buffer_names = [
+        [kernel.operations[item.position].buffer for item in items]  # type: ignore[union-attr]
+        for items in (parts.updates, parts.row_updates)
+    ]
+    assert buffer_names == [["by_distance", "by_key"], ["by_head", "by_row"]]
+    items = (*kernel.inputs, *kernel.outputs)
+    buffers = {item.name: torch.randn(int(item.extent), dtype=torch.float64) for item in items}
+    before = {name: item.clone() for name, item in buffers.items()}
+    evaluate_kernel(kernel, buffers)
+    query, key = buffers["query"].view(2, 20, 5), buffers["key"].view(2, 35, 5)
+    row, column = torch.arange(20)[:, None], torch.arange(35)
+    weights = (query @ key.mT).tanh() * (row >= column - 2)
+    distances = (row - column + 35).expand(2, 20, 35).flatten()
+    expected = {
+        "by_distance": torch.zeros(55, dtype=torch.float64).index_add(0, distances, weights.flatten()),
+        "by_key": weights.sum((0, 1)) * (column < 32), "by_head": 2 * weights.sum((1, 2)),
+        "by_row": 2 * weights.sum((0, 2)),
+    }  # fmt: skip
+    for name, change in expected.items():
+        torch.testing.assert_close(buffers[name], before[name] + change)
+
+
+def test_updates_of_each_column_are_no_streaming_reduction() -> None:
+    text = str(update_kernel())
+    (first,) = [line for line in text.splitlines() if "bool eq" in line]
+    assert find_streaming_reduction(parse_kernel(text.replace(first, first.replace("eq", "ge")))) is None
+    assert find_streaming_reduction(parse_kernel(text.replace("store add by_key", "store max by_key"))) is None
 
 
 @pytest.mark.parametrize(

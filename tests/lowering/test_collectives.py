@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._functional_collectives  # the rules for fake tensors of its operators
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -187,9 +188,11 @@ def test_each_form_of_collectives_is_lines_in_every_emitter(group: str, form: An
         assert not any(isinstance(line, ExternCall) and "_c10d" in line.target for line in program.lines())
         assert any(isinstance(line, WaitCollective) for line in program.lines())
         assert fxwrap.parse(str(program)) == program
+        works = _get_work_registry_size()
         outputs = [compiled(x), fxwrap.run(program, [x])]
         if emitter == "fx":
             outputs.append(fxwrap.run(fxwrap.verify(fxwrap.from_fx(compiled.graph_module)), [x]))
+        assert _get_work_registry_size() == works  # torch keeps the tensors of works that nothing waited for
         for output in outputs:
             torch.testing.assert_close(list(output), list(expected), rtol=0, atol=0)
 

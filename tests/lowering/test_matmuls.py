@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.lines import ExternCall, Launch
+from tests.support.long_form import long_only
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -47,7 +48,7 @@ def every_matmul(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, batch: torch
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, long_only(torch.float16)], ids=str)
 def test_results_are_as_exact_as_those_of_eager_mode(dtype: torch.dtype) -> None:
     inputs = [random(dtype, 3, 40), random(dtype, 24, 40), random(dtype, 24), random(dtype, 2, 4, 40)]
     compiled = programs_of(every_matmul, inputs)
@@ -80,6 +81,7 @@ def int4_linear(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.
     return torch.nn.functional.linear(x, halves.reshape(w.shape[0], -1).to(x.dtype)) * scale
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str) -> None:

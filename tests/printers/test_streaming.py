@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
-from tests.support.attention_kernel import attention_kernel, gradient_kernel
+from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -27,6 +29,13 @@ def test_cpp(dtype: torch.dtype) -> None:
 def test_gradients_in_cpp(dtype: torch.dtype) -> None:
     source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials
     assert source.count("contract<64, ") == 4
+
+
+def test_updates_in_cpp() -> None:
+    """Numbers of one element for all rows are summed before they are added to it."""
+    source = check(update_kernel(rows=70, keys=133), rtol=1e-4)
+    assert source.count("add_atomically(") == 4
+    assert source.count("for (int lane = 0; lane < 64 && p1_0 + lane < 70; ++lane)") == 5
 
 
 def test_tiles_that_no_stack_holds_are_declined() -> None:
@@ -44,6 +53,12 @@ def test_gradients_in_triton() -> None:
     source = _check_triton(gradient_kernel(queries=40, keys=35))
     assert source.count("tl.dot(") == 4
     assert source.count("tl.load(grad_out_ptr") == source.count("tl.load(query_ptr") == 1
+
+
+def test_updates_in_triton() -> None:
+    source = _check_triton(update_kernel(rows=20, keys=35))
+    assert source.count("tl.atomic_add(") == 4
+    assert source.count("keep_dims=True), mask=") + source.count("keep_dims=True), sem=") == 2
 
 
 def _check_triton(kernel: Kernel) -> str:
@@ -75,6 +90,21 @@ def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kerne
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx
     assert not SPILLED.search(ptx)
+
+
+def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
+    """PTX has these as `red`, or as `atom` whose result nothing uses."""
+    kernel = update_kernel(rows=128, keys=128, width=64)
+    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(32, 32))).asm["ptx"]
+    assert re.search(r"(red|atom)\.global\.\S*add\S*\.f32", ptx)
+    assert not SPILLED.search(ptx)
+
+
+def test_offsets_beyond_32_bits() -> None:
+    for heads, is_large in ((2, False), (1 << 15, True)):
+        kernel = attention_kernel(heads, rows=1024, keys=1024, width=64, columns=64)
+        source = print_streaming_triton(kernel, StreamingConfiguration(16, 32)).source
+        assert (".to(tl.int64)\n" in source) is is_large
 
 
 def test_configurations_fit_small_kernels() -> None:

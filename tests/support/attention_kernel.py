@@ -78,3 +78,45 @@ def gradient_kernel(
     outputs = [Buffer("grad_key", dtype, 2 * keys * width), Buffer("grad_value", dtype, 2 * keys * columns),
                Buffer("total", computes, 2 * keys)]  # fmt: skip
     return body.finish([head, row, column, value_column], [inner, value_inner, group, query], inputs, outputs)
+
+
+def update_kernel(rows: int = 20, keys: int = 35, width: int = 5, dtype: torch.dtype = F32) -> Kernel:
+    """Returns a kernel of sums over scores: it adds numbers of scores to tables by distance, key and head.
+
+    It stores a weighted sum of each row and column, too; additions happen once for all columns.
+    """
+    body = KernelBuilder()
+    head, row, column, inner, key = (
+        Axis("p0", 2),
+        Axis("p1", rows),
+        Axis("p2", width),
+        Axis("r0", width),
+        Axis("r1", keys),
+    )
+    at_row, at_key = linearize_index((head, row, inner), (2, rows, width)), (head, key, inner)
+    (score,) = body.reduce(
+        "sum", body.load("query", at_row, dtype) * body.load("key", linearize_index(at_key, (2, keys, width)), dtype),
+        [inner],
+    )  # fmt: skip
+    mask = body.index(row) >= body.index(key) - 2
+    weights = mask.where(score.tanh(), 0.0)
+    other = body.load("key", linearize_index((head, key, column), (2, keys, width)), dtype)
+    (weighted,) = body.reduce("sum", weights * other, [key])
+    (total,) = body.reduce("sum", weights * 2.0, [key])  # a sum of weights: no column varies along it
+    body.store("out", linearize_index((head, row, column), (2, rows, width)), weighted)
+    first = body.index(column).equals(0)
+    distance = body.indirect_index(body.index(row) - body.index(key) + keys, rows + keys)
+    body.store("by_distance", distance, weights, mask & first, "add")
+    body.store(
+        "by_key", as_index(key), weights, mask & first & (body.index(key) < body.index(as_index(keys - 3))), "add"
+    )
+    body.store("by_head", as_index(head), total, first, "add")
+    body.store("by_row", as_index(row), total, first, "add")
+    inputs = [Buffer("query", dtype, 2 * rows * width), Buffer("key", dtype, 2 * keys * width)]
+    outputs = [
+        Buffer(name, dtype, extent)
+        for name, extent in {
+            "out": 2 * rows * width, "by_distance": rows + keys, "by_key": keys, "by_head": 2, "by_row": rows
+        }.items()
+    ]  # fmt: skip
+    return body.finish([head, row, column], [inner, key], inputs, outputs)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fxwrap.testing import assert_emitters_agree
+from tests.support.long_form import long_only
 from tests.user_kernels import kernels
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
@@ -188,7 +189,7 @@ def trained_again(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, the sizes of its inputs, and whether all of them are transposed, dynamic or differentiated."""
+    """A function, the sizes of its inputs, and whether all are transposed, dynamic, differentiated, or long."""
 
     function: Callable[..., Any]
     sizes: tuple[tuple[int, ...], ...]
@@ -196,6 +197,7 @@ class Case:
     training: bool = False
     transposed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    long: bool = False
 
     def inputs(self, device: str) -> tuple[Tensor, ...]:
         tensors = [torch.randn(sizes, device=device) for sizes in self.sizes]
@@ -207,15 +209,16 @@ class Case:
         return "-".join([self.function.__name__, *marks, *self.options])
 
 
+# Those of the long form have a function and a form that others have too, each with another one.
 CASES = (
     Case(between_fused, ((200,), (200,))),
-    Case(between_fused, ((200,), (200,)), dynamic=True),
+    Case(between_fused, ((200,), (200,)), dynamic=True, long=True),
     Case(between_fused, ((200,), (200,)), options={"fuse": False}),
     Case(without_operand, ((200,),)),
     Case(in_the_middle_of_launches, ((100,), (100,)), dynamic=True),
     Case(strided, ((4, 20),)),
     Case(strided, ((1, 20),), transposed=True),
-    Case(strided, ((4, 20),), dynamic=True),
+    Case(strided, ((4, 20),), dynamic=True, long=True),
     Case(numbers_of_every_kind, ((100,),)),
     Case(numbers_of_every_kind, ((100,),), dynamic=True),
     Case(several_results, ((4, 20),)),
@@ -226,13 +229,13 @@ CASES = (
     Case(written_window, ((3, 50),)),
     Case(written_gaps, ((4, 6),)),
     Case(tuned, ((200,),)),
-    Case(tuned, ((200,),), dynamic=True),
+    Case(tuned, ((200,),), dynamic=True, long=True),
     Case(tuned_in_place, ((200,),), dynamic=True),
     Case(with_heuristics, ((200,),)),
     Case(tuned_with_heuristics, ((192,),)),
     Case(process_only, ((200,),)),
     Case(in_a_branch, ((100,),)),
-    Case(trained, ((100,),), training=True),
+    Case(trained, ((100,),), training=True, long=True),
     Case(trained, ((100,),), training=True, dynamic=True),
     Case(trained_again, ((100,),), training=True),
 )
@@ -245,7 +248,7 @@ def check(case: Case, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [long_only(case) if case.long else case for case in CASES], ids=str)
 def test_on_cpu(case: Case) -> None:
     check(case, "cpu")
 

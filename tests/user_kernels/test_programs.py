@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.library import wrap_triton
 
 import fxwrap
 from fxwrap.comparison import capture
-from fxwrap.errors import FxwrapError, GraphError
+from fxwrap.errors import ArtifactError, FxwrapError, GraphError
 from fxwrap.lines import Alloc, Launch, Mutate
 from fxwrap.testing import assert_emitters_agree, assert_programs_agree
 from fxwrap.torch_compat import add_triton_constants, triton_kernel_at, triton_kernel_index, triton_launch
@@ -244,3 +245,20 @@ def test_non_kernels_are_rejected() -> None:
     graph = call_of(Other(), {}, {}, "x_ptr")
     with pytest.raises(GraphError, match=r"its kernel is a Other, not a function of @triton\.jit"):
         fxwrap.compile_graph(graph, [torch.randn(64)])
+
+
+def test_a_file_for_processes_without_python_is_refused(tmp_path: Path) -> None:
+    """The error names the kernel; the file for Python has the kernel's text, and runs."""
+
+    def increased(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        kernels.tuned[(4,)](x, out, x.numel())
+        return out
+
+    x = torch.randn(100)
+    (graph,) = capture(increased, (x,))
+    with pytest.raises(ArtifactError, match=r"Triton kernel @tuned_0 is launched by Python: it is autotuned: give it"):
+        graph.compiled.save(tmp_path / "increased.fxw", target="native")
+    assert not list(tmp_path.iterdir())
+    graph.compiled.save(tmp_path / "increased.fxw")
+    torch.testing.assert_close(fxwrap.load(tmp_path / "increased.fxw").flat(x)[0], increased(x))

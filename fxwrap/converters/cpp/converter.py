@@ -9,7 +9,7 @@ import fxwrap.lines as lines
 import fxwrap.runtime.library  # noqa: F401  # registers the operators for streams
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.base import Handlers
-from fxwrap.converters.cpp.library import EmittedCpp, is_compiled_by_triton
+from fxwrap.converters.cpp.library import LAUNCH_OPERATOR, EmittedCpp, is_launched_by_python
 from fxwrap.converters.cpp.loops import LoopConverter
 from fxwrap.converters.cpp.replay import is_replayed, write_replay
 from fxwrap.converters.cpp.text import CppUnit, StaticArray, comment_text, frame_field, indent_statements, string_text
@@ -99,13 +99,12 @@ class CppConverter(LoopConverter):
         kernel = self.program.kernel(line.kernel)
         tensors = [item for item in line.arguments if _is_tensor(item)]
         scalars = [item for item in line.arguments if not _is_tensor(item)]
-        traits = language_traits(kernel.language)
-        if traits.links_into_cpp:
+        if language_traits(kernel.language).links_into_cpp:
             self._launch_cpp(line, kernel, [*tensors, *line.outs], scalars)
-        elif is_compiled_by_triton(traits) and len(line.arguments) + len(line.outs) == len(kernel.signature):
-            self._launch_triton(line, kernel, tensors, scalars)
-        else:
+        elif is_launched_by_python(line, kernel):
             self._launch_by_runtime(line, kernel, tensors, scalars)
+        else:
+            self._launch_triton(line, kernel, tensors, scalars)
         self._bump_versions(line.outs)
 
     def _bump_versions(self, values: Sequence[ir.Value]) -> None:
@@ -161,7 +160,7 @@ class CppConverter(LoopConverter):
         identity = [string_text(kernel.language), source, *self.writer.argument(line, kernel.signature)]
         lists = (tuple(line.grid), tuple(tensors), line.outs, tuple(scalars))
         arguments = [*identity, string_text(serialize_options(kernel.options)), *self.writer.arguments(line, lists)]
-        self.writer.call("fxwrap_runtime.launch.default", arguments)
+        self.writer.call(LAUNCH_OPERATOR, arguments)
 
     def call(self, line: lines.ExternCall | lines.Mutate) -> None:
         if _is_plain_copy(line):

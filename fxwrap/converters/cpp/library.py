@@ -12,11 +12,14 @@ import torch
 from fxwrap.converters.cpp.replay import ReplayingProgram, function_as_program, graphed_functions
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.devices import KernelLanguage, language_traits
-from fxwrap.lines import CallFunction
+from fxwrap.lines import CallFunction, Launch
 from fxwrap.runtime import native
 from fxwrap.runtime.cpp_kernels import KernelText, make_translation_units
 from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
 from fxwrap.wrapper_ir import Block, KernelDefinition, Program
+
+LAUNCH_OPERATOR = "fxwrap_runtime.launch.default"
+"""The operator of the runtime that launches a kernel by its text; Python implements it."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +132,14 @@ def linked_units(kernels: Sequence[KernelText]) -> list[native.NativeSource]:
 def is_compiled_by_triton(traits: KernelLanguage) -> bool:
     """Returns whether compiled Triton code of a language is linked in; a user's kernels are autotuned first."""
     return traits.is_triton and not traits.user_defined
+
+
+def is_launched_by_python(line: Launch, kernel: KernelDefinition) -> bool:
+    """Returns whether emitted C++ launches a kernel by `LAUNCH_OPERATOR`.
+
+    These are kernels of other languages, Triton kernels of the user's, and those with more parameters than arguments.
+    """
+    traits = language_traits(kernel.language)
+    if traits.links_into_cpp:
+        return False
+    return not is_compiled_by_triton(traits) or len(line.arguments) + len(line.outs) != len(kernel.signature)

@@ -1,13 +1,16 @@
 // C++17 over fxwrap/runtime.h: RAII, exceptions, and at::Tensor where libtorch's headers are included.
 //
 //   fxwrap::Model model("model.fxw");
-//   std::vector<fxwrap::Value> results = model.run({fxwrap::Value(ids)});
+//   fxwrap::NamedValues inputs;
+//   inputs["input_ids"] = fxwrap::Value(ids);
+//   std::vector<fxwrap::Value> results = model.run_named(std::move(inputs));
 //   at::Tensor logits = results[0].tensor();
 #pragma once
 
 #include <fxwrap/runtime.h>
 
 #include <cstdint>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -89,6 +92,9 @@ class Value {
   FxwrapValue value_;
 };
 
+// Inputs by the names of leaves: "input_ids", "cache.0.key".
+using NamedValues = std::map<std::string, Value>;
+
 // A stream for the calls of a model: a cudaStream_t and its device, "cuda:0".
 struct Stream {
   const char* device;
@@ -123,9 +129,10 @@ class Model {
 
   std::string name() const { return fxwrap_name(model_); }
   std::string metadata() const { return fxwrap_metadata(model_); }
-  std::vector<FxwrapLeaf> inputs() const { return leaves(fxwrap_input, fxwrap_input_count(model_)); }
-  std::vector<FxwrapLeaf> outputs() const { return leaves(fxwrap_output, fxwrap_output_count(model_)); }
-  std::vector<FxwrapLeaf> constants() const { return leaves(fxwrap_constant, fxwrap_constant_count(model_)); }
+  std::vector<FxwrapLeaf> inputs() const { return listed(fxwrap_input, fxwrap_input_count(model_)); }
+  std::vector<FxwrapLeaf> outputs() const { return listed(fxwrap_output, fxwrap_output_count(model_)); }
+  std::vector<FxwrapLeaf> constants() const { return listed(fxwrap_constant, fxwrap_constant_count(model_)); }
+  std::vector<FxwrapSymbol> symbols() const { return listed(fxwrap_symbol, fxwrap_symbol_count(model_)); }
 
   // Runs the program on the flat inputs, which it consumes, and returns its flat outputs. Tensors of the result are
   // at::Tensor with libtorch's headers, else DLPack tensors.
@@ -147,6 +154,17 @@ class Model {
     const std::vector<Value> borrowed = owned(passed);  // tensors that the call does not consume
     check(error);
     return owned(outputs);
+  }
+
+  // A call with inputs by name, in any order; those that are left out are None. Throws InputError for another name.
+  std::vector<Value> run_named(NamedValues inputs, const Stream* stream = nullptr) const {
+    std::vector<Value> values(size_t(fxwrap_input_count(model_)));
+    for (auto& [name, value] : inputs) {
+      const int64_t index = fxwrap_input_index(model_, name.c_str());
+      if (index < 0) throw unexpected(name);
+      values[size_t(index)] = std::move(value);
+    }
+    return run(std::move(values), stream);
   }
 
 #ifdef FXWRAP_HAS_TORCH
@@ -180,8 +198,14 @@ class Model {
  private:
   explicit Model(FxwrapModel* model) : model_(model) {}
 
-  std::vector<FxwrapLeaf> leaves(const FxwrapLeaf* (*get)(const FxwrapModel*, int64_t), int64_t count) const {
-    std::vector<FxwrapLeaf> items;
+  Error unexpected(const std::string& input) const {
+    std::string names;
+    for (const FxwrapLeaf& leaf : inputs()) names += (names.empty() ? "" : ", ") + std::string(leaf.name);
+    return Error("InputError", "program '" + name() + "': it takes no input '" + input + "'; its inputs are (" + names + ")");
+  }
+
+  template <class Item> std::vector<Item> listed(const Item* (*get)(const FxwrapModel*, int64_t), int64_t count) const {
+    std::vector<Item> items;
     for (int64_t i = 0; i < count; ++i) items.push_back(*get(model_, i));
     return items;
   }

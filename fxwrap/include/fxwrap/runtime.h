@@ -112,6 +112,18 @@ FXWRAP_FUNCTION int64_t fxwrap_output_count(const FxwrapModel* model);
 /* NULL for an index out of range. */
 FXWRAP_FUNCTION const FxwrapLeaf* fxwrap_input(const FxwrapModel* model, int64_t index);
 FXWRAP_FUNCTION const FxwrapLeaf* fxwrap_output(const FxwrapModel* model, int64_t index);
+/* The position of the input of this name; -1 if there is none. */
+FXWRAP_FUNCTION int64_t fxwrap_input_index(const FxwrapModel* model, const char* name);
+
+/* A symbol in the sizes of leaves, or an input that is a number. */
+typedef struct FxwrapSymbol {
+  const char* name;  /* "s0" */
+  const char* lower; /* the least number of its range, "2"; "" if there is none */
+  const char* upper;
+} FxwrapSymbol;
+
+FXWRAP_FUNCTION int64_t fxwrap_symbol_count(const FxwrapModel* model);
+FXWRAP_FUNCTION const FxwrapSymbol* fxwrap_symbol(const FxwrapModel* model, int64_t index);
 /* The file's manifest, a JSON text: versions, options, devices, ranges of symbols, constants. */
 FXWRAP_FUNCTION const char* fxwrap_metadata(const FxwrapModel* model);
 
@@ -119,7 +131,8 @@ FXWRAP_FUNCTION const char* fxwrap_metadata(const FxwrapModel* model);
 
 /* Called before (`begins` is 1) and after (0) each line of a run that computes, on its thread, also if it fails. The name is
  * an operator's ("aten::mm"), a kernel's in the program ("add_gelu_0"), or that of a function that is replayed as a device
- * graph, whose lines are only reported in runs that capture it. On a GPU, the end of a line is that of its launch. */
+ * graph, whose lines are reported between its own two calls in runs that neither capture nor replay it. On a GPU, the end of
+ * a line is that of its launch. */
 typedef void (*FxwrapLineCallback)(void* context, const char* name, int32_t begins);
 
 /* Zero is every default. `size` is sizeof(FxwrapRunOptions). */
@@ -137,7 +150,7 @@ typedef struct FxwrapRunOptions {
  *
  * Inputs: FXWRAP_DLPACK tensors are consumed, also by a call that fails: their deleter, which may be NULL, is called once
  * when neither the program nor a result uses their memory. FXWRAP_TENSOR inputs stay the caller's, except those that the
- * program owns, which it moves out of the at::Tensor.
+ * program owns, which it moves out of the at::Tensor. A number that the model was exported with may be FXWRAP_NONE.
  *
  * Outputs: the caller owns them; see fxwrap_value_delete. A result may share the memory of an input.
  *

@@ -80,11 +80,11 @@ def _lower_start(builder: Builder, node: Node, target: OpOverload, fake: FakeVal
     schema = operator_schema(target)
     arguments = literals(builder, node.args, node)
     keywords = tuple([(name, literal(builder, argument, node)) for name, argument in node.kwargs.items()])
-    needs_all = is_point_to_point(node)  # its memory is in use until the wait for its last result
-    results, aliases = _results(builder, node, schema, result_fakes(node, fake), arguments, keywords, needs_all)
+    # memory is in use, and torch keeps the work, until the wait for the last result
+    results, aliases = _results(builder, node, schema, result_fakes(node, fake), arguments, keywords, needs_all=True)
     emit_start(builder, node, schema, results, aliases, arguments, keywords)
     _bind_results(builder, node, schema, results)
-    if not needs_all:
+    if not is_point_to_point(node):
         await_results(builder, node)
 
 

@@ -148,7 +148,8 @@ class BlockLowering:
         module, options = _module_of(node, graph, len(operands)), self.request.options
         prepared = prepare_subgraph(module, examples, str(graph.target), options)
         scope = f"{self.builder.scope}{prepared.name}."
-        declined = {item.removeprefix(scope) for item in self.request.declined_nodes if item.startswith(scope)}
+        reasons = self.request.declined_nodes.items()
+        declined = {item.removeprefix(scope): reason for item, reason in reasons if item.startswith(scope)}
         prepared = expand_declined_attention(prepared, options, declined)
         nodes = list(prepared.graph_module.graph.nodes)
         placeholders = [inner for inner in nodes if inner.op == "placeholder"]

@@ -68,13 +68,15 @@ class Fusion:
     """Schedules calls and definitions, added in graph order; `items()` returns the steps of the program in order.
 
     `aliases_of` returns the definitions that share memory with a definition, itself included; `specs` are those of the
-    device types that have kernels. A kernel computes nodes of one `segment`, by position.
+    device types that have kernels. `can_join` returns whether printers can compute a kernel with one more
+    definition. A kernel computes nodes of one `segment`, by position.
     """
 
     plan: MaterialisationPlan
     hint: Callable[[Size], int]
     aliases_of: Callable[[Definition], Sequence[Definition]]
     specs: Mapping[str, DeviceSpec]
+    can_join: Callable[[KernelPlan, IterationMapping, DefinitionPlan, Trace], bool]
     segment: Callable[[int], object] | None = None
     _items: list[ScheduledItem] = field(default_factory=list)
     _producer_of: dict[object, ScheduledItem] = field(default_factory=dict)
@@ -123,17 +125,22 @@ class Fusion:
     def _best_kernel(
         self, plan: DefinitionPlan, trace: Trace, dependences: Sequence[ScheduledItem]
     ) -> tuple[ScheduledItem, IterationMapping] | None:
-        best: tuple[float, ScheduledItem, IterationMapping] | None = None
+        """Returns the kernel that saves the most bytes, among those for which printers have a schedule, or None."""
+        best: list[tuple[float, ScheduledItem, IterationMapping]] = []
         for item in self._candidates(plan, trace, dependences):
             assert item.kernel is not None
             if self._key_after(item, dependences) is None or not self._fits_limits(item.kernel, plan, trace):
                 continue
             for mapping in iteration_mappings(item.kernel, plan.definition, trace):
                 saved = self._saved_bytes(item.kernel, mapping, plan, trace)
-                if saved is not None and (best is None or saved > best[0]):
-                    best = (saved, item, mapping)
+                if saved is not None:
+                    best.append((saved, item, mapping))
                     break
-        return None if best is None else best[1:]
+        for _, item, mapping in sorted(best, key=lambda candidate: -candidate[0]):
+            assert item.kernel is not None
+            if self.can_join(item.kernel, mapping, plan, trace):
+                return item, mapping
+        return None
 
     def _predecessors(self, definition: Definition) -> list[object]:
         """Returns further dependences of a write in place: the writers and readers of its target, and its symbols."""
@@ -287,9 +294,7 @@ class Fusion:
         assert kernel is not None
         member = Member(plan, trace, tuple([as_index(index) for index in at]))
         axes: dict[Atom, IndexLike] = dict(zip(trace.axes, member.at, strict=True))
-        kernel.members.append(member)
-        kernel.computed[definition] = member.element
-        kernel.cost += plan.cost
+        kernel.add(member)
         for other, read_at in trace.reads:
             if other in kernel.computed:
                 continue

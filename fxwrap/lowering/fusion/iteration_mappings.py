@@ -69,6 +69,12 @@ class KernelPlan:
         """The type of the device that it runs on."""
         return self.members[0].definition.device.type
 
+    def add(self, member: Member) -> None:
+        """Adds a member, whose element the kernel then computes."""
+        self.members.append(member)
+        self.computed[member.definition] = member.element
+        self.cost += member.plan.cost
+
     def has_scan(self) -> bool:
         """Whether a member is a scan."""
         return any(isinstance(member.definition, Scanned) for member in self.members)
@@ -120,6 +126,15 @@ def rebase(kernel: KernelPlan, mapping: IterationMapping) -> None:
         member.at = substituted(member.at, axes)
     kernel.computed = {definition: substituted(at, axes) for definition, at in kernel.computed.items()}
     kernel.reads = {definition: [substituted(at, axes) for at in points] for definition, points in kernel.reads.items()}
+
+
+def joined_plan(kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> KernelPlan:
+    """Returns a kernel with one more member, in the space of a mapping. It has no record of its reads."""
+    members = [Member(item.plan, item.trace, item.at) for item in kernel.members]
+    joined = KernelPlan(kernel.axes, kernel.reduced, members)
+    rebase(joined, mapping)
+    joined.add(Member(plan, trace, mapping.at))
+    return joined
 
 
 def iteration_mappings(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iterator[IterationMapping]:

@@ -203,13 +203,18 @@ _DOMINANT_NAN_BITS = {
 """The bits of the NaN that wins where a GPU compares the bits of floats in memory as integers."""
 
 
+def check_any_order() -> None:
+    """Declines stores of several iterations to one element where their order must be fixed."""
+    if torch.are_deterministic_algorithms_enabled():
+        raise Declined("deterministic algorithms are enabled, and kernels write in any order")
+
+
 def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
     """Declines stores that several iterations cannot combine into one element of this dtype.
 
     Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        raise Declined("deterministic algorithms are enabled, and kernels write in any order")
+    check_any_order()
     if mode == "set":
         return
     if dtype is torch.bool or dtype in STORAGE_ONLY:

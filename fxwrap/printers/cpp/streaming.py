@@ -10,21 +10,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from fxwrap.loop_ir import (
     ZERO,
     Axis,
     Compute,
+    Constant,
     Contraction,
     KernelError,
     Load,
     Store,
     StreamingReduction,
+    Update,
     as_index,
     assume,
+    operands,
 )
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
-from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 from fxwrap.symbolic import Size
 
@@ -53,7 +58,7 @@ class StreamingPrinter(LoopPrinter):
         self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
         self.lanes = _round_up(_at_most(_MAX_LANES, parts.row.size), 16)
         self.keys = _at_most(_MAX_KEYS, self.inner.size)
-        self.type = CPP_TYPES[self.statements.dtype(parts.results[0])]
+        self.type = CPP_TYPES[self.statements.dtype(parts.products[0].position)]
         depths = [_element_count(item.axes) for item in parts.products]
         widths = [self._width(item) for item in parts.weighted_sums]
         elements = self.lanes * self.keys * (len(depths) + len(parts.weights) - (parts.softmax is not None))
@@ -238,6 +243,8 @@ class StreamingPrinter(LoopPrinter):
             self._print_sums()
         for item in parts.weighted_sums:
             self._print_weighted_sum(item, known)
+        for update in parts.updates:
+            self._print_update(update, known)
 
     def _element(self, tile: str) -> str:
         """Returns the element of a tile of products or weights in the loops over its positions and rows."""
@@ -334,6 +341,59 @@ class StreamingPrinter(LoopPrinter):
                 self.statements.write([value], values)
                 self.writer.line(f"{tile}[key * {stride} + {_position(axes)}] = {values[value]};")
 
+    # --- updates of memory ------------------------------------------------------------------------------------------
+
+    def _update_targets(self, update: Update) -> list[int]:
+        """Returns the values that an update's address and its conditions are computed from."""
+        store = self.kernel.operations[update.position]
+        used = {*operands(store)} - {update.value}
+        if isinstance(store, Store) and store.mask is not None:
+            used.discard(store.mask)
+        return sorted({*used, *update.conditions})
+
+    def _print_update(self, update: Update, known: EmittedValues) -> None:
+        """Adds the values of a tile to memory, those of one address for all rows as their sum."""
+        with self._key_loop():
+            values = dict(known)
+            self._hoist(self._update_targets(update), [*self.outer, *self.parts.axes], values)
+            values[update.value] = self._element(f"weights_{update.value}")
+            self._print_additions([update], values)
+
+    def _print_additions(self, updates: Sequence[Update], known: EmittedValues) -> None:
+        """Adds the values of the rows of a tile to memory."""
+        row, size, line = self.parts.row, print_size(self.parts.row.size), self.writer.line
+        for update in updates:
+            store = self.kernel.operations[update.position]
+            assert isinstance(store, Store)
+            is_summed = row not in self.kernel.address_axes[update.position]
+            total = f"added_{update.position}"
+            if is_summed:
+                line(f"{self.type} {total} = {self.type}(0);")
+            with self.writer.block(f"for (int lane = 0; lane < {self.lanes} && {row.name}_0 + lane < {size}; ++lane)"):
+                line(f"const int64_t {row.name} = {row.name}_0 + lane;")
+                values = dict(known)
+                self.statements.write([update.value, *self._update_targets(update)], values)
+                condition = self._conditions(update.conditions, values)
+                value = values[update.value]
+                text = f"{total} += {value};" if is_summed else self._addition(store, value, values)
+                line(condition + text)
+            if is_summed:
+                values = dict(known)
+                shared = [item for item in update.conditions if row not in self.kernel.value_axes[item]]
+                self.statements.write([*(set(operands(store)) & set(self._update_targets(update))), *shared], values)
+                line(f"{self._conditions(shared, values)}{self._addition(store, total, values)}")
+
+    def _conditions(self, conditions: Sequence[int], known: EmittedValues) -> str:
+        """Returns the head of a statement that runs where conditions hold."""
+        texts = dict.fromkeys([parenthesize(known[item]) for item in conditions if not self._is_true(item)])
+        return f"if ({' && '.join(texts)}) " if texts else ""
+
+    def _is_true(self, condition: int) -> bool:
+        return self.statements.kernel.operations[condition] == Constant(True, torch.bool)
+
+    def _addition(self, store: Store, value: str, known: EmittedValues) -> str:
+        return f"add_atomically({store.buffer}[{self.statements.index(known)(store.index)}], {value});"
+
     # --- matrices that the elements read ----------------------------------------------------------------------------
 
     def _matrix_loads(self) -> tuple[int, ...]:
@@ -369,7 +429,7 @@ class StreamingPrinter(LoopPrinter):
         parts, row = self.parts, self.parts.row
         groups: dict[frozenset[Axis], list[Store]] = {}
         for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store):
+            if isinstance(operation, Store) and operation.mode == "set":
                 columns = self.kernel.value_axes[position].intersection(parts.columns)
                 groups.setdefault(columns, []).append(operation)
         values = {**known, **{item.position: f"sums_{item.position}[lane]" for item in parts.sums}}
@@ -378,10 +438,14 @@ class StreamingPrinter(LoopPrinter):
         for item in parts.weighted_sums:
             index = _position(self._columns(item), self.lanes)
             values[item.position] = f"sums_{item.position}[{index} + lane]"
+        self._print_additions(parts.row_updates, values)
+        if not groups:
+            return
         size = print_size(row.size)
         with self.writer.block(f"for (int lane = 0; lane < {self.lanes} && {row.name}_0 + lane < {size}; ++lane)"):
             self.writer.line(f"const int64_t {row.name} = {row.name}_0 + lane;")
-            self._hoist([store.value for store in self.kernel.stores], [*self.outer, row], values)
+            stored = [store.value for stores in groups.values() for store in stores]
+            self._hoist(stored, [*self.outer, row], values)
             for columns in sorted(groups, key=lambda axes: [self.kernel.axes.index(axis) for axis in axes]):
                 if not columns:
                     self.write_stores(groups[columns], values)

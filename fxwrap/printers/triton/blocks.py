@@ -205,15 +205,19 @@ class BlockPrinter:
         scope.text[position] = name
 
     def access(
-        self, buffer: str, index: Index, axes: Collection[Axis], condition: int | None, scope: Scope
-    ) -> tuple[str, str]:
-        """Returns the address of an access to memory and its mask, both broadcast to the axes that it depends on."""
+        self, buffer: str, index: Index, axes: Collection[Axis], condition: int | None, scope: Scope,
+        is_matrix: bool = False,
+    ) -> tuple[str, str]:  # fmt: skip
+        """Returns the address of an access to memory and its mask, both broadcast to the axes that it depends on.
+
+        With `is_matrix`, it is a matrix also where it depends on no axis of matrices.
+        """
         text = self.index_printer(scope)(index)
         span = [axis for axis in axes if axis in scope.dimension]
         masks = sorted([scope.masks[axis] for axis in axes if axis in scope.masks])
         if condition is not None:
             masks.append(self.value(condition, scope))
-        if span:
+        if span or is_matrix:
             shape = [next((scope.blocks[axis] for axis in span if scope.dimension[axis] == n), "1") for n in (0, 1)]
             if index.constant is not None:
                 text = f"tl.full((), {index.constant}, {'tl.int64' if self.use_int64 else 'tl.int32'})"

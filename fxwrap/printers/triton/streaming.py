@@ -16,6 +16,7 @@ from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
     Compute,
+    Constant,
     Contraction,
     DeviceAssert,
     IndexValue,
@@ -25,6 +26,7 @@ from fxwrap.loop_ir import (
     Operation,
     RunningMaximum,
     Store,
+    Update,
     assume,
     map_operation,
     operands,
@@ -36,6 +38,7 @@ from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts
+from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, streaming_parts
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
 
@@ -64,7 +67,7 @@ class StreamingTritonPrinter(BlockPrinter):
                 self.block_names[axis] = name if number == 0 else f"{name}_{number}"
                 constants[self.block_names[axis]] = _dot_extent(axis)
         super().__init__(kernel, limits, constants)
-        self.dtype = TRITON_DTYPES[self.operation_dtype(parts.results[0])]
+        self.dtype = TRITON_DTYPES[self.operation_dtype(parts.products[0].position)]
         self.is_half = any(self._factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
         self.lefts: dict[int, str] = {}
         self._patterns: dict[Operation, int] = {}
@@ -295,6 +298,9 @@ class StreamingTritonPrinter(BlockPrinter):
             self._write_weights(total.weights, scope, loaded)
             weights = f"weights_{total.weights}"
             self.line(f"sum_{total.position} = sum_{total.position} + tl.sum({weights}, 1, keep_dims=True)")
+        for update in parts.updates:
+            self._write_weights(update.value, scope, loaded)
+            self._add(update, f"weights_{update.value}", scope)
 
     def _missing_products(self, targets: list[int], scope: Scope) -> list[Contraction]:
         """Returns the products that targets are computed from and that a scope does not know."""
@@ -442,8 +448,11 @@ class StreamingTritonPrinter(BlockPrinter):
         if parts.softmax is not None:
             base.text[parts.softmax.maximum] = "largest"
         base.text |= {item: f"sum_{item}" for item in parts.results if item not in base.text}
+        for update in parts.row_updates:
+            self.write([update.value], base)
+            self._add(update, self.value(update.value, base), base)
         for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store):
+            if isinstance(operation, Store) and operation.mode == "set":
                 column = self._column(position)
                 if column not in scopes:
                     scopes[column] = base.inner()
@@ -452,9 +461,38 @@ class StreamingTritonPrinter(BlockPrinter):
                 self.write(operands(operation), scopes[column])
                 self._store(position, operation, scopes[column])
 
+    def _add(self, update: Update, value: str, scope: Scope) -> None:
+        """Adds a matrix of values to memory, those of one address as their sum."""
+        store = self.kernel.operations[update.position]
+        assert isinstance(store, Store)
+        dtype = self.operation_dtype(update.value)
+        if dtype not in ATOMIC_DTYPES["add"]:
+            raise KernelError(f"Triton has no atomic addition of {dtype}")
+        needed = {*operands(store), *update.conditions} - {update.value}
+        self.write(sorted(needed if store.mask is None else needed - {store.mask}), scope)
+        varies, address_axes = self.kernel.value_axes, self.kernel.address_axes[update.position]
+        used = [axis for axis in (self.parts.row, self.inner) if axis in varies[update.value]]
+        summed = [axis for axis in used if axis not in address_axes]
+        masks = {axis: [scope.masks[axis]] if axis in scope.masks else [] for axis in used}
+        conditions = {
+            item: f"({self.value(item, scope)})" for item in update.conditions
+            if self.kernel.operations[item] != Constant(True, torch.bool)
+        }  # fmt: skip
+        if summed:
+            where = [*[text for axis in used for text in masks[axis]], *conditions.values()]
+            value = f"tl.where({' & '.join(where)}, {value}, 0.0)" if where else value
+        for axis in summed:
+            value = f"tl.sum({value}, {scope.dimension[axis]}, keep_dims=True)"
+        address, _ = self.access(store.buffer, store.index, address_axes, None, scope, is_matrix=True)
+        kept = [text for axis in used if axis not in summed for text in masks[axis]]
+        kept += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
+        self.line(atomic_text("add", dtype, address, value, " & ".join(kept), self._use), store.origin)
+
+    def _use(self, helper: str) -> str:
+        self.helpers.add(helper)
+        return helper
+
     def _store(self, position: int, store: Store, scope: Scope) -> None:
-        if store.mode != "set":
-            raise KernelError("its streaming reduction updates memory")
         axes = self.kernel.value_axes[position]
         address, mask = self.access(store.buffer, store.index, axes, store.mask, scope)
         self.line(f"tl.store({address}, {self.value(store.value, scope)}{mask})", store.origin)

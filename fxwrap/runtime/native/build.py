@@ -134,12 +134,36 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         parallel_map(lambda unit: _compile_counted_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
-        linked = [*shared, *objects, *compiler.runtime]
+        linked = [*shared, *objects, *_standard_library(compiler)]
         run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
 
     return cache_folder.find_or_build_entry(f"programs/{key}", build) / f"{stem}.so"
+
+
+def _standard_library(compiler: Compiler) -> tuple[str, ...]:
+    """Returns linker arguments by which a program names the C++ standard library, which its process has loaded.
+
+    A linker spends most of its time on that library's symbols, of which programs use those of exceptions: it gets an
+    empty library of the same name, and the symbols are bound when the program is loaded.
+    """
+    if compiler.runtime or platform.system() != "Linux":
+        return compiler.runtime
+
+    def build(folder: Path) -> None:
+        (folder / _EMPTY_UNIT).write_text("")
+        flags = ("-shared", "-nostdlib", f"-Wl,-soname,{_STANDARD_LIBRARY}.6")
+        run_compiler([*compiler.command, *flags, _EMPTY_UNIT, "-o", _STANDARD_LIBRARY], folder)
+        (folder / _EMPTY_UNIT).unlink()
+
+    name = f"standard-library-{native_digest(_toolchain_key(compiler))}"
+    folder = cache_folder.find_or_build_entry(name, build)
+    # Some compilers leave out libraries that define no symbol which the program uses.
+    return ("-L", str(folder), "-Wl,--push-state,--no-as-needed", "-lstdc++", "-Wl,--pop-state")
+
+
+_EMPTY_UNIT, _STANDARD_LIBRARY = "empty.cpp", "libstdc++.so"
 
 
 def _compile_counted_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:

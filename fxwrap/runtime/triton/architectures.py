@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import torch
+
 from fxwrap.errors import KernelBuildError, OptionError
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton.binaries import triton_binary, triton_compiled_kernels
@@ -34,6 +36,8 @@ def compile_for_architectures(uses: Sequence[KernelUse], architectures: Sequence
     architecture, FxwrapError where Triton is missing, KernelBuildError for a kernel that Triton cannot compile for one.
     """
     capabilities = [_capability(name) for name in architectures]
+    if not uses or not capabilities:
+        return
     import_triton()
     sources = [(use.kernel, source) for use in uses for source in _sources(use)]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -42,6 +46,14 @@ def compile_for_architectures(uses: Sequence[KernelUse], architectures: Sequence
         compiled = [job.result() for job in jobs]
     for kernel, binary in compiled:
         register_prebuilt_triton(kernel.symbol, binary)
+
+
+def architectures_of_this_machine() -> tuple[str, ...]:
+    """Returns the architectures of the NVIDIA GPUs here: ("sm_90",)."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return ()
+    known = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return tuple([f"sm_{major}{minor}" for major, minor in sorted(known)])
 
 
 def _capability(name: str) -> int:

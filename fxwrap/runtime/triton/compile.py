@@ -32,7 +32,7 @@ from fxwrap.runtime.triton.workers import WORKER_POOL
 
 log = logging.getLogger("fxwrap.kernels")
 
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "debug", "sanitize_overflow")
 
 _DTYPES = {
     "i1": torch.bool, "i8": torch.int8, "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "u8": torch.uint8,
@@ -81,8 +81,8 @@ def split_launch_options(options: KernelOptions) -> tuple[dict[str, Option], dic
         name: option for name, option in options if not name.isupper()
     }
     for name in compile_options:
-        if name not in _LAUNCH_OPTIONS:
-            raise FxwrapError(f"a Triton kernel has no option '{name}', only {', '.join(_LAUNCH_OPTIONS)}")
+        if name not in LAUNCH_OPTIONS:
+            raise FxwrapError(f"a Triton kernel has no option '{name}', only {', '.join(LAUNCH_OPTIONS)}")
     return constants, compile_options
 
 
@@ -177,6 +177,11 @@ def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
         "compile_options": compile_options,
         "environment": {**environment, "TRITON_CACHE_DIR": str(import_triton().knobs.cache.dir)},
     }
+
+
+def has_known_types(signature: Sequence[str]) -> bool:
+    """Returns whether `warmup_arguments` knows the types of the tensors in a signature."""
+    return all(entry.removeprefix("*") in _DTYPES for entry in signature if entry.startswith("*"))
 
 
 def warmup_arguments(use: KernelUse) -> list[torch.dtype | Scalar]:

@@ -18,6 +18,7 @@ from fxwrap.wrapper_ir import Ownership, live_bytes, print_program
 from tests.lowering.loop_order import evaluate_in_loop_order
 from tests.lowering.planned_programs import Planned, check, close, plan
 from tests.support.capture import capture_graphs
+from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
 
 ORDERED: dict[str, Callable[[Tensor], Any]] = {
@@ -322,7 +323,7 @@ def test_a_write_through_a_view_is_seen_by_later_reads() -> None:
     check(function, torch.randn(3, 5))
 
 
-@pytest.mark.parametrize("name", ["gpt2_eager_attention", "bert"])
+@pytest.mark.parametrize("name", [long_only("gpt2_eager_attention"), "bert"])
 def test_fused_programs_need_no_more_memory(name: str) -> None:
     (captured,) = capture_graphs(SHALLOW[name], training=False)
     fused = plan(captured.graph_module, captured.example_inputs).program

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import fxwrap
 from fxwrap.artifact.archive import Archive
 from fxwrap.cli.saved import inspection, read_program_file
 from fxwrap.converters.cpp import to_cpp
@@ -91,6 +92,8 @@ def test_a_file_has_code_for_every_architecture(tmp_path: Path) -> None:
     assert len(found) == 2 and list(found.values()) == [[80, 90, 100]] * 2
     subject.save(tmp_path / "again.fxw", target="native", architectures=ARCHITECTURES)
     assert (tmp_path / "again.fxw").read_bytes() == path.read_bytes()
+    fxwrap.load(path).save(tmp_path / "loaded.fxw", target="native", architectures=ARCHITECTURES)
+    assert (tmp_path / "loaded.fxw").read_bytes() == path.read_bytes()
 
 
 def test_bad_architectures(tmp_path: Path) -> None:

@@ -71,6 +71,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
 
 
+def test_programs_name_the_standard_library_whose_symbols_the_linker_has_not_read(own_cache: None) -> None:
+    kernel = '#include "kernel.h"\nextern "C" void raise(long n) { if (n) fxwrap_index_error("n is not 0"); }\n'
+    content = compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(kernel),)).read_bytes()
+    assert b"__cxa_throw\0" in content and b"libstdc++.so.6\0" in content
+    # A linker that reads the library writes the versions of its symbols.
+    assert driver.find_compiler().runtime or b"CXXABI_" not in content
+
+
 def test_a_failed_build_shows_the_command_and_is_cleaned_up(own_cache: None) -> None:
     compile_cpp(DOUBLE, name="double")
     before = program_files()

@@ -474,6 +474,12 @@ template <class T, class Combine> INLINE void update(T& element, T value, Combin
   element = to<T>(combine(to<Type>(element), to<Type>(value)));
 }
 
+// Adds a value to an element of memory to which other threads add values too.
+template <class T> INLINE void add_atomically(T& element, T value) {
+#pragma omp atomic
+  element += value;
+}
+
 // An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
 // extracted from the aligned word that contains the element.
 template <class T> INLINE T gather(const T* table, int64_t place) {

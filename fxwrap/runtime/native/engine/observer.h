@@ -23,22 +23,34 @@ class ObservedLine {
   const char* name_;
 };
 
-// The observer of a frame for a run with these options. Destruction ends the kernel that failed.
+// Destruction ends the kernel that failed in the run of a program, before the line that runs the program.
+class FailedKernelGuard {
+ public:
+  explicit FailedKernelGuard(Observer* observer) : observer_(observer) {}
+  ~FailedKernelGuard() {
+    if (observer_ != nullptr && observer_->kernel != nullptr) end_kernel(*observer_);
+  }
+  FailedKernelGuard(const FailedKernelGuard&) = delete;
+  FailedKernelGuard& operator=(const FailedKernelGuard&) = delete;
+
+ private:
+  Observer* observer_;
+};
+
+// The observer of a frame for a run with these options.
 class RunObserver {
  public:
-  RunObserver(Frame& f, const FxwrapRunOptions* options) {
+  RunObserver(Frame& f, const FxwrapRunOptions* options) : failed_kernel_(&observer_) {
     if (options == nullptr || options->on_line == nullptr) return;
     observer_ = {options->on_line, options->context};
     f.observer = &observer_;
-  }
-  ~RunObserver() {
-    if (observer_.kernel != nullptr) observer_.on_line(observer_.context, observer_.kernel, 0);
   }
   RunObserver(const RunObserver&) = delete;
   RunObserver& operator=(const RunObserver&) = delete;
 
  private:
   Observer observer_;
+  const FailedKernelGuard failed_kernel_;
 };
 
 }  // namespace fxwrap

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "bridge/frame.h"
+#include "engine/observer.h"
 #include "graph_capture/copies.h"
 
 namespace fxwrap {
@@ -190,6 +191,7 @@ Tensors GraphedFunction::run_body(const Tensors& arguments, const std::vector<Nu
     }
   }
   if (nested_.defined()) execution.borrow(program.constants.data[0].integer, nested_);
+  const FailedKernelGuard failed_kernel(observer);
   execution.run();
   Tensors results;
   for (int64_t i = 0; i < program.outputs.size; ++i) results.push_back(tensor_at(f, program.outputs.data[i].integer));

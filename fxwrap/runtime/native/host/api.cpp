@@ -93,6 +93,9 @@ int64_t fxwrap_constant_count(const FxwrapModel* model) { return model->saved().
 const FxwrapLeaf* fxwrap_input(const FxwrapModel* model, int64_t index) { return model->saved().inputs.at(index); }
 const FxwrapLeaf* fxwrap_output(const FxwrapModel* model, int64_t index) { return model->saved().outputs.at(index); }
 const FxwrapLeaf* fxwrap_constant(const FxwrapModel* model, int64_t index) { return model->saved().constants.at(index); }
+int64_t fxwrap_input_index(const FxwrapModel* model, const char* name) { return model->saved().inputs.index_of(name); }
+int64_t fxwrap_symbol_count(const FxwrapModel* model) { return model->saved().symbols.count(); }
+const FxwrapSymbol* fxwrap_symbol(const FxwrapModel* model, int64_t index) { return model->saved().symbols.at(index); }
 
 FxwrapError* fxwrap_run(const FxwrapModel* model, const FxwrapRunOptions* options, FxwrapValue* inputs,
                         int64_t input_count, FxwrapValue* outputs, int64_t output_count) {

@@ -2,13 +2,18 @@
 
 #include <dlfcn.h>
 
+#include <charconv>
+
 #include "host/code.h"
 #include "engine/dtypes.h"
 
 namespace fxwrap::host {
 namespace {
 
+// The text of a number or an expression; "" for null.
 std::string text_of(const Json& number) {
+  if (number.is(Json::Kind::null)) return "";
+  if (number.is(Json::Kind::real)) return std::to_string(number.real());
   return number.is(Json::Kind::string) ? number.string() : std::to_string(number.integer());
 }
 
@@ -66,6 +71,64 @@ void Leaves::add(const SavedConstant& constant) {
                      int32_t(sizes.size()), keep(texts_of(sizes)), keep(texts_of(strides))});
 }
 
+int64_t Leaves::index_of(std::string_view name) const {
+  for (int64_t index = 0; index < count(); ++index) {
+    if (leaves_[size_t(index)].name == name) return index;
+  }
+  return -1;
+}
+
+void Symbols::add(const std::string& name, const Json& entry) {
+  const std::vector<Json>& range = entry.at("range").items();
+  if (range.size() != 2) throw JsonError("the range of '" + name + "' has not two numbers");
+  symbols_.push_back({keep(name), keep(text_of(range[0])), keep(text_of(range[1]))});
+}
+
+// --- fixed inputs ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+bool is_number(const Json& value) {
+  return value.is(Json::Kind::boolean) || value.is(Json::Kind::integer) || value.is(Json::Kind::real);
+}
+
+// The text of a value as Python's repr() has it.
+std::string shown(const FxwrapValue& value) {
+  if (value.kind == FXWRAP_BOOL) return value.as.integer != 0 ? "True" : "False";
+  if (value.kind == FXWRAP_INT) return std::to_string(value.as.integer);
+  if (value.kind != FXWRAP_FLOAT) return "a Tensor";
+  char text[32];
+  const std::string real(text, std::to_chars(text, text + sizeof text, value.as.real).ptr);
+  return real.find_first_not_of("-0123456789") == std::string::npos ? real + ".0" : real;
+}
+
+}  // namespace
+
+FixedInput::FixedInput(int64_t index, std::string name, const Json& constant) : index_(index), name_(std::move(name)) {
+  if (constant.is(Json::Kind::real)) {
+    value_.kind = FXWRAP_FLOAT, value_.as.real = constant.real();
+  } else if (constant.is(Json::Kind::boolean)) {
+    value_.kind = FXWRAP_BOOL, value_.as.integer = constant.boolean();
+  } else {
+    value_.kind = FXWRAP_INT, value_.as.integer = constant.integer();
+  }
+}
+
+void FixedInput::apply(const std::string& program, FxwrapValue& value) const {
+  if (value.kind == FXWRAP_NONE) {
+    value = value_;
+    return;
+  }
+  const bool is_real = value_.kind == FXWRAP_FLOAT;
+  if (value.kind == value_.kind &&
+      (is_real ? value.as.real == value_.as.real : value.as.integer == value_.as.integer)) {
+    return;
+  }
+  throw Failure("InputError", "program '" + program + "': '" + name_ + "' is " + shown(value_) +
+                                  " in this program, which was exported with it; got " + shown(value) +
+                                  ". Export the model with the other value, or with a dynamic number");
+}
+
 // --- saved programs --------------------------------------------------------------------------------------------------
 
 SavedProgram::SavedProgram(const std::string& path, const FxwrapOpenOptions& options, const Program* linked)
@@ -104,12 +167,19 @@ void SavedProgram::read(const FxwrapOpenOptions& options, const Program* linked)
   }
   has_constants = manifest.at("constants").at("inside").boolean();
   const Json& signature = manifest.at("signature");
-  for (const Json& entry : signature.at("inputs").items()) inputs.add(entry);
+  for (const Json& entry : signature.at("inputs").items()) {
+    const Json* constant = entry.find("constant");
+    if (constant != nullptr && is_number(*constant)) {
+      fixed_inputs.emplace_back(inputs.count(), entry.at("name").string(), *constant);
+    }
+    inputs.add(entry);
+  }
   for (const Json& entry : signature.at("outputs").items()) outputs.add(entry);
   if (inputs.count() != program->inputs.size || outputs.count() != program->outputs.size) {
     throw archive.error(manifest_name, "it describes other inputs and outputs than the program has");
   }
   for (const SavedConstant& constant : layout) constants.add(constant);
+  for (const auto& [symbol, entry] : manifest.at("symbols").members()) symbols.add(symbol, entry);
   name = manifest.at("name").string();
   metadata = std::string(archive.manifest_text());
 }
@@ -194,6 +264,9 @@ void FxwrapModel::run(const FxwrapRunOptions* options, FxwrapValue* inputs, int6
   const std::shared_ptr<const ConstantSet> constants = current_constants();
   if (constants->pointers.size() != saved_->layout.size()) {
     throw fxwrap::host::missing_constants(saved_->archive.path(), saved_->layout);
+  }
+  for (const auto& fixed : saved_->fixed_inputs) {
+    if (fixed.index() < input_count) fixed.apply(saved_->name, inputs[fixed.index()]);
   }
   saved_->engine->run(*saved_->program,
                      {options, inputs, input_count, constants->pointers.data(), functions_.get(), outputs, output_count});

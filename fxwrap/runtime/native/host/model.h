@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/engine.h"
@@ -22,6 +23,7 @@ class Leaves {
 
   int64_t count() const { return int64_t(leaves_.size()); }
   const FxwrapLeaf* at(int64_t index) const { return 0 <= index && index < count() ? &leaves_[index] : nullptr; }
+  int64_t index_of(std::string_view name) const;  // -1 for none
 
  private:
   const char* keep(const std::string& text) { return texts_.emplace_back(text).c_str(); }
@@ -30,6 +32,38 @@ class Leaves {
   std::vector<FxwrapLeaf> leaves_;
   std::deque<std::string> texts_;  // whose addresses stay
   std::deque<std::vector<const char*>> arrays_;
+};
+
+// The symbols of a program with their ranges.
+class Symbols {
+ public:
+  // An entry of the manifest. Throws JsonError.
+  void add(const std::string& name, const Json& entry);
+
+  int64_t count() const { return int64_t(symbols_.size()); }
+  const FxwrapSymbol* at(int64_t index) const { return 0 <= index && index < count() ? &symbols_[index] : nullptr; }
+
+ private:
+  const char* keep(const std::string& text) { return texts_.emplace_back(text).c_str(); }
+
+  std::vector<FxwrapSymbol> symbols_;
+  std::deque<std::string> texts_;  // whose addresses stay
+};
+
+// An input that was a number when the model was exported, which the program is compiled for.
+class FixedInput {
+ public:
+  // `constant` is the number.
+  FixedInput(int64_t index, std::string name, const Json& constant);
+
+  int64_t index() const { return index_; }
+  // Replaces none at all by the number. Throws Failure for another value.
+  void apply(const std::string& program, FxwrapValue& value) const;
+
+ private:
+  int64_t index_;
+  std::string name_;
+  FxwrapValue value_{};
 };
 
 // What instances share. Immutable.
@@ -44,6 +78,8 @@ struct SavedProgram {
   bool has_constants = false;  // in the file
   std::vector<ReplayedFunction> functions;
   Leaves inputs, outputs, constants;
+  Symbols symbols;
+  std::vector<FixedInput> fixed_inputs;
   std::string name, metadata;
 
  private:

@@ -15,9 +15,9 @@ Number header_of(std::size_t children, bool is_ordered) { return -2 * static_cas
 
 Number rounded_log(std::size_t value) { return std::llrint(static_cast<double>(FREEDOM_UNIT) * std::log(static_cast<double>(value))); }
 
-// Sums of logarithms: of the numbers of orders of that many children.
+// Sums of logarithms: of the numbers of orders of that many children. Threads plan at the same time.
 Number log_factorial(std::size_t count) {
-    static std::vector<Number> table{0, 0};
+    thread_local std::vector<Number> table{0, 0};
     while (table.size() <= count) table.push_back(table.back() + rounded_log(table.size()));
     return table[count];
 }

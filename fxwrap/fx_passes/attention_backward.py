@@ -1,0 +1,212 @@
+"""The backward of attention written as its formula, found by data flow in a graph that holds forward and backward.
+
+The search starts at the backward of the softmax. Upwards, the gradient of the weights is the matmul of the output's
+gradient and transposed values. Downwards, operators of single elements lead to the gradient of the scores' matmul,
+whose readers are the matmuls that compute the gradients of queries and keys. The gradient of values is the matmul of
+transposed weights and the output's gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, swaps_last_two
+from fxwrap.fx_passes.prepared_graph import NodeValues
+
+_aten = torch.ops.aten
+
+_PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default})
+_ALIASES = frozenset({"alias", "detach"})
+
+
+@dataclass(frozen=True)
+class AttentionBackward:
+    """The backward of attention, as nodes of a graph.
+
+    Fields:
+        grad_output: the gradient of the matmul of weights and values, as the backward's matmuls read it.
+        grad_scores: the nodes from the softmax's backward to the gradient of the matmul of queries and keys, both
+            included.
+        grad_query, grad_key, grad_value: the gradients of the operands of the formula's matmuls; None where unused.
+            The key's is transposed, as the operand is.
+        inner: the nodes of the backward that only it reads, without these gradients.
+    """
+
+    grad_output: Node
+    grad_scores: tuple[Node, ...]
+    grad_query: Node | None
+    grad_key: Node | None
+    grad_value: Node | None
+    inner: frozenset[Node]
+
+    @property
+    def gradients(self) -> tuple[Node, ...]:
+        """The nodes of the gradients that are used."""
+        return tuple([node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None])
+
+
+class UnsupportedBackwardError(Exception):
+    """A backward that is none of attention alone; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class ForwardNodes:
+    """The forward whose backward is searched.
+
+    Fields:
+        query_key: the matmul of queries and transposed keys.
+        scores: the nodes from `query_key` to the operand of the softmax.
+        softmax: the node of the weights.
+        weights: the left operand of `output`, a view or a cast of the weights.
+        output: the matmul of weights and values.
+    """
+
+    query_key: Node
+    scores: tuple[Node, ...]
+    softmax: Node
+    weights: Node
+    output: Node
+
+
+def find_backward(forward: ForwardNodes, fakes: NodeValues) -> AttentionBackward | None:
+    """Returns the backward of a formula; None if the graph has none. Raises UnsupportedBackwardError."""
+    return _Search(forward, fakes).result()
+
+
+class _Search:
+    def __init__(self, forward: ForwardNodes, fakes: NodeValues) -> None:
+        self.forward = forward
+        self.fakes = fakes
+        self.inner: set[Node] = set()
+
+    def result(self) -> AttentionBackward | None:
+        forward = self.forward
+        weights = self._aliases(forward.softmax)
+        starts = [
+            user for node in weights for user in node.users
+            if user.target is _aten._softmax_backward_data.default and user.args[1] is node
+        ]  # fmt: skip
+        if not starts:
+            return None
+        start, rank = starts[0], self.fakes[starts[0]].ndim
+        if len(starts) > 1 or start.args[2] not in (-1, rank - 1):
+            raise UnsupportedBackwardError("its weights have several gradients")
+        grad_output = self._grad_output(start)
+        path = self._grad_scores(start)
+        grad_query, grad_key = self._grad_factors(path[-1])
+        grad_value = self._grad_value(grad_output)
+        self.inner |= {*weights[1:], *path}
+        gradients = grad_query, grad_key, grad_value
+        own = {*self.inner, *[node for node in gradients if node is not None]}
+        for node in self.inner:
+            if not own.issuperset(node.users):
+                is_bias = any(name_of(user) == "sum" for user in node.users)
+                reason = "its bias needs a gradient" if is_bias else "a gradient of its scores is read again"
+                raise UnsupportedBackwardError(reason)
+        return AttentionBackward(grad_output, tuple(path), *gradients, frozenset(self.inner))
+
+    def _aliases(self, node: Node) -> list[Node]:
+        """Returns a node and what aliases it without a change of shape."""
+        result = [node]
+        for item in result:
+            result.extend([user for user in item.users if name_of(user) in _ALIASES])
+        return result
+
+    def _origin(self, node: object) -> object:
+        while isinstance(node, Node) and name_of(node) in _ALIASES:
+            node = node.args[0]
+        return node
+
+    def _is_swapped(self, node: object, of: object) -> bool:
+        """Whether a node transposes the last two dimensions of another one."""
+        if not isinstance(node, Node) or not swaps_last_two(node, self.fakes):
+            return False
+        return self._origin(node.args[0]) is self._origin(of)
+
+    def _grad_output(self, start: Node) -> Node:
+        """Returns the left operand of the matmul that computes the gradient of weights."""
+        node: Any = start.args[0]
+        while node.target not in _PRODUCTS:
+            self.inner.add(node)
+            if not is_tensor(node, self.fakes) or not (is_cast(node, self.fakes) or keeps_order(node, self.fakes)):
+                raise UnsupportedBackwardError("the gradient of its weights is no matmul")
+            node = node.args[0]
+        self.inner.add(node)
+        left, right = node.args
+        if not self._is_swapped(right, self.forward.output.args[1]):
+            raise UnsupportedBackwardError("the gradient of its weights is another matmul")
+        return left  # type: ignore[no-any-return]
+
+    def _grad_value(self, grad_output: Node) -> Node | None:
+        """Returns the matmul of transposed weights and the output's gradient."""
+        for alias in self._aliases(self.forward.weights):
+            for swapped in alias.users:
+                if self._is_swapped(swapped, alias):
+                    self.inner |= {swapped, alias} - {self.forward.weights}
+                    products = [user for user in swapped.users if user.target in _PRODUCTS]
+                    if len(products) == 1 and products[0].args == (swapped, grad_output):
+                        return products[0]
+        return None
+
+    def _grad_scores(self, start: Node) -> list[Node]:
+        """Returns the nodes from the softmax's backward to the gradient that matmuls read."""
+        path = [start]
+        while not any(user.target in _PRODUCTS for user in path[-1].users):
+            node = path[-1]
+            following = [user for user in node.users if self._passes(user, node)]
+            if len(following) != 1 or len(path) > _MAX_LENGTH:
+                raise UnsupportedBackwardError("the gradient of its scores reaches no matmul")
+            self._add_sides(following[0], node)
+            path.append(following[0])
+        return path
+
+    def _passes(self, user: Node, node: Node) -> bool:
+        """Whether an operator of single elements, a cast or a view passes a gradient on."""
+        fakes = self.fakes
+        if not is_tensor(user, fakes):
+            return False
+        if keeps_order(user, fakes):
+            return True
+        same_size = element_count(user, fakes) == element_count(node, fakes)
+        return name_of(user) in ELEMENTWISE and same_size and fakes[user].dtype.is_floating_point
+
+    def _add_sides(self, node: Node, before: Node) -> None:
+        """Adds what a node reads besides the path, as far as it is computed from scores."""
+        for item in node.all_input_nodes:
+            if item is not before:
+                self._computed_from_scores(item, 0)
+
+    def _computed_from_scores(self, node: Node, depth: int) -> bool:
+        if node in self.forward.scores:
+            return True
+        if depth > _MAX_LENGTH or not is_tensor(node, self.fakes):
+            return False
+        is_passed = keeps_order(node, self.fakes) or name_of(node) in ELEMENTWISE
+        computed = [self._computed_from_scores(item, depth + 1) for item in node.all_input_nodes] if is_passed else []
+        if not any(computed):
+            return False
+        self.inner.add(node)
+        return True
+
+    def _grad_factors(self, grad: Node) -> tuple[Node | None, Node | None]:
+        """Returns the gradients of queries and transposed keys."""
+        query, key = self.forward.query_key.args[-2:]
+        grad_query = grad_key = None
+        for user in grad.users:
+            if user.target in _PRODUCTS and user.args[0] is grad and self._is_swapped(user.args[1], key):
+                grad_query = user
+            elif user.target in _PRODUCTS and user.args[1] is grad and self._is_swapped(user.args[0], query):
+                grad_key = user
+        if grad_query is None and grad_key is None:
+            raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
+        return grad_query, grad_key
+
+
+_MAX_LENGTH = 24
+"""The largest number of operators between the softmax's backward and matmuls."""
+

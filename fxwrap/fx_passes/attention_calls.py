@@ -1,0 +1,260 @@
+"""Calls of attention kernels in the place of formulas: FlexAttention, its backward, or the library's kernel."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.fx_passes.attention_backward import AttentionBackward
+from fxwrap.fx_passes.attention_formulas import AttentionFormula
+from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
+from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
+from fxwrap.fx_passes.attention_score_gradients import score_gradients
+from fxwrap.fx_passes.attention_scores import (
+    ReadTensor,
+    ScoreFunctions,
+    UnsupportedScoresError,
+    product_split,
+    score_functions,
+)
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+from fxwrap.torch_compat import (
+    FakeTensor,
+    flex_attention_backward_operator,
+    flex_attention_operator,
+    in_fake_mode,
+    in_tracing_fake_mode,
+)
+
+_aten = torch.ops.aten
+
+_SMALL = "two matmuls and a kernel between them are faster for these sizes"
+
+_WHOLE = 1 << 30
+"""The block size of FlexAttention without a block mask."""
+
+_KEY = 1
+"""The position of the gradient of keys."""
+
+
+def _result_fakes(query: FakeTensor, value: FakeTensor, is_transposed: bool) -> tuple[torch.Tensor, ...]:
+    """Returns output, log-sum-exp and maxima; rows of the output are outside of heads if `is_transposed`."""
+    batch, heads, rows, width = *query.shape[:3], value.shape[3]
+    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+    with in_fake_mode(query.fake_mode):
+        if is_transposed:
+            output = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
+        else:
+            output = query.new_empty((batch, heads, rows, width))
+        statistics = [query.new_empty((batch, heads, rows), dtype=dtype) for _ in range(2)]
+    return (output, *statistics)
+
+
+def _is_contiguous_copy(node: Node) -> bool:
+    return node.target is _aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+
+
+class AttentionRewriter:
+    """Writes calls of FlexAttention into a copy of the graph."""
+
+    def __init__(
+        self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]
+    ) -> None:
+        self.specs = specs
+        self.copy = copy
+        self.fakes = fakes
+        self.written = written
+
+    def replace(self, formula: AttentionFormula, operands: AttentionOperands) -> None:
+        """Replaces a formula, with its backward if it has one. Raises UnsupportedScoresError."""
+        if formula.backward is not None:
+            self._replace_with_backward(formula, operands, formula.backward)
+            return
+        functions = score_functions(formula, operands, self.fakes, self.written)
+        spec = self.specs.get(self.fakes[formula.output].device.type)
+        in_library = functions.only_scale and spec is not None and self._reaches(formula, spec.library_attention_sizes)
+        in_kernel = spec is not None and self._reaches(formula, spec.streaming_attention_sizes)
+        if not in_library and not in_kernel:
+            raise UnsupportedScoresError(_SMALL)
+        before, name = self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        stages = (operands.query, operands.key, operands.value)
+        tensors = [kernel_operand(self.copy, before, stage, operands, name) for stage in stages]
+        chain = self._split_and_copies(formula, operands)
+        result = None
+        if in_library:
+            result = self._library_call(before, tensors, functions.scale, is_transposed=len(chain) > 1, name=name)
+        if result is None and not in_kernel:
+            raise UnsupportedScoresError(_SMALL)
+        if result is None:
+            result = self._kernel_call(before, formula, operands, functions, tensors, len(chain) > 1, name)
+        self._replace_output(formula, chain, before, result, name)
+
+    def _replace_output(
+        self, formula: AttentionFormula, chain: Sequence[Node], before: Node, result: Node, name: str
+    ) -> None:
+        """Replaces the formula's output, or the nodes `chain` that read it, by that of a kernel."""
+        erased = (formula.query_key, *formula.inner, formula.output)
+        if not chain:
+            sizes = self.copy.size_arguments(before, self.fakes[formula.output].shape)
+            result = self.copy.call(before, _aten.view.default, (result, sizes), name)
+            self.copy.substitute(formula.output, result, "fused", erased[:-1])
+            return
+        split, *contiguous = chain
+        self.copy.substitute(split, result, "fused", erased)
+        for clone in contiguous:
+            self.copy.substitute(clone, self.copy.node_map[clone.all_input_nodes[0]], "view")
+
+    def _replace_with_backward(
+        self, formula: AttentionFormula, operands: AttentionOperands, backward: AttentionBackward
+    ) -> None:
+        """Replaces a formula by a call of FlexAttention, and its backward by one of FlexAttention's backward."""
+        copy, fakes = self.copy, self.fakes
+        functions = score_gradients(formula, operands, fakes, self.written)
+        spec = self.specs.get(fakes[formula.output].device.type)
+        if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
+            raise UnsupportedScoresError(_SMALL)
+        order = {node: position for position, node in enumerate(copy.node_map)}
+        if any(order[item.node] > order[formula.output] for item in functions.reads):
+            raise UnsupportedScoresError("its backward reads a bias or mask of its own")
+        before, name = copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        stages = (operands.query, operands.key, operands.value)
+        tensors = [kernel_operand(copy, before, stage, operands, name) for stage in stages]
+        chain = self._split_and_copies(formula, operands)
+        buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
+        score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
+        block_mask = self._block_mask(before, functions.mask_mod, name)
+        options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
+        fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], len(chain) > 1)
+        forward = (*tensors, score_mod, block_mask, 1.0, options, buffers, ())
+        call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
+        results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
+        self._replace_output(formula, chain, before, results[0], name)
+
+        before = copy.node_map[min(backward.gradients, key=order.__getitem__)]
+        name = f"{name}_backward"
+        grad_output = plain_stage(backward.grad_output, operands, fakes)
+        gradient = kernel_operand(copy, before, grad_output, operands, name)
+        relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
+        joint = copy.attribute(before, f"{name}_joint", functions.joint)
+        block_mask = self._block_mask(before, functions.mask_mod, name)
+        gradient_fakes = self._gradient_fakes(tensors, len(buffers) + 1)
+        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
+                     (*buffers, results[2]), ())  # fmt: skip
+        call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
+        nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
+        for index, node in enumerate(nodes):
+            if node is not None:
+                result = copy.call(before, operator.getitem, (call, index), name, fake=gradient_fakes[index])
+                if index == _KEY:
+                    result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
+                sizes = copy.size_arguments(before, fakes[node].shape)
+                result = copy.call(before, _aten.view.default, (result, sizes), name)
+                copy.substitute(node, result, "fused", tuple(backward.inner))
+
+    def _gradient_fakes(self, tensors: Sequence[Node], buffers: int) -> tuple[Any, ...]:
+        """Returns the gradients of (batch, heads, rows or keys, width): like matmuls, that of keys transposed."""
+        fakes = [self.copy.fakes[item] for item in tensors]
+        with in_fake_mode(fakes[0].fake_mode):
+            query, value = [item.new_empty(item.shape) for item in (fakes[0], fakes[2])]
+            key = fakes[1].new_empty(fakes[1].mT.shape).mT
+        return (query, key, value, (None,) * buffers)
+
+    def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
+        """Returns one block of all rows and keys."""
+        return (*[None] * 10, _WHOLE, _WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
+
+    def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
+        """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""
+        fake = self.fakes[formula.query_key]
+        least = dict(least_sizes).get(fake.dtype)
+        return least is not None and min(map(size_hint, fake.shape[-2:])) >= least
+
+    def _library_call(
+        self, before: Node, tensors: Sequence[Node], scale: float, is_transposed: bool, name: str
+    ) -> Node | None:
+        """Returns the output of the kernel that torch selects; None if it selects none, or the operands are unusual.
+
+        The output is contiguous, or its transposition to (batch, rows, heads, width) is.
+        """
+        fakes = [self.copy.fakes[item] for item in tensors]
+        is_static = all(type(size) is int for fake in fakes for size in fake.shape)
+        if not is_static or len({fake.shape[1] for fake in fakes}) > 1:
+            return None
+        with in_tracing_fake_mode(fakes[0].fake_mode), torch.no_grad():
+            module = make_fx(lambda q, k, v: scaled_dot_product_attention(q, k, v, scale=scale))(*fakes)
+        if any(node.target in (_aten.bmm.default, _aten.matmul.default) for node in module.graph.nodes):
+            return None
+        result: Node = self.copy.inline(before, module, tensors, name, name)
+        fake = self.copy.fakes[result]
+        if is_contiguous(fake.transpose(1, 2) if is_transposed else fake):
+            return result
+        keywords = {"memory_format": torch.contiguous_format}
+        if not is_transposed:
+            return self.copy.call(before, _aten.clone.default, (result,), name, keywords)
+        inward = self.copy.call(before, _aten.transpose.int, (result, 1, 2), name)
+        dense = self.copy.call(before, _aten.clone.default, (inward,), name, keywords)
+        return self.copy.call(before, _aten.transpose.int, (dense, 1, 2), name)
+
+    def _kernel_call(
+        self, before: Node, formula: AttentionFormula, operands: AttentionOperands, functions: ScoreFunctions,
+        tensors: Sequence[Node], is_transposed: bool, name: str,
+    ) -> Node:  # fmt: skip
+        """Returns the output of FlexAttention, stored like that of `_library_call`."""
+        copy = self.copy
+        buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
+        score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
+        block_mask = self._block_mask(before, functions.mask_mod, name)
+        kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
+        arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, ())
+        results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], is_transposed)
+        call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
+        return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
+
+    def _buffer(self, before: Node, read: ReadTensor, operands: AttentionOperands, name: str) -> Node:
+        """Returns a tensor that the scores read, with a dimension for each index that it is read at."""
+        copy, node = self.copy, self.copy.node_map[read.node]
+        for dim in reversed(range(len(read.coordinates))):
+            coordinate = read.coordinates[dim]
+            if coordinate is None:
+                node = copy.call(before, _aten.select.int, (node, dim, 0), name)
+            elif coordinate.part == "product" and operands.heads != 1:
+                sizes = copy.fakes[node].shape
+                split = [*sizes[:dim], *product_split(sizes[dim], operands.heads), *sizes[dim + 1 :]]
+                node = copy.call(before, _aten.view.default, (node, copy.size_arguments(before, split)), name)
+        return node
+
+    def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:
+        """Returns the nodes that read the output as (batch, heads, rows, width); none if it is not split like this.
+
+        These are the view that splits batch and heads, and copies after its transposition to (batch, rows, heads,
+        width), which are views of an output that is stored like this.
+        """
+        split = next(iter(formula.output.users))
+        sizes = sizes_of(split, self.fakes) if isinstance(self.fakes.get(split), FakeTensor) else []
+        is_split = len(formula.output.users) == 1 and name_of(split) in ("view", "_unsafe_view", "unsafe_view")
+        if not is_split or len(sizes) != 4 or tuple(sizes[:2]) != (operands.batch, operands.heads):
+            return []
+        if storages_of(self.fakes[split]) & self.written:
+            return []
+        transposed = next(iter(split.users), None)
+        if transposed is None or len(split.users) > 1 or permutation(transposed, self.fakes) != [0, 2, 1, 3]:
+            return [split]
+        copies = [user for user in transposed.users if _is_contiguous_copy(user)]
+        is_returned = any(user.op == "output" for user in transposed.users)
+        return [split, *copies] if copies and not is_returned else [split]
+
+    def finish(self, reasons: Mapping[str, str]) -> PreparedGraph:
+        """Returns the edited graph, with the reasons why other softmaxes stay as they are."""
+        result = self.copy.finish()
+        return replace(result, coverage_reasons={**result.coverage_reasons, **reasons})

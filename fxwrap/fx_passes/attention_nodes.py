@@ -1,0 +1,95 @@
+"""What a node of an attention formula does to the elements of its operands."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.graph_copy import expressions_of
+from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.torch_compat import FakeTensor, OpOverload
+
+_VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
+"""Operators whose result has their operand's elements, in the same order."""
+
+ELEMENTWISE = frozenset({
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp",
+    "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul",
+    "ne", "neg", "rsub", "sigmoid", "sub", "tanh", "to_copy", "where",
+})  # fmt: skip
+"""Operators of single elements that scores, biases and masks are computed with."""
+
+Sizes: TypeAlias = list[Any]
+"""Sizes as ints and expressions, whose comparison installs no guard."""
+
+
+def sizes_of(node: Node, fakes: NodeValues) -> Sizes:
+    """Returns the sizes of a node's tensor as ints and expressions."""
+    return expressions_of(fakes[node].shape)
+
+
+def permutation(node: Node, fakes: NodeValues) -> list[int] | None:
+    """Returns the dimensions of its operand in the order of the result's, for calls that permute them."""
+    if node.op != "call_function" or not is_tensor(node.args[0] if node.args else None, fakes):
+        return None
+    arguments: Any = node.args
+    rank = fakes[arguments[0]].ndim
+    order = list(range(rank))
+    match name_of(node):
+        case "permute":
+            return [dim % rank for dim in arguments[1]]
+        case "transpose" | "t":
+            one, other = [dim % rank for dim in arguments[1:3] or (0, rank - 1)]
+            order[one], order[other] = order[other], order[one]
+            return order
+        case _:
+            return None
+
+
+def keeps_order(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call returns the elements of its only tensor, in the same order and dtype."""
+    source = node.args[0] if isinstance(node.target, OpOverload) and node.args else None
+    if not isinstance(source, Node) or not is_tensor(source, fakes) or not is_tensor(node, fakes):
+        return False
+    name = name_of(node)
+    if name in _VIEWS:
+        return True
+    if name == "expand":
+        return bool(element_product(sizes_of(source, fakes)) == element_product(sizes_of(node, fakes)))
+    order = permutation(node, fakes)
+    if order is None:
+        return False
+    sizes = sizes_of(source, fakes)
+    moved = [dim for dim in order if sizes[dim] != 1]
+    return moved == sorted(moved)
+
+
+def element_product(sizes: Sizes) -> Any:
+    """Returns the product of sizes."""
+    product: Any = 1
+    for size in sizes:
+        product = product * size
+    return product
+
+
+def is_tensor(node: object, fakes: NodeValues) -> bool:
+    """Whether a value is a node of one tensor."""
+    return isinstance(node, Node) and isinstance(fakes.get(node), FakeTensor)
+
+
+def swaps_last_two(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call transposes the last two dimensions of its operand."""
+    order = permutation(node, fakes)
+    return order is not None and order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
+
+
+def is_cast(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call casts its operand to a floating-point dtype."""
+    return name_of(node) == "to_copy" and is_tensor(node, fakes) and bool(fakes[node].is_floating_point())
+
+
+def element_count(node: Node, fakes: NodeValues) -> Any:
+    """Returns the number of elements of a node's tensor, an int or an expression."""
+    return element_product(sizes_of(node, fakes))

@@ -1,0 +1,107 @@
+"""The scores of attention formulas and their gradients as functions of one score, for FlexAttention's backward.
+
+The gradient of a score is computed by the operators of the graph's own backward, so it is what the graph computes even
+where that is no derivative. The backward computes weights again from the scores less the maximum of their row, and from
+the log-sum-exp of these: so they are exact where all scores of a row are a large negative number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from fxwrap.fx_passes.attention_backward import AttentionBackward
+from fxwrap.fx_passes.attention_formulas import AttentionFormula
+from fxwrap.fx_passes.attention_operands import AttentionOperands
+from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder
+from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.torch_compat import FakeTensor, in_fake_mode
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ScoreGradients:
+    """The functions of a formula and of its backward as graphs on scalars.
+
+    Fields:
+        score_mod: the score of the forward.
+        relative_score_mod: the score less the maximum of its row, which is the last buffer.
+        joint: the gradient of the score before `score_mod`, from that of the modified score.
+        mask_mod: a mask that is all true.
+        reads: the buffers of all of them, in order, but for the maxima.
+    """
+
+    score_mod: GraphModule
+    relative_score_mod: GraphModule
+    joint: GraphModule
+    mask_mod: GraphModule
+    reads: tuple[ReadTensor, ...]
+
+
+def score_gradients(
+    formula: AttentionFormula, operands: AttentionOperands, fakes: NodeValues, written: Set[int]
+) -> ScoreGradients:
+    """Returns the functions of a formula with a backward. Raises UnsupportedScoresError."""
+    assert formula.backward is not None
+    return _Builder(formula, operands, fakes, written).gradients(formula.backward)
+
+
+class _Builder(ScoreFunctionBuilder):
+    def gradients(self, backward: AttentionBackward) -> ScoreGradients:
+        """Returns the functions; all are parts of one graph."""
+        self.folds_scale = False  # the graph's backward multiplies its gradient by the same scale
+        self.inner = backward.inner
+        start = self.placeholder("gradient", self.dtype)
+        passed = self.modified_score()
+        value = passed[self.formula.scores[-1]]
+        first, *following = backward.grad_scores
+        passed[first] = gradient = start
+        for node in following:
+            for item in node.all_input_nodes:
+                self._add_side(item, passed)
+            passed[node] = gradient = self.step(node, gradient, passed)
+        maxima = self._maxima()
+        indices = [self.indices[name] for name in ("batch", "head", "row")]
+        relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
+        empty = [None] * (len(self.indices) + len(self.reads) + 1)
+        return ScoreGradients(
+            self._part([value], (start, maxima)), self._part([relative], (start,)),
+            self._part([gradient, *empty], ()), self.all_true(), tuple([ReadTensor(*key) for key in self.reads]),
+        )  # fmt: skip
+
+    def _add_side(self, node: Node, passed: dict[Node, Node]) -> None:
+        """Computes another value than the gradient that depends on the score."""
+        if node in passed or node not in self.inner:
+            return
+        for item in node.all_input_nodes:
+            self._add_side(item, passed)
+        source = next(item for item in node.all_input_nodes if item in passed)
+        passed[node] = self.step(node, passed[source], passed)
+
+    def _maxima(self) -> Node:
+        """Adds the last buffer."""
+        sizes = self.operands.score_sizes(self.fakes)
+        with in_fake_mode(self.mode):
+            fake: FakeTensor = torch.empty(sizes, dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+        first = next((node for node in self.graph.nodes if node.op != "placeholder"), None)
+        if first is None:
+            return self.placeholder("maxima", fake)
+        with self.graph.inserting_before(first):
+            return self.placeholder("maxima", fake)
+
+    def _part(self, results: Sequence[Node | None], without: Sequence[Node]) -> GraphModule:
+        """Returns the graph of some values, without some of the operands."""
+        graph, copies = Graph(), dict[Node, Node]()
+        needed = {item for item in results if item is not None}
+        for node in reversed(self.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        for node in self.graph.nodes:
+            if node in needed or (node.op == "placeholder" and node not in without):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple([None if item is None else copies[item] for item in results]))
+        return GraphModule({}, graph)

@@ -1,0 +1,110 @@
+"""Matmuls of packed weights, whose readers take slices of the columns, become one matmul for each slice.
+
+SwiGLU multiplies two halves of one result: an element of the kernel that reads them needs two elements of the matmul,
+in different columns. As two matmuls they are two sums of one kernel, whose epilogue reads both. A library's call is
+better whole, so that the pass runs for matmuls that become kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import getitem
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, fake_call
+from fxwrap.fx_passes.matmuls import Matmul, matmuls_of
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+
+_aten = torch.ops.aten
+_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+
+
+@dataclass(frozen=True)
+class _ColumnSlice:
+    """The node of columns `start` to `end` of a matmul, perhaps with rows in several dimensions."""
+
+    node: Node
+    start: int
+    end: int
+
+
+def slice_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which matmuls that are read in disjoint slices of columns are one matmul for each slice."""
+    if context.options.matmul_kernels != "generated":
+        return graph
+    aliases = StorageAliases(graph, context)
+    found = [(matmul, _disjoint_slices(matmul, aliases)) for matmul in matmuls_of(graph, context)]
+    if not any(slices for _, slices in found):
+        return graph
+    copy = GraphCopy(graph)
+    for matmul, slices in found:
+        for item in slices:
+            _compute_slice(copy, matmul, item)
+    return copy.finish()
+
+
+def _disjoint_slices(matmul: Matmul, aliases: StorageAliases) -> list[_ColumnSlice]:
+    """Returns the slices that all readers of a matmul take; none where there are other readers, or slices overlap."""
+    node, fakes = matmul.node, aliases.fakes
+    sizes = [*fakes[node].shape, *fakes[matmul.right].shape]
+    if aliases.is_mutated(node) or aliases.is_returned(node) or any(type(size) is not int for size in sizes):
+        return []
+    found = list(_column_slices(node, fakes))
+    slices = sorted([item for item in found if item is not None], key=lambda item: item.start)
+    disjoint = all(first.end <= second.start for first, second in pairwise(slices))
+    if len(slices) < len(found) or len(slices) < 2 or not disjoint:
+        return []
+    contiguous = [fake_call(_aten.new_empty.default, (fakes[item.node], fakes[item.node].shape)) for item in slices]
+    fits = all(aliases.accepts_layout(item.node, fake) for item, fake in zip(slices, contiguous, strict=True))
+    return slices if fits else []
+
+
+def _column_slices(node: Node, fakes: NodeValues) -> Iterator[_ColumnSlice | None]:
+    """Yields the slices of the last dimension that a tensor's readers take; None for another reader."""
+    shape = fakes[node].shape
+    columns, last = shape[-1], (-1, len(shape) - 1)
+    for user in node.users:
+        match user.target, user.args:
+            case target, (_, _) if target in _VIEWS and fakes[user].shape[-1] == columns:
+                yield from _column_slices(user, fakes)
+            case _aten.slice.Tensor, (_, dim, int() as start, int() as end) if dim in last and 0 <= start <= end:
+                yield _ColumnSlice(user, start, min(end, columns)) if start < columns else None
+            case _aten.split.Tensor, (_, int(), dim) if dim in last:
+                yield from _parts(user, fakes)
+            case _aten.split_with_sizes.default, (_, _, dim) if dim in last:
+                yield from _parts(user, fakes)
+            case _:
+                yield None
+
+
+def _parts(split: Node, fakes: NodeValues) -> Iterator[_ColumnSlice | None]:
+    """Yields the slices that are parts of a split."""
+    widths = [part.shape[-1] for part in fakes[split]]
+    for user in split.users:
+        if user.target is not getitem or not isinstance(user.args[1], int):
+            yield None
+            continue
+        start = sum(widths[: user.args[1]])
+        yield _ColumnSlice(user, start, start + widths[user.args[1]])
+
+
+def _compute_slice(copy: GraphCopy, matmul: Matmul, item: _ColumnSlice) -> None:
+    """Replaces a slice of a matmul's result by the matmul of a slice of the columns."""
+    before, name = copy.node_map[item.node], item.node.name
+    columns, mapped = (item.start, item.end), copy.node_map
+    right = copy.call(before, _aten.slice.Tensor, (mapped[matmul.right], 1, *columns), f"{name}_columns")
+    operands: tuple[Node, ...] = (mapped[matmul.left], right)
+    if matmul.bias is not None:
+        bias = copy.call(before, _aten.slice.Tensor, (mapped[matmul.bias], 0, *columns), f"{name}_bias")
+        operands = (bias, *operands)
+    target = _aten.mm.default if matmul.bias is None else _aten.addmm.default
+    origin = mapped[matmul.node]
+    result = copy.call(before, target, operands, f"{name}_matmul", origin=origin)
+    sizes = list(copy.fakes[before].shape)
+    if len(sizes) != 2:
+        result = copy.call(before, _aten.view.default, (result, sizes), f"{name}_view")
+    copy.substitute(item.node, result)

@@ -1,0 +1,96 @@
+"""Whether printers have schedules for planned kernels that compute matmuls, asked before and after fusion."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import Node
+
+from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_reductions
+from fxwrap.lowering.builder import Builder, LoweringRequest
+from fxwrap.lowering.fusion.definitions import Definition, Reduced
+from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
+from fxwrap.lowering.fusion.kernels import build_kernel
+from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
+from fxwrap.lowering.fusion.tracing import Trace
+from fxwrap.lowering.graph_definitions import GraphDefinitions
+from fxwrap.lowering.launches import kernel_request
+from fxwrap.lowering.rules import MATMUL_RULES
+from fxwrap.printers import has_schedule
+from fxwrap.symbolic import Size
+from fxwrap.wrapper_ir import Value
+
+
+@dataclass(eq=False)
+class KernelSchedules:
+    """The schedules of planned kernels of one graph, as printers see these kernels when their lines are emitted."""
+
+    builder: Builder
+    definitions: GraphDefinitions
+    plan: MaterialisationPlan
+    request: LoweringRequest
+    hint: Callable[[Size], int]
+    nodes: Sequence[Node]
+
+    def __post_init__(self) -> None:
+        self._specs = self.request.options.device_specs()
+
+    def is_matmul(self, definition: Definition) -> bool:
+        """Whether a definition is the sum of products of a matmul."""
+        return isinstance(definition, Reduced) and self.plan.operator_of(definition) in MATMUL_RULES
+
+    def matmul_node(self, definition: Definition) -> str:
+        """Returns the qualified name of the node of a matmul."""
+        return self.builder.qualified(self.nodes[self.plan.definitions[definition].position])
+
+    def can_join(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
+        """Whether printers have a schedule for a kernel that also computes a definition, if it computes matmuls then.
+
+        Members are in memory if definitions outside of the kernel read them, though some of these may join it later.
+        """
+        members = {plan.definition, *[member.definition for member in kernel.members]}
+        if not any(map(self.is_matmul, members)):
+            return True
+        stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
+        return self._is_schedulable(joined_plan(kernel, mapping, plan, trace), stored, self.plan)
+
+    def has_schedule_alone(self, matmul: Definition) -> bool:
+        """Whether a kernel has a schedule that computes a matmul alone, with operands in memory."""
+        trace = self.plan.tracer.trace(matmul)
+        kernel = KernelPlan(trace.axes[: trace.parallel_rank], trace.axes[trace.parallel_rank :])
+        kernel.add(Member(DefinitionPlan(matmul, 0), trace, tuple([as_index(axis) for axis in trace.axes])))
+        operands = {other: DefinitionPlan(other, 0) for other, _ in trace.reads}
+        return self._is_schedulable(kernel, {matmul}, replace(self.plan, definitions=operands))
+
+    @cached_property
+    def _readers(self) -> Mapping[Definition, set[Definition]]:
+        """The definitions in memory that read each one."""
+        readers: dict[Definition, set[Definition]] = defaultdict(set)
+        for plan in self.plan.computed():
+            for other in (*plan.reads, *plan.operands):
+                readers[other].add(plan.definition)
+        return readers
+
+    def _is_schedulable(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> bool:
+        values: dict[Definition, Value] = {}
+
+        def value_of(definition: Definition) -> Value:
+            if definition not in values:
+                type_ = self.definitions.tensor_type(definition, self.builder.symbols.tensor_type)
+                values[definition] = Value(f"v{len(values)}", type_)
+            return values[definition]
+
+        built = build_kernel(kernel, stored, value_of, plan, self.hint)
+        split = self.split(built.kernel, kernel.device_type)
+        first, formulas = hoist_expressions(built.kernel if split is None else split.kernels[0])
+        device = kernel.members[0].definition.device
+        language = self.request.options.text_language(device.type)
+        symbols = self.builder.state.symbols
+        return has_schedule(kernel_request(symbols, first, formulas, language, device, is_matmul=True))
+
+    def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
+        """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
+        return split_reductions(kernel, self.hint) if self._specs[device_type].massively_parallel else None

@@ -1,0 +1,259 @@
+"""Matmuls that are kernels alone stay kernels among reductions, other matmuls and other readers of their operands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.fx_passes import prepare_graph
+from fxwrap.lines import ExternCall, Launch
+from fxwrap.lowering.program import Lowered, lower_prepared
+from fxwrap.lowering.rules import RULES
+from tests.lowering.planned_programs import STRICT, plan
+
+GENERATED = Options(matmul_kernels="generated")
+SURROUNDINGS: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], ...] = (
+    lambda x, weight, result: x.amax(-1),
+    lambda x, weight, result: x.abs().amax(),
+    lambda x, weight, result: x.sum(0),
+    lambda x, weight, result: torch.sigmoid(x) * 2,
+    lambda x, weight, result: x * (x * torch.sigmoid(x)).amax(-1, keepdim=True),
+    lambda x, weight, result: weight.to(x.dtype).abs().amax(-1),
+    lambda x, weight, result: weight.to(x.dtype).sum(0),
+    lambda x, weight, result: weight.to(x.dtype) * 2,
+    lambda x, weight, result: result.softmax(-1),
+    lambda x, weight, result: result * torch.rsqrt((result * result).mean(-1, keepdim=True) + 1e-5),
+    lambda x, weight, result: result.abs().amax(),
+    lambda x, weight, result: result.sum(0),
+    lambda x, weight, result: functional.gelu(result) + x.amax(-1, keepdim=True),
+)
+"""What reads the left operand, a weight as it is stored, and a result."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedInput:
+    """Matmuls of one matrix, `operands[0]`; each kind has its operands from a position on."""
+
+    operands: list[Tensor]
+    matmuls: list[tuple[str, int]]
+    surroundings: list[tuple[int, int]]
+    """The surrounding, and the matmul whose weight and result it reads."""
+
+    def matmul(self, operands: Sequence[Tensor], number: int) -> Tensor:
+        """One of the matmuls: plain, transposed, with a bias, or of quantised weights."""
+        x, (kind, at) = operands[0], self.matmuls[number]
+        weight = operands[at]
+        match kind:
+            case "plain":
+                return functional.linear(x, weight)
+            case "transposed":
+                return x @ weight
+            case "bias":
+                return functional.linear(x, weight, operands[at + 1])
+            case "int8":
+                return functional.linear(x, weight.to(x.dtype)) * operands[at + 1]
+            case _:
+                low, high = (weight & 15).to(x.dtype) - 8, (weight >> 4).to(x.dtype) - 8
+                groups = torch.stack([low, high], -1).view(len(weight), -1, 16) * operands[at + 1][:, :, None]
+                return functional.linear(x, groups.reshape(len(weight), -1))
+
+    def results_of(self, number: int, *operands: Tensor) -> Tensor:
+        """One of the matmuls, as a function of all operands."""
+        return self.matmul(operands, number)
+
+    def all(self, *operands: Tensor) -> list[Tensor]:
+        """The matmuls and their surroundings."""
+        results = [self.matmul(operands, number) for number in range(len(self.matmuls))]
+        around = [
+            SURROUNDINGS[item](operands[0], operands[self.matmuls[number][1]], results[number])
+            for item, number in self.surroundings
+        ]
+        return [*around, *results]
+
+
+def shared_input(seed: int, rows: int | None = None, dtype: torch.dtype | None = None) -> SharedInput:
+    drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dtype = drawn.choice([torch.float32, torch.bfloat16, torch.float16]) if dtype is None else dtype
+    rows, width = drawn.choice([1, 1, 3, 16]) if rows is None else rows, drawn.choice([32, 64])
+
+    def real(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype) / 4
+
+    operands, matmuls = [real(rows, width)], []
+    for _ in range(drawn.randint(2, 4)):
+        kind, columns = drawn.choice(["plain", "transposed", "bias", "int8", "int4"]), drawn.choice([24, width, 1])
+        matmuls.append((kind, len(operands)))
+        match kind:
+            case "int8":
+                operands += [torch.randint(-9, 9, (columns, width), dtype=torch.int8, generator=generator)]
+                operands += [real(columns)]
+            case "int4":
+                operands += [torch.randint(0, 255, (columns, width // 2), dtype=torch.uint8, generator=generator)]
+                operands += [real(columns, width // 16)]
+            case _:
+                sizes = (width, columns) if kind == "transposed" else (columns, width)
+                operands += [real(*sizes), *([real(columns)] if kind == "bias" else [])]
+    kinds = drawn.sample(range(len(SURROUNDINGS)), drawn.randint(2, 5))
+    return SharedInput(operands, matmuls, [(kind, drawn.randrange(len(matmuls))) for kind in kinds])
+
+
+def lowered(
+    function: Callable[..., object], operands: list[Tensor], options: Options, tuned: Sequence[str] = ()
+) -> Lowered:
+    prepared = prepare_graph(make_fx(function)(*operands), operands, options, "program", fused_operators=RULES)
+    return lower_prepared(prepared, options, tuned_devices=frozenset(tuned))
+
+
+def matmul_kinds(lowered: Lowered) -> list[str]:
+    return [item.kind for item in lowered.coverage if item.operator in ("aten.mm.default", "aten.addmm.default")]
+
+
+@pytest.mark.parametrize(
+    ("options", "tuned", "seeds"),
+    [
+        (GENERATED, (), range(10)), (GENERATED.replace(cpu_kernels="triton"), (), range(10, 16)),
+        (Options(), (), range(16, 20)), (Options(), ("cpu",), range(20, 26)),
+    ],
+    ids=["generated", "triton", "rule", "timed"],
+)  # fmt: skip
+def test_a_matmul_that_is_a_kernel_alone_is_one_among_others(
+    options: Options, tuned: Sequence[str], seeds: Sequence[int]
+) -> None:
+    kernels = 0
+    by_rule = options.matmul_kernels == "auto" and not tuned
+    for seed in seeds:
+        graph = shared_input(seed, *((1, torch.bfloat16) if by_rule else ()))
+        alone = [
+            matmul_kinds(lowered(partial(graph.results_of, at), graph.operands, options, tuned))
+            for at in range(len(graph.matmuls))
+        ]
+        together = matmul_kinds(lowered(graph.all, graph.operands, options, tuned))
+        assert together == [kind for (kind,) in alone], f"seed {seed}: {graph.matmuls}, {graph.surroundings}"
+        kernels += together.count("fused")
+    assert kernels >= len(seeds)
+
+
+def assert_close(graph: SharedInput, results: Sequence[Tensor], operands: list[Tensor]) -> None:
+    exact = graph.all(*[item.double() if item.is_floating_point() else item for item in operands])
+    for want, eager, result in zip(exact, graph.all(*operands), results, strict=True):
+        assert result.dtype is eager.dtype and result.shape == eager.shape
+        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(eager.dtype).eps * want.norm()
+        assert (result.double() - want).norm() <= allowed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_evaluated_results_beside_float64(seed: int) -> None:
+    graph = shared_input(seed)
+    planned = plan(make_fx(graph.all)(*graph.operands), graph.operands, STRICT.replace(matmul_kernels="generated"))
+    assert_close(graph, planned.run(graph.operands), graph.operands)
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_printed_results_beside_float64(cpu_kernels: str) -> None:
+    graphs = [shared_input(seed) for seed in ((0, 2, 7) if cpu_kernels == "cpp" else (5,))]
+    starts = {graph: sum(len(item.operands) for item in graphs[:number]) for number, graph in enumerate(graphs)}
+
+    def every(*operands: Tensor) -> list[Tensor]:
+        return [result for graph in graphs for result in graph.all(*operands[starts[graph] :])]
+
+    operands = [item for graph in graphs for item in graph.operands]
+    options = GENERATED.replace(cpu_kernels=cpu_kernels, fallback="error")
+    compiled = fxwrap.compile_graph(make_fx(every)(*operands), operands, options=options)
+    results = compiled(*operands)
+    for graph in graphs:
+        count = len(graph.matmuls) + len(graph.surroundings)
+        assert_close(graph, results[:count], graph.operands)
+        results = results[count:]
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "kernels"),
+    [
+        (lambda x, w, b, columns: functional.linear(x, w, b).softmax(-1), 64, 2),  # the bias is in another kernel
+        (lambda x, w, b, columns: functional.linear(x, w[:, columns]), 64, 2),  # bounds of reduced indices are checked
+        (lambda x, w, b, columns: functional.linear(torch.ones_like(x), w), 64, 2),  # nothing varies along the rows
+        (lambda x, w, b, columns: functional.linear(x, w[columns]), 48, 1),
+    ],
+    ids=["bias", "gathered columns", "constant", "gathered rows"],
+)
+def test_operands_and_epilogues_that_do_not_fit_are_kernels_of_their_own(
+    function: Callable[..., Tensor], columns: int, kernels: int
+) -> None:
+    x, weight, bias = torch.randn(4, 64), torch.randn(48, 64), torch.randn(48)
+    for language in ("cpp", "triton"):
+        options = GENERATED.replace(cpu_kernels=language)
+        program = lowered(function, [x, weight, bias, torch.arange(columns)], options).program
+        lines = list(program.lines())
+        assert not [line.target for line in lines if isinstance(line, ExternCall)]
+        assert len([line for line in lines if isinstance(line, Launch)]) == kernels
+
+
+def swiglu(x: Tensor, packed: Tensor, *bias: Tensor) -> Tensor:
+    gate, up = functional.linear(x, packed, *bias).chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def three_slices(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    result = functional.linear(x, packed)
+    return result[..., :16].relu() + result[..., 16:32] * result[..., 80:]
+
+
+def overlapping_slices(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    result = functional.linear(x, packed)
+    return result[..., :64].relu() + result[..., 32:]
+
+
+def returned_slice(x: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+    gate, up = functional.linear(x, packed).chunk(2, -1)
+    return [gate, functional.silu(gate) * up]
+
+
+def written_slice(x: Tensor, packed: Tensor, bias: Tensor) -> Tensor:
+    gate, up = functional.linear(x, packed).chunk(2, -1)
+    return gate.add_(up) * gate
+
+
+def every_packed(x: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+    flat = x.reshape(-1, x.shape[-1])
+    return [
+        swiglu(x, packed), swiglu(flat, packed, bias), three_slices(x, packed, bias),
+        overlapping_slices(x, packed, bias), *returned_slice(x, packed, bias), written_slice(x, packed, bias),
+        swiglu(flat.repeat(9, 1), packed),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"), [(swiglu, 1), (three_slices, 1), (overlapping_slices, 2), (returned_slice, 2)]
+)
+def test_matmuls_that_are_read_in_slices_are_one_kernel_with_their_readers(
+    function: Callable[..., object], kernels: int
+) -> None:
+    operands = [torch.randn(2, 3, 64), torch.randn(96, 64), torch.randn(96)]
+    for language in ("cpp", "triton"):
+        program = lowered(function, operands, GENERATED.replace(cpu_kernels=language)).program
+        assert len([line for line in program.lines() if isinstance(line, Launch)]) == kernels
+    lines = lowered(function, operands, Options()).program.lines()
+    assert len([line for line in lines if isinstance(line, ExternCall)]) == 1, "a library computes all columns at once"
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slices_of_matmuls_beside_float64(dtype: torch.dtype, cpu_kernels: str) -> None:
+    operands = [torch.randn(sizes).to(dtype) / 4 for sizes in ((2, 3, 64), (96, 64), (96,))]
+    options = GENERATED.replace(cpu_kernels=cpu_kernels, fallback="error")
+    compiled = fxwrap.compile_graph(make_fx(every_packed)(*operands), operands, options=options)
+    exact = every_packed(*[item.double() for item in operands])
+    for want, eager, result in zip(exact, every_packed(*operands), compiled(*operands), strict=True):
+        assert result.dtype is dtype and result.stride() == eager.stride()
+        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
+        assert (result.double() - want).norm() <= allowed
