@@ -104,6 +104,7 @@ class DeviceSpec:
             in float64, and additions into one element are ordered.
         supports_all_atomics: kernels have atomics for all modes and dtypes. Otherwise products and integers below
             4 bytes are missing.
+        float8_kernels: kernels access float8 tensors, as bytes. Otherwise operators on them are called.
         zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
         reserves_batch_norm_state: batch norm's forward reserves memory for a library's backward.
         supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
@@ -146,6 +147,7 @@ class DeviceSpec:
     asserts_raise: bool = False
     cpu_rounding: bool = False
     supports_all_atomics: bool = False
+    float8_kernels: bool = False
     zeroes_fully_masked_rows: bool = False
     reserves_batch_norm_state: bool = False
     supports_graph_capture: bool = False
@@ -211,6 +213,7 @@ CPU = DeviceSpec(
     asserts_raise=True,
     cpu_rounding=True,
     supports_all_atomics=True,
+    float8_kernels=True,
     zeroes_fully_masked_rows=True,
     random_state_bytes=5056,
     collective_latency_s=100e-6,  # Gloo on one host

@@ -19,7 +19,7 @@ from fxwrap.fx_passes.effects import (
     mutated_operands,
     operator_label,
 )
-from fxwrap.loop_ir import KERNEL_DTYPES, Scalar
+from fxwrap.loop_ir import FLOAT8, KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
     Builder,
     FakeValue,
@@ -438,6 +438,8 @@ class DefinitionBuilder:
         if not computed or not {target.dtype, value.dtype} <= KERNEL_DTYPES or target.device != value.device:
             return False
         if not self._has_kernels(target.device) or self._may_overlap(target):
+            return False
+        if FLOAT8 & {target.dtype, value.dtype} and not self._specs[target.device.type].float8_kernels:
             return False
 
         def body(reader: ElementReader, indices: Indices) -> Scalar:

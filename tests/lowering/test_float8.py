@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.lines import ExternCall, Launch
+from fxwrap.devices import CPU
+from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.testing import assert_emitters_agree
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -79,6 +81,22 @@ def moved(x: Tensor, scale: Tensor) -> list[Tensor]:
 
 def test_every_emitter_agrees_on_float8() -> None:
     assert_emitters_agree(moved, [random(6, 10, dtype=F32), torch.tensor([300.0])])
+
+
+def written(x: Tensor) -> tuple[Tensor, Tensor]:
+    target = torch.empty_like(x, dtype=E4M3)
+    target.copy_(x * 2)
+    return target, (x + 1).to(E5M2)
+
+
+def test_a_device_whose_kernels_have_no_float8_calls_operators() -> None:
+    x = random(6, 10, dtype=F32)
+    assert calls_and_launches(compiled(written, [x]))[0] == ["aten.empty_like.default"]
+    program = compiled(written, [x], devices=[dataclasses.replace(CPU, float8_kernels=False)])
+    assert calls_and_launches(program) == (["aten.empty_like.default", "aten._to_copy.default"], 1)
+    assert any(isinstance(line, Mutate) for line in program.program.lines())
+    assert "kernels of cpu have no torch.float8_e5m2" in {item.reason for item in program.coverage}
+    assert all(map(equal, program(x), written(x)))
 
 
 def test_arithmetic_of_float8_stays_a_call_that_raises_as_eager() -> None:

@@ -182,15 +182,22 @@ def _check_tensors(call: OperatorCall, arguments: Iterable[object], dtypes: Dtyp
         if isinstance(fake, torch.Tensor):
             if fake.layout is not torch.strided:
                 raise Declined(f"its result has the layout {fake.layout}")
+            _check_float8(call, fake.dtype)
             check_dtype(fake.dtype, "stored" if dtypes == "stored" else "any")
     operand_dtypes: set[torch.dtype] = set()
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(item, Definition | torch.Tensor):
                 operand_dtypes.add(item.dtype)
+                _check_float8(call, item.dtype)
                 check_dtype(item.dtype, dtypes)
     if dtypes.startswith("equal"):
         _check_one_dtype(operand_dtypes)
+
+
+def _check_float8(call: OperatorCall, dtype: torch.dtype) -> None:
+    if dtype in FLOAT8 and not call.spec.float8_kernels:
+        raise Declined(f"kernels of {call.spec.device_type} have no {dtype}")
 
 
 def check_equal_dtypes(*operands: object) -> None:
