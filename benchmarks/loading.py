@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import fxwrap
+import fxwrap.artifact  # all that `fxwrap.load` imports
 from benchmarks.results import Report, add_record_option
 
 WEIGHTS = ("inside", "in a file", "in memory")
