@@ -73,7 +73,7 @@ def save_program(
     """
     if target not in TARGETS:
         raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    given = program
+    original = program
     if target == "native":
         program = with_ordinary_kernels(program)
     file_path, program = Path(path), _checked(program, str(path), with_payloads=constants)
@@ -84,8 +84,8 @@ def save_program(
     _report_guarded_sizes(program, str(path))
     uses = _triton_uses(program)
     compile_for_architectures(uses, architectures)
-    if not architectures:
-        new = set(program.kernels) - set(given.kernels)  # this process has compiled the others
+    if target == "native" and not architectures:
+        new = set(program.kernels) - set(original.kernels)  # this process has compiled the others
         texts = {KernelText(item.language, item.source, item.signature, item.options) for item in new}
         compile_for_architectures([use for use in uses if use.kernel in texts], architectures_of_this_machine())
     again = bool(architectures)

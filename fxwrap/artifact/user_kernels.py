@@ -22,13 +22,14 @@ def with_ordinary_kernels(program: Program) -> Program:
     An ordinary kernel calls the user's with its constants. Raises FxwrapError where Triton is missing.
     """
     return program.replace(kernels=tuple([
-        kernel if reason_for_python(kernel) else _ordinary_kernel(kernel) for kernel in program.kernels
+        _ordinary_kernel(kernel) if _is_user_defined(kernel) and not reason_for_python(kernel) else kernel
+        for kernel in program.kernels
     ]))  # fmt: skip
 
 
 def reason_for_python(kernel: KernelDefinition) -> str:
     """Returns why only Python launches a user-defined kernel; "" for others, and where ordinary code can call it."""
-    if not language_traits(kernel.language).user_defined:
+    if not _is_user_defined(kernel):
         return ""
     if "live" in dict(kernel.options):
         return "it exists only in this process"
@@ -55,6 +56,10 @@ def reason_for_python(kernel: KernelDefinition) -> str:
     )  # fmt: skip
 
 
+def _is_user_defined(kernel: KernelDefinition) -> bool:
+    return language_traits(kernel.language).user_defined
+
+
 def _is_special(parameter: TritonKernel) -> bool:
     """Whether the classes of arguments for a parameter are other than those of ordinary kernels."""
     not_specialized = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
@@ -66,9 +71,7 @@ def _types(kernel: KernelDefinition) -> tuple[str, ...]:
 
 
 def _ordinary_kernel(kernel: KernelDefinition) -> KernelDefinition:
-    """Returns a user-defined kernel as an ordinary one, or an ordinary one itself."""
-    if not language_traits(kernel.language).user_defined:
-        return kernel
+    """Returns a user-defined kernel as an ordinary one."""
     loaded = load_user_kernel(kernel.source, kernel.signature, kernel.options)
     tuned, constants = loaded.on_gpu.kernel, dict(loaded.constants)
     texts = {name: f"CONSTANTS[{name!r}]" for name in constants}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, swaps_last_two
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 
 _aten = torch.ops.aten

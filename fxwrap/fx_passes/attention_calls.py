@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_backward import AttentionBackward
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
@@ -26,6 +25,7 @@ from fxwrap.fx_passes.attention_scores import (
     product_split,
     score_functions,
 )
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_backward import AttentionBackward, ForwardNodes, UnsupportedBackwardError, find_backward
-from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, sizes_of
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import OpOverload
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional
 
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.options import Options
 from fxwrap.torch_compat import (
@@ -179,14 +180,6 @@ def _broadcast_dims(mask: torch.Tensor) -> list[int]:
 def fake_of(node: Node) -> Any:
     """Returns the fake value of a node of Dynamo's graph or of a graph of operators."""
     return node.meta.get("example_value", node.meta.get("val"))
-
-
-def name_of(node: Node) -> str:
-    """Returns the name of a call's target: one name for the function, the method and the operator."""
-    target = node.target
-    if isinstance(target, OpOverload):
-        target = target.overloadpacket
-    return (target if isinstance(target, str) else str(getattr(target, "__name__", ""))).strip("_")
 
 
 # --- constant masks ---------------------------------------------------------------------------------------------------

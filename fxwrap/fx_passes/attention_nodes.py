@@ -6,9 +6,10 @@ from typing import Any, TypeAlias
 
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_masks import name_of
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.symbolic import Size, product
 from fxwrap.torch_compat import FakeTensor, OpOverload
 
 _VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
@@ -57,21 +58,13 @@ def keeps_order(node: Node, fakes: NodeValues) -> bool:
     if name in _VIEWS:
         return True
     if name == "expand":
-        return bool(element_product(sizes_of(source, fakes)) == element_product(sizes_of(node, fakes)))
+        return element_count(source, fakes) == element_count(node, fakes)
     order = permutation(node, fakes)
     if order is None:
         return False
     sizes = sizes_of(source, fakes)
     moved = [dim for dim in order if sizes[dim] != 1]
     return moved == sorted(moved)
-
-
-def element_product(sizes: Sizes) -> Any:
-    """Returns the product of sizes."""
-    product: Any = 1
-    for size in sizes:
-        product = product * size
-    return product
 
 
 def is_tensor(node: object, fakes: NodeValues) -> bool:
@@ -90,6 +83,6 @@ def is_cast(node: Node, fakes: NodeValues) -> bool:
     return name_of(node) == "to_copy" and is_tensor(node, fakes) and bool(fakes[node].is_floating_point())
 
 
-def element_count(node: Node, fakes: NodeValues) -> Any:
+def element_count(node: Node, fakes: NodeValues) -> Size:
     """Returns the number of elements of a node's tensor, an int or an expression."""
-    return element_product(sizes_of(node, fakes))
+    return product(sizes_of(node, fakes))

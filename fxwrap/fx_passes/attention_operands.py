@@ -15,8 +15,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import keeps_order, sizes_of, swaps_last_two
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads
 from fxwrap.fx_passes.prepared_graph import NodeValues

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_masks import name_of
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target

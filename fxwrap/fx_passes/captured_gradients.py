@@ -68,11 +68,11 @@ class _Splitter:
 
     def _users_of(self, nodes: Sequence[Node]) -> set[Node]:
         """Returns the nodes that depend on some nodes without a sum over scores between them, these included."""
-        found = set(nodes)
+        dependent = set(nodes)
         for node in self.module.graph.nodes:
-            if any(item in found and item.target is not self.scatter for item in node.all_input_nodes):
-                found.add(node)
-        return found
+            if any(item in dependent and item.target is not self.scatter for item in node.all_input_nodes):
+                dependent.add(node)
+        return dependent
 
     def split(self, used: Collection[int]) -> CapturedGradients:
         results: Any = self.module.graph.output_node().args[0]

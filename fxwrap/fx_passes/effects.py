@@ -29,6 +29,14 @@ USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wra
 """Higher-order operators that launch a user-defined Triton kernel: on copies of mutated operands, or in place."""
 
 
+def name_of(node: Node) -> str:
+    """Returns the name of a call's target: one name for the function, the method and the operator."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        target = target.overloadpacket
+    return (target if isinstance(target, str) else str(getattr(target, "__name__", ""))).strip("_")
+
+
 def operator_label(operator: HigherOrderOperator) -> str:
     """Returns the name of a higher-order operator in `torch.ops.higher_order`."""
     return str(operator.name())  # type: ignore[no-untyped-call]

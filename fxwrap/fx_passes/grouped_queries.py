@@ -22,10 +22,10 @@ from fxwrap.fx_passes.attention_masks import (
     has_unobservable_layout,
     is_attention,
     may_mutate,
-    name_of,
     set_attention_arguments,
     storage_of,
 )
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.options import Options
 from fxwrap.torch_compat import copy_dynamo_module, copy_dynamo_node

@@ -14,8 +14,8 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import expression_of
-from fxwrap.torch_compat import OpOverload
 
 Number: TypeAlias = Any
 """An int, a float or an expression of sizes."""
@@ -74,7 +74,7 @@ class _Search:
         return (_plain(number), _plain(number)) if known else None
 
     def _of_call(self, node: Node, fake: torch.Tensor) -> Bounds:
-        name, arguments = _name_of(node), list(node.args)
+        name, arguments = name_of(node), list(node.args)
         if name in _SUBSETS and arguments:
             return self.of(arguments[0]) if isinstance(self._fake(arguments[0]), torch.Tensor) else None
         if name in _CASTS and arguments:
@@ -168,11 +168,6 @@ class _Search:
                 return _finite(min(products), max(products))
             case _:
                 return None
-
-
-def _name_of(node: Node) -> str:
-    target = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    return (target if isinstance(target, str) else str(getattr(target, "__name__", ""))).strip("_")
 
 
 def _plain(number: Any) -> Number:

@@ -37,11 +37,11 @@ def slice_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph
     if context.options.matmul_kernels != "generated":
         return graph
     aliases = StorageAliases(graph, context)
-    found = [(matmul, _disjoint_slices(matmul, aliases)) for matmul in matmuls_of(graph, context)]
-    if not any(slices for _, slices in found):
+    sliced = [(matmul, _disjoint_slices(matmul, aliases)) for matmul in matmuls_of(graph, context)]
+    if not any(slices for _, slices in sliced):
         return graph
     copy = GraphCopy(graph)
-    for matmul, slices in found:
+    for matmul, slices in sliced:
         for item in slices:
             _compute_slice(copy, matmul, item)
     return copy.finish()
@@ -53,10 +53,10 @@ def _disjoint_slices(matmul: Matmul, aliases: StorageAliases) -> list[_ColumnSli
     sizes = [*fakes[node].shape, *fakes[matmul.right].shape]
     if aliases.is_mutated(node) or aliases.is_returned(node) or any(type(size) is not int for size in sizes):
         return []
-    found = list(_column_slices(node, fakes))
-    slices = sorted([item for item in found if item is not None], key=lambda item: item.start)
+    readers = list(_column_slices(node, fakes))
+    slices = sorted([item for item in readers if item is not None], key=lambda item: item.start)
     disjoint = all(first.end <= second.start for first, second in pairwise(slices))
-    if len(slices) < len(found) or len(slices) < 2 or not disjoint:
+    if len(slices) < len(readers) or len(slices) < 2 or not disjoint:
         return []
     contiguous = [fake_call(_aten.new_empty.default, (fakes[item.node], fakes[item.node].shape)) for item in slices]
     fits = all(aliases.accepts_layout(item.node, fake) for item, fake in zip(slices, contiguous, strict=True))

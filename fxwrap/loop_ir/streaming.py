@@ -231,9 +231,9 @@ class _Finder:
             for left, right in (operation.operands, operation.operands[::-1]):
                 is_weight = left == softmax.weights if softmax is not None else row in self.kernel.value_axes[left]
                 if is_weight and left != right and row not in self.kernel.value_axes[right]:
-                    found = Contraction(position, axes, left, right)
-                    if softmax is not None or self._columns(found):
-                        return found
+                    contraction = Contraction(position, axes, left, right)
+                    if softmax is not None or self._columns(contraction):
+                        return contraction
         return None if softmax is not None else WeightSum(position, summed)
 
     def _columns(self, item: Contraction) -> frozenset[Axis]:
@@ -252,7 +252,7 @@ class _Finder:
 
         Those of each streamed position are not computed from `sums` over these.
         """
-        found: list[Update] = []
+        updates: list[Update] = []
         if self._stores("max", "min", "prod"):
             return None
         for position in self._stores("add"):
@@ -267,8 +267,8 @@ class _Finder:
                 return None
             if self.kernel.varying[position] and not self._preceding(position).isdisjoint(sums):
                 return None
-            found.append(Update(position, store.value, others))
-        return found
+            updates.append(Update(position, store.value, others))
+        return updates
 
     def _is_first(self, condition: int, axis: Axis) -> bool:
         """Whether a condition is that the index of an axis is 0."""

@@ -82,8 +82,10 @@ class ScalarKernelBuilder:
                     values[node] = self._attribute(node)
                 case "output":
                     results = node.args[0] if isinstance(node.args[0], tuple | list) else node.args
-                    found = [values[item] for item in results if isinstance(item, Node)]
-                    return [item if isinstance(item, ScatteredNumber) else self.reader.load(item, ()) for item in found]
+                    numbers = [values[item] for item in results if isinstance(item, Node)]
+                    return [
+                        item if isinstance(item, ScatteredNumber) else self.reader.load(item, ()) for item in numbers
+                    ]
                 case _:
                     values[node] = self._define(node, values)
         raise AssertionError("a graph ends with its output")

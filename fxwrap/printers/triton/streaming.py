@@ -484,9 +484,9 @@ class StreamingTritonPrinter(BlockPrinter):
         for axis in summed:
             value = f"tl.sum({value}, {scope.dimension[axis]}, keep_dims=True)"
         address, _ = self.access(store.buffer, store.index, address_axes, None, scope, is_matrix=True)
-        kept = [text for axis in used if axis not in summed for text in masks[axis]]
-        kept += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
-        self.line(atomic_text("add", dtype, address, value, " & ".join(kept), self._use), store.origin)
+        mask = [text for axis in used if axis not in summed for text in masks[axis]]
+        mask += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
+        self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self._use), store.origin)
 
     def _use(self, helper: str) -> str:
         self.helpers.add(helper)
