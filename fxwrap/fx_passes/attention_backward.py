@@ -34,7 +34,9 @@ class AttentionBackward:
             included.
         grad_query, grad_key, grad_value: the gradients of the operands of the formula's matmuls; None where unused.
             The key's is transposed, as the operand is.
-        inner: the nodes of the backward that only it reads, without these gradients.
+        matrices: the nodes of `grad_scores` that others read too, such as sums that are the gradients of a bias.
+        inner: the nodes of the backward, without gradients of operands. Only the backward reads them, but for
+            `matrices`.
     """
 
     grad_output: Node
@@ -42,12 +44,14 @@ class AttentionBackward:
     grad_query: Node | None
     grad_key: Node | None
     grad_value: Node | None
+    matrices: tuple[Node, ...]
     inner: frozenset[Node]
 
     @property
-    def gradients(self) -> tuple[Node, ...]:
-        """The nodes of the gradients that are used."""
-        return tuple([node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None])
+    def results(self) -> tuple[Node, ...]:
+        """The nodes that others read: gradients of operands, and of scores."""
+        gradients = [node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None]
+        return (*gradients, *self.matrices)
 
 
 class UnsupportedBackwardError(Exception):
@@ -103,12 +107,11 @@ class _Search:
         self.inner |= {*weights[1:], *path}
         gradients = grad_query, grad_key, grad_value
         own = {*self.inner, *[node for node in gradients if node is not None]}
-        for node in self.inner:
-            if not own.issuperset(node.users):
-                is_bias = any(name_of(user) == "sum" for user in node.users)
-                reason = "its bias needs a gradient" if is_bias else "a gradient of its scores is read again"
-                raise UnsupportedBackwardError(reason)
-        return AttentionBackward(grad_output, tuple(path), *gradients, frozenset(self.inner))
+        read_again = {node for node in self.inner if not own.issuperset(node.users)}
+        if not read_again.issubset(path):
+            raise UnsupportedBackwardError("a value that its backward computes from scores is read again")
+        matrices = tuple([node for node in path if node in read_again])
+        return AttentionBackward(grad_output, tuple(path), *gradients, matrices, frozenset(self.inner))
 
     def _aliases(self, node: Node) -> list[Node]:
         """Returns a node and what aliases it without a change of shape."""

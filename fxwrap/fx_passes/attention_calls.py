@@ -141,14 +141,14 @@ class AttentionRewriter:
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
 
-        before = copy.node_map[min(backward.gradients, key=order.__getitem__)]
+        before = copy.node_map[min(backward.results, key=order.__getitem__)]
         name = f"{name}_backward"
         grad_output = plain_stage(backward.grad_output, operands, fakes)
         gradient = kernel_operand(copy, before, grad_output, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
         block_mask = self._block_mask(before, functions.mask_mod, name)
-        gradient_fakes = self._gradient_fakes(tensors, len(buffers) + 1)
+        gradient_fakes = self._gradient_fakes(tensors, functions.matrices)
         arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
                      (*buffers, results[2]), ())  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
@@ -161,14 +161,22 @@ class AttentionRewriter:
                 sizes = copy.size_arguments(before, fakes[node].shape)
                 result = copy.call(before, _aten.view.default, (result, sizes), name)
                 copy.substitute(node, result, "fused", tuple(backward.inner))
+        if backward.matrices:
+            captured = copy.call(before, operator.getitem, (call, 3), name, fake=gradient_fakes[3])
+        for index, node in enumerate(backward.matrices):
+            fake = gradient_fakes[3][index]
+            result = copy.call(before, operator.getitem, (captured, index), name, fake=fake)
+            sizes = copy.size_arguments(before, fakes[node].shape)
+            result = copy.call(before, _aten.view.default, (result, sizes), name)
+            copy.substitute(node, result, "fused")
 
-    def _gradient_fakes(self, tensors: Sequence[Node], buffers: int) -> tuple[Any, ...]:
+    def _gradient_fakes(self, tensors: Sequence[Node], matrices: tuple[FakeTensor, ...]) -> tuple[Any, ...]:
         """Returns the gradients of (batch, heads, rows or keys, width): like matmuls, that of keys transposed."""
         fakes = [self.copy.fakes[item] for item in tensors]
         with in_fake_mode(fakes[0].fake_mode):
             query, value = [item.new_empty(item.shape) for item in (fakes[0], fakes[2])]
             key = fakes[1].new_empty(fakes[1].mT.shape).mT
-        return (query, key, value, (None,) * buffers)
+        return (query, key, value, matrices)
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
         """Returns one block of all rows and keys."""
