@@ -120,9 +120,10 @@ def _folded(argument: Any, fakes: NodeValues, is_written: Callable[[Node], bool]
         return None
     if argument.op == "get_attr":
         value = real_object(attribute_of(argument))
-        is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.numel() != 1:
+            return None
         with without_fake_mode():
-            return value.detach().cpu() if is_number else None  # type: ignore[union-attr]
+            return value.detach().cpu()
     if not isinstance(argument.target, OpOverload) or name_of(argument) not in _FOLDED or argument.kwargs.keys() - {
         "dtype", "memory_format"
     }:

@@ -89,20 +89,20 @@ def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: N
     terms = builder.add_buffer(f"{node.name}_terms", terms_type)
     inputs, kernel = _row_terms(builder, request, call, terms)
     emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms])
-    grad_query, *others = outputs
+    grad_query, grad_key, grad_value = outputs
     # A tile of the kernel that streams queries has neighbouring keys, those that vary along memory, as lanes of a CPU.
-    in_lanes = not request.options.device_specs()[type_.device.type].massively_parallel and any(others)
-    by_key = [item for item in sums if item.is_matrix and in_lanes]
+    spec, has_lanes = request.options.device_specs()[type_.device.type], (grad_key or grad_value) is not None
+    by_key = [item for item in sums if item.is_matrix and has_lanes and not spec.massively_parallel]
     by_query = [item for item in sums if item not in by_key]
     if grad_query is not None or by_query:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
         inputs, kernel = gradient.of_query(grad_query, by_query)
         name = "flex_attention_grad_captured" if grad_query is None else "flex_attention_grad_query"
         _emit(builder, request, node, name, kernel, inputs, [grad_query], by_query)
-    if any(others):
+    if (grad_key or grad_value) is not None:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
-        inputs, kernel = gradient.of_key_and_value(*others, by_key)
-        _emit(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, others, by_key)
+        inputs, kernel = gradient.of_key_and_value(grad_key, grad_value, by_key)
+        _emit(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, [grad_key, grad_value], by_key)
     builder.env[node] = (*outputs, tuple([item.value for item in sums]) or (None,) * len(fakes[3]))
 
 
@@ -275,8 +275,8 @@ class _GradientBuilder(ScoreBuilder):
         return functools.reduce(operator.and_, parts) if parts else None
 
     def _add(
-        self, name: str, output: Value, scattered: ScatteredNumber, mask: Scalar, positions: tuple[Positions, Positions],
-        keys: Sequence[Axis], columns: Sequence[Axis],
+        self, name: str, output: Value, scattered: ScatteredNumber, mask: Scalar,
+        positions: tuple[Positions, Positions], keys: Sequence[Axis], columns: Sequence[Axis],
     ) -> None:  # fmt: skip
         """Adds a number of each unmasked score to an element of an output, once for all columns.
 

@@ -496,8 +496,8 @@ class StreamingTritonPrinter(BlockPrinter):
         """Writes a matrix of values to memory."""
         inside = scope.inner()
         inside.text[update.value] = value
-        needed = {*operands(store), *update.conditions} - {store.mask, update.value}
-        self.write(sorted(item for item in needed if item is not None), inside)
+        needed = {*operands(store), *update.conditions} - {update.value}
+        self.write(sorted(needed if store.mask is None else needed - {store.mask}), inside)
         axes = self.kernel.address_axes[update.position]
         address, _ = self.access(store.buffer, store.index, axes, None, inside, is_matrix=True)
         masks = [inside.masks[axis] for axis in (self.parts.row, self.inner) if axis in inside.masks]
