@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from fxwrap.loop_ir import ContractionForm, Kernel, find_contraction, find_grouped_contraction
+from fxwrap.loop_ir import (
+    Compute,
+    ContractionForm,
+    Kernel,
+    Reduce,
+    find_contraction,
+    find_grouped_contraction,
+    operands,
+)
 from fxwrap.printers.triton.configuration import (
     Configuration,
     Hint,
@@ -64,8 +72,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
         candidates = _dot_configurations(contraction, hint)
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
         candidates = _grouped_configurations(grouped, hint)
-    elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        candidates = _matvec_configurations(contraction, hint)
+    elif _is_row_product(kernel, contraction) and not is_outer_reduction(kernel, hint):
+        candidates = _matvec_configurations(kernel, hint)
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -78,19 +86,37 @@ def can_use_dot(contraction: ContractionForm) -> bool:
     return contraction.dtype is torch.float32
 
 
-def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _is_row_product(kernel: Kernel, contraction: ContractionForm | None) -> bool:
+    """Whether a kernel multiplies one row with matrices; the elements of an iteration may be sums of products."""
+    if contraction is not None:
+        return not contraction.rows
+    pending = [used for at in kernel.reductions for used in operands(kernel.operations[at])]
+    while pending:
+        match kernel.operations[pending.pop()]:
+            case Compute("add", terms):
+                pending += terms
+            case Compute("mul", (left, right)) if kernel.axes:
+                axes = [kernel.value_axes[used].intersection(kernel.axes) for used in (left, right)]
+                if min(map(len, axes)) > 0 or not max(axes, key=len):
+                    return False
+            case _:
+                return False
+    kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
+    return kinds == {"sum"} and not kernel.reduces_in_steps
+
+
+def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
 
     Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
     """
-    kernel = contraction.kernel
     plain = inner_reduction_configurations(kernel, hint)
     longest = next_power_of_2(hint(kernel.reduced_count))
     blocks = [
         Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
         for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
     ]  # fmt: skip
-    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(contraction.sums) > 1
+    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(kernel.reductions) > 1
     preferred: list[Configuration] = []
     if is_long != has_several and all(load.dtype.itemsize == 2 for load in full_tile_loads(kernel)):
         preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
@@ -139,7 +165,7 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
-    single = [] if is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
+    single = [] if is_outer_reduction(kernel, hint) else _matvec_configurations(kernel, hint)
     return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
 
 
