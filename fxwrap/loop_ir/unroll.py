@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from fxwrap.loop_ir.builder import KernelBuilder, Scalar
-from fxwrap.loop_ir.index import Axis
+from fxwrap.loop_ir.index import Atom, Axis, IndexLike
 from fxwrap.loop_ir.kernel import (
     Compute,
     Constant,
@@ -125,8 +125,8 @@ class _Unrolling:
     def _sum(self, operation: Reduce) -> Scalar:
         """Adds the sum of all terms."""
         sizes = [range(axis.size) for axis in self.axes if isinstance(axis.size, int)]
-        terms = [self._term(operation.operands[0], dict(zip(self.axes, at, strict=True)))
-                 for at in itertools.product(*sizes)]  # fmt: skip
+        points = [dict[Atom, IndexLike](zip(self.axes, at, strict=True)) for at in itertools.product(*sizes)]
+        terms = [self._term(operation.operands[0], at) for at in points]
         self.body.origin = operation.origin
         if self.separate:
             terms = [self.body.add(replace(operation, operands=(term.position,))) for term in terms]
@@ -135,7 +135,7 @@ class _Unrolling:
             total = total + term
         return total if self.separate else self.body.add(replace(operation, operands=(total.position,)))
 
-    def _term(self, operand: int, at: Mapping[Axis, int]) -> Scalar:
+    def _term(self, operand: int, at: Mapping[Atom, IndexLike]) -> Scalar:
         """Adds the operations that compute an operand at one point of the axes."""
         values = dict(self.common)
         for position in range(operand + 1):
@@ -143,7 +143,7 @@ class _Unrolling:
                 self._copy(position, values, at)
         return values[operand]
 
-    def _copy(self, position: int, values: dict[int, Scalar], at: Mapping[Axis, int]) -> None:
+    def _copy(self, position: int, values: dict[int, Scalar], at: Mapping[Atom, IndexLike]) -> None:
         operation = map_operation(
             self.kernel.operations[position],
             lambda used: values[used].position,

@@ -10,7 +10,8 @@ from fxwrap.printers.triton import configurations
 from tests.printers.triton_kernels import check, random
 
 PAIRS = """\
-kernel(x: bf16[{rows}*64], w: u8[24*32], s: bf16[24*4]) -> (out: f32[{rows}*24]) for [m: {rows}, n: 24] reduce [g: 4, b: 8, h: 2] {{
+kernel(x: bf16[{rows}*64], w: u8[24*32], s: bf16[24*4]) \
+-> (out: f32[{rows}*24]) for [m: {rows}, n: 24] reduce [g: 4, b: 8, h: 2] {{
   %0 = bf16 load x[64*m + 16*g + 2*b + h]
   %1 = f32 cast %0
   %2 = i64 index h
@@ -36,7 +37,8 @@ kernel(x: bf16[{rows}*64], w: u8[24*32], s: bf16[24*4]) -> (out: f32[{rows}*24])
 """Two int4 weights in a byte, with a scale for each group of 16."""
 
 WORDS = """\
-kernel(x: bf16[{rows}*64], w: i32[24*8]) -> (out: f32[{rows}*24]) for [m: {rows}, n: 24] reduce [a: 2, q: 4, b: 4, h: 2] {{
+kernel(x: bf16[{rows}*64], w: i32[24*8]) \
+-> (out: f32[{rows}*24]) for [m: {rows}, n: 24] reduce [a: 2, q: 4, b: 4, h: 2] {{
   %0 = i32 load w[8*n + a + 2*b]
   %1 = i64 index 4*q + 16*h
   %2 = i32 cast %1
