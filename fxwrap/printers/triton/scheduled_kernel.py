@@ -8,7 +8,8 @@ from functools import cached_property
 
 from fxwrap.loop_ir import Kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.configuration import Configuration, configurations
+from fxwrap.printers.triton.candidates import configurations
+from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
