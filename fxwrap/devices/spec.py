@@ -236,6 +236,7 @@ CUDA = DeviceSpec(
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
     instructions_per_byte=4,
+    float8_kernels=True,
     reserves_batch_norm_state=True,
     supports_graph_capture=True,
     captures_collectives=True,

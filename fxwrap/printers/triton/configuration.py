@@ -13,23 +13,18 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.loop_ir import (
-    HALF_PRECISION,
+    FLOAT8,
     ONE,
     OPERATIONS,
     Axis,
     Compute,
-    Constant,
     ContractionForm,
     IndirectIndex,
     Kernel,
     Load,
-    Operation,
-    Reduce,
-    ReductionResult,
     Store,
     find_contraction,
     find_grouped_contraction,
-    operands,
 )
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -306,10 +301,11 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
     rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
     columns, few = contraction.columns, contraction.rows
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
+    narrow = 2 if _has_float8_operands(contraction) else 1
+    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow)
     if rows > _MAX_FEW_ROWS:
         return [
-            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+            Configuration(columns, few, x_block, y_block, min(r_block * narrow, longest), True, warps, stages, True)
             for y_block, x_block, r_block, warps, stages in _DOT_TILES
         ]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
@@ -345,6 +341,14 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
     ]  # fmt: skip
     single = [] if _is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
     return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
+
+
+def _has_float8_operands(contraction: ContractionForm) -> bool:
+    """Whether all operands are loaded in float8, of which a block has twice the elements for the same bytes."""
+    kernel = contraction.kernel
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
+    loads = [kernel.operations[at] for position in used for at in contraction.prologue(position) if kernel.varying[at]]
+    return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
 def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
@@ -424,77 +428,3 @@ def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[
     others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
     wide = [axis for axis in others if hint(axis.size) >= 16]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
-
-
-_ERROR_PRESERVING = frozenset({"mul", "div", "neg", "abs", "where", "reciprocal", "sqrt", "rsqrt"})
-"""Operations that do not amplify the relative error of their operands."""
-
-
-def fast_math_operations(kernel: Kernel) -> frozenset[int]:
-    """Returns the operations whose results need at most about 20 correct bits."""
-    users: dict[int, list[int]] = {}
-    for position, operation in enumerate(kernel.operations):
-        for used in operands(operation):
-            users.setdefault(used, []).append(position)
-    half = reads_half_precision(kernel)
-    fast: set[int] = set()
-    for position, operation in reversed(list(enumerate(kernel.operations))):
-        using = [(user, kernel.operations[user]) for user in users.get(position, [])]
-        if using and all(_allows_fast_math(item, user in fast, operation, half) for user, item in using):
-            fast.add(position)
-    return frozenset(fast)
-
-
-def _allows_fast_math(user: Operation, fast_math: bool, operation: Operation, half: bool) -> bool:
-    if isinstance(user, Compute):
-        return (user.name == "cast" and user.dtype in HALF_PRECISION) or (fast_math and user.name in _ERROR_PRESERVING)
-    exponential = isinstance(operation, Compute) and operation.name == "exp"
-    return isinstance(user, Reduce) and user.kind == "sum" and exponential and half
-
-
-def fast_erf_operations(kernel: Kernel, fast_math: frozenset[int]) -> frozenset[int]:
-    """Returns the erf operations that are only added to constants of about 1 in fast-math operations, as in gelu.
-
-    These sums have an absolute error of 1e-7 themselves.
-    """
-    erfs = {p for p, item in enumerate(kernel.operations) if isinstance(item, Compute) and item.name == "erf"}
-    if not erfs:
-        return frozenset()
-    for position, operation in enumerate(kernel.operations):
-        for used in erfs.intersection(operands(operation)):
-            beside = [kernel.operations[other] for other in operands(operation) if other != used]
-            constant = any(isinstance(item, Constant) and abs(item.value) >= 0.5 for item in beside)
-            if not (isinstance(operation, Compute) and operation.name == "add" and constant and position in fast_math):
-                erfs.discard(used)
-    return frozenset(erfs)
-
-
-def is_sum_of_exponentials(kernel: Kernel, position: int) -> bool:
-    """Whether an operation is the divisor of a softmax, which is in the range of fast division."""
-    operation = kernel.operations[position]
-    if isinstance(operation, ReductionResult):
-        source = kernel.operations[operation.operation]
-        return isinstance(source, Reduce) and source.kind == "softmax" and operation.position == 1
-    if not isinstance(operation, Reduce) or operation.kind != "sum":
-        return False
-    summed = kernel.operations[operation.operands[0]]
-    return isinstance(summed, Compute) and summed.name == "exp"
-
-
-def reads_half_precision(kernel: Kernel) -> bool:
-    """Whether all floating-point loads that vary along rows have half precision."""
-    loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies]
-    types = [item.dtype for item in loads if isinstance(item, Load) and item.dtype.is_floating_point]
-    return bool(types) and all(dtype in HALF_PRECISION for dtype in types)
-
-
-def allows_fast_softmax(kernel: Kernel) -> bool:
-    """Whether the exponentials of `softmax` reductions may be fast: if all other exponentials are."""
-    fast_math = fast_math_operations(kernel)
-    exact = [
-        position
-        for position, operation in enumerate(kernel.operations)
-        if isinstance(operation, Compute) and operation.name == "exp" and kernel.varying[position]
-        if position not in fast_math
-    ]
-    return reads_half_precision(kernel) and not exact

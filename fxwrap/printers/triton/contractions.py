@@ -27,6 +27,12 @@ from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
 
+_DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
+"""The helper that converts codes of each float8 dtype of tensor cores to an operand of a dot."""
+
+_IMPRECISE_PRODUCTS = 128
+"""The number of float8 products that tensor cores add with fewer bits than float32 has."""
+
 
 class DotPrinter(TritonPrinter):
     """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
@@ -42,6 +48,7 @@ class DotPrinter(TritonPrinter):
         contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
+        self.float8_operands = self._find_float8_operands()
         self.whole = self.tile
         self.side = ""
         self.zero_filled = frozenset([item for item in self._sources() if self._is_plain_load(item)])
@@ -162,8 +169,7 @@ class DotPrinter(TritonPrinter):
         for item in self.contraction.sums:
             (name,) = self._result_names(item.reduction)
             first, second = self._left_right(item)
-            precision = "" if self._dot_dtype(item) in HALF_PRECISION else ', input_precision="ieee"'
-            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
+            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{self._dot_options(item)})"
             self._line(text, self.kernel.operations[item.reduction].origin)
         self.depth -= 1
         self.origin = ""
@@ -187,14 +193,16 @@ class DotPrinter(TritonPrinter):
         texts = {}
         for target in targets:
             text, dtype = self._operand(target)
-            if dtype is not operation_dtype(self.kernel.operations[self._source(target)]):
+            source = self._source(target)
+            is_float8 = target in self.float8_operands
+            if not is_float8 and dtype is not operation_dtype(self.kernel.operations[source]):
                 text = f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
             mask = self._mask(self._filled_dimensions(r), None)
-            if mask and self._source(target) not in self.zero_filled:
-                text = f"tl.where({mask}, {text}, 0.0)"
-            if len(self.varying_dimensions[self._source(target)]) < 2:
+            if mask and source not in self.zero_filled:
+                text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
+            if len(self.varying_dimensions[source]) < 2:
                 text = f"tl.broadcast_to({text}, {shape})"
-            texts[target] = text
+            texts[target] = self._use_float8(source, text) if is_float8 else text
         self.side = ""
         return texts
 
@@ -209,30 +217,54 @@ class DotPrinter(TritonPrinter):
     def _dot_dtype(self, item: ProductSum) -> torch.dtype:
         """Returns the dtype of products: half precision if an operand is in memory so, as a matmul's operands are.
 
-        Two float8 operands are multiplied in half precision, which is exact.
+        Two float8 operands of which one is computed are multiplied in half precision, which is exact.
         """
         for operand in (item.row_operand, item.column_operand):
             dtype = operation_dtype(self.kernel.operations[self._source(operand)])
             if dtype in HALF_PRECISION:
                 return dtype
-        if self._widens_float8(item.row_operand) and self._widens_float8(item.column_operand):
+        if None not in (self._float8_source(item.row_operand), self._float8_source(item.column_operand)):
             return torch.float16
         return operation_dtype(self.kernel.operations[item.reduction])
+
+    def _dot_options(self, item: ProductSum) -> str:
+        """Returns the keywords of a dot. Tensor cores' sums of float8 are added in float32 after 128 products."""
+        if item.row_operand in self.float8_operands and item.column_operand in self.float8_operands:
+            return f", max_num_imprecise_acc={min(_IMPRECISE_PRODUCTS, self.configuration.r_block)}"
+        return "" if self._dot_dtype(item) in HALF_PRECISION else ', input_precision="ieee"'
 
     def _source(self, operand: int) -> int:
         """Returns the load that an operand widens, or the operand itself."""
         operation = self.kernel.operations[operand]
         if isinstance(operation, Compute) and operation.name == "cast":
             source = self.kernel.operations[operation.operands[0]]
-            if isinstance(source, Load) and source.dtype in HALF_PRECISION:
+            is_widened = operation_dtype(source) in HALF_PRECISION or operand in self.float8_operands
+            if isinstance(source, Load) and is_widened:
                 return operation.operands[0]
         return operand
 
-    def _widens_float8(self, operand: int) -> bool:
+    def _float8_source(self, operand: int) -> int | None:
+        """Returns the float8 value that an operand widens, or None."""
         operation = self.kernel.operations[operand]
         if not isinstance(operation, Compute) or operation.name != "cast":
-            return False
-        return operation_dtype(self.kernel.operations[operation.operands[0]]) in FLOAT8
+            return None
+        (source,) = operation.operands
+        return source if operation_dtype(self.kernel.operations[source]) in FLOAT8 else None
+
+    def _find_float8_operands(self) -> frozenset[int]:
+        """Returns the operands that are loaded in a dtype of `_DOT_FLOAT8` and multiplied with such operands only."""
+        pairs = [(item.row_operand, item.column_operand) for item in self.contraction.sums]
+        others = {operand for pair in pairs if not all(map(self._is_float8_load, pair)) for operand in pair}
+        return frozenset([operand for pair in pairs for operand in pair]) - others
+
+    def _is_float8_load(self, operand: int) -> bool:
+        source = self._float8_source(operand)
+        operation = None if source is None else self.kernel.operations[source]
+        return isinstance(operation, Load) and operation.dtype in _DOT_FLOAT8
+
+    def _use_float8(self, source: int, codes: str) -> str:
+        """Returns the text of codes as float8."""
+        return f"{self._use(_DOT_FLOAT8[operation_dtype(self.kernel.operations[source])])}({codes})"
 
     def _sources(self) -> list[int]:
         sums = self.contraction.sums

@@ -35,7 +35,8 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
-from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import (
     BodyParameters,
