@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -79,6 +79,7 @@ class DefinitionBuilder:
         self.library_calls, self.tuned_devices = request.library_calls, request.tuned_devices
         self.reinplacing = reinplacing
         self.operands: dict[Node, DefinitionOperand] = {}
+        self.shared: dict[Hashable, Definition] = {}
         self.steps: list[CallStep] = []
         self.coverage: list[NodeCoverage] = []
         self.results: dict[Definition, RuleResult] = {}
@@ -203,7 +204,7 @@ class DefinitionBuilder:
         positional, keywords = arguments
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
-            self.options.matmul_kernels, first.device.type in self.tuned_devices,
+            self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared,
         )  # fmt: skip
         try:
             return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads
