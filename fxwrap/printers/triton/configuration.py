@@ -76,7 +76,8 @@ class Configuration:
     Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
     elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
     The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
-    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands.
+    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
+    then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
     """
 
     x: tuple[Axis, ...] = ()
@@ -88,6 +89,7 @@ class Configuration:
     num_warps: int = 4
     num_stages: int = 1
     dot: bool = False
+    band: int = 0
 
 
 def _default_hint(size: Size) -> int:

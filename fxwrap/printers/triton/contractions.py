@@ -59,22 +59,42 @@ class DotPrinter(TritonPrinter):
         if self.use_int64:
             self._emit_int64_symbols()
         y, x = [self._dimension(name) for name in "yx"]
-        parts: list[Dimension | Axis] = [y, x, *reversed(self.whole.outer)]
         program = self.names.create_name("program")
         self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
         self._enter("yx")
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            blocks = self.index_printer.size_operand(part.blocks if isinstance(part, Dimension) else part.size)
-            offset = program if last else f"{program} % {blocks}"
-            if isinstance(part, Axis):
-                self._line(f"{self.axis_names[part]} = {offset}")
-            else:
-                start = f"{offset if last else parenthesize(offset)} * {part.block_constant}"
-                self._emit_block_offsets(part, start)
-            if not last:
-                self._line(f"{program} = {program} // {blocks}")
+        blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
+        if self.whole.outer:
+            program = self._emit_outer_axes(program, f"({blocks[y]} * {blocks[x]})")
+        for item, offset in self._block_numbers(program, y, x, blocks).items():
+            self._emit_block_offsets(item, f"{parenthesize(offset)} * {item.block_constant}")
         self.dimension_masks = {self.tile.dimensions[number].name: name for number, name in self.masks.items()}
+
+    def _emit_outer_axes(self, program: str, tiles: str) -> str:
+        """Prints the positions along the axes with one element a program, and returns the number of its tile."""
+        tile, rest = self.names.create_name("tile"), self.names.create_name("rest")
+        self._line(f"{tile} = {program} % {tiles}")
+        self._line(f"{rest} = {program} // {tiles}")
+        *inner, last = reversed(self.whole.outer)
+        for axis in inner:
+            size = self.index_printer.size_operand(axis.size)
+            self._line(f"{self.axis_names[axis]} = {rest} % {size}")
+            self._line(f"{rest} = {rest} // {size}")
+        self._line(f"{self.axis_names[last]} = {rest}")
+        return tile
+
+    def _block_numbers(
+        self, program: str, y: Dimension, x: Dimension, blocks: Mapping[Dimension, str]
+    ) -> dict[Dimension, str]:
+        """Returns the numbers of a program's blocks. Programs go through a band of rows for each block of columns."""
+        band = self.configuration.band
+        if not band:
+            return {y: f"{program} % {blocks[y]}", x: f"{program} // {blocks[y]}"}
+        rows, columns = (y, x) if self._rows_are_first() else (x, y)
+        first, height, within = [self.names.create_name(name) for name in ("band", "height", "within")]
+        self._line(f"{first} = {program} // ({band} * {blocks[columns]}) * {band}")
+        self._line(f"{height} = tl.minimum({blocks[rows]} - {first}, {band})")
+        self._line(f"{within} = {program} % ({band} * {blocks[columns]})")
+        return {rows: f"{first} + {within} % {height}", columns: f"{within} // {height}"}
 
     def _dimension(self, name: str) -> Dimension:
         return next(item for item in self.whole.dimensions if item.name == name)
@@ -202,7 +222,12 @@ class DotPrinter(TritonPrinter):
                 text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
             if len(self.varying_dimensions[source]) < 2:
                 text = f"tl.broadcast_to({text}, {shape})"
-            texts[target] = self._use_float8(source, text) if is_float8 else text
+            text = self._use_float8(source, text) if is_float8 else text
+            if sum(target in (item.row_operand, item.column_operand) for item in self.contraction.sums) > 1:
+                name = self._stable_name(f"operand{target}")
+                self._line(f"{name} = {text}")
+                text = name
+            texts[target] = text
         self.side = ""
         return texts
 

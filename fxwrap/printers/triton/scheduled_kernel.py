@@ -15,6 +15,7 @@ from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_eleme
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import make_tile
+from fxwrap.printers.triton.shared_elements import order_reduced_axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class ScheduledKernel:
 
     def text(self, parameters: BodyParameters) -> TritonKernelText:
         """Prints the kernel."""
-        kernel, selected = collapse_bool_casts(self.kernel), dict[int, SelectedElement]()
+        kernel = order_reduced_axes(collapse_bool_casts(self.kernel))
+        selected: dict[int, SelectedElement] = {}
         if self.configuration.dot:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
