@@ -36,7 +36,8 @@ class _ColumnSlice:
 
 def slice_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which matmuls that are read in disjoint slices of columns are one matmul for each slice."""
-    matmuls = [item for node in graph.nodes if (item := _match_grouped(node, graph.fakes, context)) is not None]
+    grouped = [_match_grouped(node, graph.fakes, context) for node in graph.nodes]
+    matmuls = [matmul for matmul in grouped if matmul is not None]
     if context.options.matmul_kernels == "generated":
         matmuls += matmuls_of(graph, context)
     if not matmuls:

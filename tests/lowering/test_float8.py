@@ -83,6 +83,18 @@ def test_every_emitter_agrees_on_float8() -> None:
     assert_emitters_agree(moved, [random(6, 10, dtype=F32), torch.tensor([300.0])])
 
 
+def test_fx_graphs_launch_triton_kernels_of_float8_by_their_hash() -> None:
+    """torch's operator for Triton kernels passes float8 tensors as such, and kernels access bytes."""
+    x, scale = random(6, 10, dtype=F32), torch.tensor([2.0])
+    for form in ("in_place", "functional"):
+        program = compiled(moved, [x, scale], emitter="fx", fx_form=form, cpu_kernels="triton")
+        targets = {str(node.target) for node in program.graph_module.graph.nodes}
+        assert any("cpp_kernel" in target for target in targets)
+        assert not any("triton_kernel_wrapper" in target for target in targets)
+        other = compiled(moved, [x, scale], cpu_kernels="triton")
+        assert all(map(equal, program(x, scale), other(x, scale)))
+
+
 def written(x: Tensor) -> tuple[Tensor, Tensor]:
     target = torch.empty_like(x, dtype=E4M3)
     target.copy_(x * 2)

@@ -65,6 +65,9 @@ _DOT_TILES = (
 )  # fmt: skip
 """Rows, columns, elements of a row, warps and stages of products with many rows."""
 
+_BAND_BYTES = 16 << 20
+"""The bytes of the rows that programs read for each block of columns in turn."""
+
 _WAVE = 264
 """Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
 
@@ -341,8 +344,20 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
+    dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
     single = [] if _is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
-    return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
+    return [*single, *dots[len(wide) :]] if in_group <= _MAX_SUMMED_ROWS else dots
+
+
+def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
+    """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
+    kernel = contraction.kernel
+    block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
+    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
+    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    blocks = -(-hint(contraction.row_count) // block)
+    return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
 
 
 def _has_float8_operands(contraction: ContractionForm) -> bool:

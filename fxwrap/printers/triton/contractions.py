@@ -9,7 +9,6 @@ import torch
 from fxwrap.loop_ir import (
     FLOAT8,
     HALF_PRECISION,
-    Axis,
     Compute,
     ContractionForm,
     IndirectIndex,
@@ -24,8 +23,8 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
+from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
 
 _DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
 """The helper that converts codes of each float8 dtype of tensor cores to an operand of a dot."""
@@ -34,7 +33,7 @@ _IMPRECISE_PRODUCTS = 128
 """The number of float8 products that tensor cores add with fewer bits than float32 has."""
 
 
-class DotPrinter(TritonPrinter):
+class DotPrinter(ContractionLoadPrinter):
     """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
 
     Operands are blocks of (y, r) and (r, x), results blocks of (y, x). The current one of these three determines the

@@ -31,7 +31,6 @@ from fxwrap.loop_ir import (
     Store,
     SymbolicScalar,
     as_index,
-    find_contraction,
     indices,
     operands,
 )
@@ -68,7 +67,6 @@ from fxwrap.printers.triton.schedule import (
     make_schedule,
     make_tile,
 )
-from fxwrap.printers.triton.shared_elements import repeat_text, shared_run
 from fxwrap.symbolic import Size, symbol_kind
 
 _INT32 = 2**31 - 1
@@ -114,17 +112,6 @@ class TritonPrinter:
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.zero_filled: frozenset[int] = frozenset()
         self.row_position = self.row_lanes = self.row_start = ""
-        self.run_names: dict[int, dict[Axis, str]] = {}
-        self.runs = self._find_runs()
-
-    def _find_runs(self) -> dict[int, int]:
-        """Returns the number of elements that share each load's element, for the operands of a contraction."""
-        r = self.tile.reduced
-        if r is None or self.tile.dimensions[r].masked or find_contraction(self.kernel) is None:
-            return {}
-        block = self.tile.dimensions[r].block
-        runs = {position: shared_run(self.kernel, position, block) for position in range(len(self.kernel.operations))}
-        return {position: run for position, run in runs.items() if run > 1}
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -231,7 +218,6 @@ class TritonPrinter:
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
         if dimension.name == "r":
             self.row_position, self.row_lanes, self.row_start = flat, lanes, start
-            self.run_names = {}
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
@@ -441,7 +427,7 @@ class TritonPrinter:
         return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
-        text = self._flat_row_index(index) or self.index_printer(index)
+        text = self._index_text(index)
         if not own >= span:
             shape = [item.block_constant if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
             if index.constant is not None:  # Triton broadcasts no plain number
@@ -449,27 +435,8 @@ class TritonPrinter:
             text = f"tl.broadcast_to({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
 
-    def _flat_row_index(self, index: Index) -> str:
-        """Returns an index by the position along all reduced axes if it is linear in that; else "".
-
-        The compiler then sees that elements are contiguous, which the axes of shared elements hide.
-        """
-        if not self.runs or self.tile.reduced is None:
-            return ""
-        axes = self.tile.dimensions[self.tile.reduced].axes
-        step = index.stride(axes[-1])
-        expected = step
-        for axis in reversed(axes):
-            if len(axes) == 1 or expected is None or expected == as_index(0) or index.stride(axis) != expected:
-                return ""
-            expected = expected * as_index(axis.size)
-        flat = Axis(self.row_position, 1)
-        linear = index.substitute(dict.fromkeys(axes, 0))
-        printer = TritonIndexPrinter(
-            {**self.axis_names, flat: self.row_position}, self._indirect_index, self.helpers, self.parameters.integer
-        )
-        assert step is not None
-        return printer(linear + step * flat)
+    def _index_text(self, index: Index) -> str:
+        return self.index_printer(index)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
@@ -485,64 +452,19 @@ class TritonPrinter:
         return " & ".join(parts)
 
     def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
-        run = self.runs.get(position, 1)
-        if run > 1:
-            self._load_shared(position, operation, run, looped, last_use)
-            return
         span = self.varying_dimensions[position]
         address = self._address(operation.buffer, operation.index, span, self._index_dimensions(operation.index))
         mask = self._mask(span, operation.mask)
         arguments = [address, *([f"mask={mask}"] if mask else [])]
         if operation.mask is not None:
-            arguments.append(f"other={_literal(operation.other, operation.dtype)}")
+            arguments.append(f"other={load_literal(operation.other, operation.dtype)}")
         elif mask and position in self.zero_filled:
-            arguments.append(f"other={_literal(0, operation.dtype)}")
+            arguments.append(f"other={load_literal(0, operation.dtype)}")
         again = looped and position in self.schedule.reloaded and self.tile.reduced in span
         policy = self._eviction_policy(operation, again, last_use) if span else ""
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         self._assign(position, operation, operation.buffer, f"tl.load({', '.join(arguments)})")
-
-    def _load_shared(self, position: int, operation: Load, run: int, looped: bool, last_use: bool) -> None:
-        """Prints a load of elements that runs along the reduced axes share, and repeats them."""
-        r = self.tile.reduced
-        assert r is not None, "only elements along reduced axes are shared"
-        own = self._index_dimensions(operation.index)
-        names = {**self.axis_names, **self._run_names(r, run)}
-        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
-        mask = self._mask(own - {r}, None)
-        arguments = [f"{self.pointers[operation.buffer]} + {printer(operation.index)}"]
-        if mask:
-            arguments += [f"mask={mask}", f"other={_literal(0, operation.dtype)}"]
-        policy = self._eviction_policy(operation, looped and position in self.schedule.reloaded, last_use)
-        if policy:
-            arguments.append(f'eviction_policy="{policy}"')
-        value = self.names.create_name(operation.buffer)
-        self._line(f"{value} = tl.load({', '.join(arguments)})", operation.origin)
-        shape = [item.block_constant if n in own else "1" for n, item in enumerate(self.tile.dimensions)]
-        text = repeat_text(value, shape, r, run)
-        if operation.mask is not None:
-            text = f"tl.where({self._value(operation.mask)}, {text}, {_literal(operation.other, operation.dtype)})"
-        self._assign(position, operation, operation.buffer, text)
-
-    def _run_names(self, r: int, run: int) -> dict[Axis, str]:
-        """Prints the positions of runs of a block along the reduced axes, and returns the names of the outer axes."""
-        dimension = self.tile.dimensions[r]
-        known = self.run_names.get(run)
-        if known is not None:
-            return known
-        size, axes = 1, list(dimension.axes)
-        while size < run:
-            inner = axes.pop().size
-            assert isinstance(inner, int), "a run has whole axes of constant sizes"
-            size *= inner
-        lanes = self.row_lanes.replace(dimension.block_constant, f"{dimension.block_constant} // {run}")
-        flat = self.names.create_name("run")
-        start = f"{parenthesize(self.row_start)} // {run} + " if self.row_start else ""
-        self._line(f"{flat} = {start}{lanes}")
-        self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
-        self._unflatten(tuple(axes), flat, self.run_names[run])
-        return self.run_names[run]
 
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         return eviction_policy(self.kernel, operation, again, last_use)
@@ -565,7 +487,8 @@ class TritonPrinter:
         self._line(f"tl.store({', '.join(arguments)})", operation.origin)
 
 
-def _literal(value: float | int | bool, dtype: torch.dtype) -> str:
+def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as the literal of a loaded element that a mask excludes."""
     return literal_text(value, torch.float32 if dtype in HALF_PRECISION else dtype)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxwrap.loop_ir import Kernel
+from fxwrap.loop_ir import Kernel, find_contraction
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.configuration import Configuration, configurations
 from fxwrap.printers.triton.contractions import DotPrinter
@@ -15,7 +15,7 @@ from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_eleme
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import make_tile
-from fxwrap.printers.triton.shared_elements import order_reduced_axes
+from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,8 @@ class ScheduledKernel:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
-        return TritonPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
+        printer = TritonPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
+        return printer(kernel, self.configuration, self.limits, selected, parameters).print()
 
     @cached_property
     def template(self) -> tuple[TritonKernelText, list[int]]:

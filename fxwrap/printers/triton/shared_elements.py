@@ -16,12 +16,19 @@ from fxwrap.loop_ir import (
     Axis,
     Compute,
     Constant,
+    Index,
     IndexValue,
     IndirectIndex,
     Kernel,
     Load,
+    as_index,
     find_contraction,
 )
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.printers.triton.printer import TritonPrinter, load_literal
+from fxwrap.printers.triton.schedule import Dimension
 from fxwrap.symbolic import product
 
 _MAX_JOINED = 8
@@ -84,7 +91,7 @@ def _value(kernel: Kernel, position: int, axes: Mapping[Axis, int]) -> int | flo
         case Constant():
             return operation.value
         case IndexValue():
-            return operation.index.substitute(dict(axes)).constant
+            return operation.index.substitute({**axes}).constant
         case Compute(name="logical_and"):
             values = [_value(kernel, item, axes) for item in operation.operands]
             return None if None in values else int(all(values))
@@ -106,3 +113,106 @@ def repeat_text(value: str, shape: Sequence[str], dimension: int, run: int) -> s
         wide = [f"{size} // {run}, {run}" if n == dimension else size for n, size in enumerate(shape)]
         text = f"tl.broadcast_to({value}[{subscript}], ({', '.join(wide)}))"
     return f"tl.reshape({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
+
+
+class ContractionLoadPrinter(TritonPrinter):
+    """Prints a contraction whose loads may have elements that runs of consecutive products share."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        configuration: Configuration,
+        limits: Mapping[str, int],
+        selected: Mapping[int, SelectedElement],
+        parameters: BodyParameters,
+    ) -> None:
+        super().__init__(kernel, configuration, limits, selected, parameters)
+        self.run_names: dict[int, dict[Axis, str]] = {}
+        self.runs = self._find_runs()
+
+    def _find_runs(self) -> dict[int, int]:
+        """Returns the number of elements that share each load's element, along the block."""
+        r = self.tile.reduced
+        if r is None or self.tile.dimensions[r].masked:
+            return {}
+        block = self.tile.dimensions[r].block
+        runs = {position: shared_run(self.kernel, position, block) for position in range(len(self.kernel.operations))}
+        return {position: run for position, run in runs.items() if run > 1}
+
+    def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
+        super()._emit_block_offsets(dimension, start)
+        if dimension.name == "r":
+            self.run_names = {}
+
+    def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
+        run = self.runs.get(position, 1)
+        if run > 1:
+            self._load_shared(position, operation, run, looped, last_use)
+        else:
+            super()._load(position, operation, looped, last_use)
+
+    def _index_text(self, index: Index) -> str:
+        return self._flat_row_index(index) or super()._index_text(index)
+
+    def _load_shared(self, position: int, operation: Load, run: int, looped: bool, last_use: bool) -> None:
+        """Prints a load of elements that runs along the reduced axes share, and repeats them."""
+        r = self.tile.reduced
+        assert r is not None, "only elements along reduced axes are shared"
+        own = self._index_dimensions(operation.index)
+        names = {**self.axis_names, **self._run_names(r, run)}
+        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
+        mask = self._mask(own - {r}, None)
+        arguments = [f"{self.pointers[operation.buffer]} + {printer(operation.index)}"]
+        if mask:
+            arguments += [f"mask={mask}", f"other={load_literal(0, operation.dtype)}"]
+        policy = self._eviction_policy(operation, looped and position in self.schedule.reloaded, last_use)
+        if policy:
+            arguments.append(f'eviction_policy="{policy}"')
+        value = self.names.create_name(operation.buffer)
+        self._line(f"{value} = tl.load({', '.join(arguments)})", operation.origin)
+        shape = [item.block_constant if n in own else "1" for n, item in enumerate(self.tile.dimensions)]
+        text = repeat_text(value, shape, r, run)
+        if operation.mask is not None:
+            text = f"tl.where({self._value(operation.mask)}, {text}, {load_literal(operation.other, operation.dtype)})"
+        self._assign(position, operation, operation.buffer, text)
+
+    def _run_names(self, r: int, run: int) -> dict[Axis, str]:
+        """Prints the positions of runs of a block along the reduced axes, and returns the names of the outer axes."""
+        dimension = self.tile.dimensions[r]
+        known = self.run_names.get(run)
+        if known is not None:
+            return known
+        size, axes = 1, list(dimension.axes)
+        while size < run:
+            inner = axes.pop().size
+            assert isinstance(inner, int), "a run has whole axes of constant sizes"
+            size *= inner
+        lanes = self.row_lanes.replace(dimension.block_constant, f"{dimension.block_constant} // {run}")
+        flat = self.names.create_name("run")
+        start = f"{parenthesize(self.row_start)} // {run} + " if self.row_start else ""
+        self._line(f"{flat} = {start}{lanes}")
+        self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
+        self._unflatten(tuple(axes), flat, self.run_names[run])
+        return self.run_names[run]
+
+    def _flat_row_index(self, index: Index) -> str:
+        """Returns an index by the position along all reduced axes if it is linear in that; else "".
+
+        The compiler then sees that elements are contiguous, which the axes of shared elements hide.
+        """
+        if not self.runs or self.tile.reduced is None:
+            return ""
+        axes = self.tile.dimensions[self.tile.reduced].axes
+        step = index.stride(axes[-1])
+        expected = step
+        for axis in reversed(axes):
+            if len(axes) == 1 or expected is None or expected == as_index(0) or index.stride(axis) != expected:
+                return ""
+            expected = expected * as_index(axis.size)
+        flat = Axis(self.row_position, 1)
+        linear = index.substitute(dict.fromkeys(axes, 0))
+        printer = TritonIndexPrinter(
+            {**self.axis_names, flat: self.row_position}, self._indirect_index, self.helpers, self.parameters.integer
+        )
+        assert step is not None
+        return printer(linear + step * flat)
