@@ -1,4 +1,4 @@
-"""Elements that consecutive products share, as packed weights and scales of groups: loaded once, repeated in registers."""
+"""Elements that consecutive products share (packed weights, scales of groups): loaded once, repeated in registers."""
 
 from __future__ import annotations
 

@@ -13,10 +13,12 @@ from itertools import product as cartesian
 from operator import eq, ge, gt, le, lt, ne
 
 from fxwrap.loop_ir import (
+    Atom,
     Axis,
     Compute,
     Constant,
     Index,
+    IndexLike,
     IndexValue,
     IndirectIndex,
     Kernel,
@@ -81,17 +83,18 @@ def shared_run(kernel: Kernel, position: int, block: int) -> int:
 def _holds_in_each_run(kernel: Kernel, mask: int, inner: Sequence[Axis]) -> bool:
     """Whether a condition on the inner axes alone is true of an element of each run, which all load then."""
     points = cartesian(*[range(int(axis.size)) for axis in inner])
-    return any(_value(kernel, mask, dict(zip(inner, point, strict=True))) for point in points)
+    known: list[dict[Atom, IndexLike]] = [dict(zip(inner, point, strict=True)) for point in points]
+    return any(_value(kernel, mask, axes) for axes in known)
 
 
-def _value(kernel: Kernel, position: int, axes: Mapping[Axis, int]) -> int | float | None:
+def _value(kernel: Kernel, position: int, axes: Mapping[Atom, IndexLike]) -> int | float | None:
     """Returns the value of a comparison of indices at a point of some axes; None where it depends on more."""
     operation = kernel.operations[position]
     match operation:
         case Constant():
             return operation.value
         case IndexValue():
-            return operation.index.substitute({**axes}).constant
+            return operation.index.substitute(axes).constant
         case Compute(name="logical_and"):
             values = [_value(kernel, item, axes) for item in operation.operands]
             return None if None in values else int(all(values))
