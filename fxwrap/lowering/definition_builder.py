@@ -80,6 +80,7 @@ class DefinitionBuilder:
         self.reinplacing = reinplacing
         self.operands: dict[Node, DefinitionOperand] = {}
         self.shared: dict[Hashable, Definition] = {}
+        self.in_memory: set[Definition] = set()
         self.steps: list[CallStep] = []
         self.coverage: list[NodeCoverage] = []
         self.results: dict[Definition, RuleResult] = {}
@@ -97,7 +98,7 @@ class DefinitionBuilder:
         """Returns the definitions of the nodes so far."""
         return GraphDefinitions(
             self.operands, self.steps, self.results, self.labels, self.stored_types, self.mutations, self.slice_writes,
-            self.reinplacing, self.storages, self.coverage,
+            self.reinplacing, self.storages, self.coverage, self.in_memory,
         )  # fmt: skip
 
     def add_input(self, node: Node, value: NodeOperand) -> None:
@@ -205,6 +206,7 @@ class DefinitionBuilder:
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
             self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared,
+            self.in_memory,
         )  # fmt: skip
         try:
             return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads

@@ -140,6 +140,21 @@ def test_scaled_matmuls_are_contractions_with_scales_as_epilogue(rows: int, cpu_
         torch.testing.assert_close(program(*inputs)[0], exact.to(BF16), rtol=0.016, atol=1e-3)
 
 
+def dynamic(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    codes, step = quantised_rows(x)
+    return torch._scaled_mm(codes, weight.t(), step, scale, out_dtype=BF16)
+
+
+def test_activations_are_quantised_by_the_kernel_of_their_scales() -> None:
+    inputs = [random(17, 64), random(48, 64).to(E4M3), random(1, 48, dtype=F32).abs()]
+    program = compiled(dynamic, inputs, cpu_kernels="triton", matmul_kernels="generated")
+    quantisation, product = program.program.kernels
+    assert calls_and_launches(program) == ([], 2)
+    assert quantisation.signature == ("*bf16", "*f32", "*u8") and "*u8" in product.signature
+    exact = dynamic(*inputs).double()
+    assert (program(*inputs)[0].double() - exact).norm() < 0.01 * exact.norm()
+
+
 def test_scaled_matmuls_stay_calls_by_default_and_for_block_scales() -> None:
     x, weight = random(16, 256).to(E4M3), random(48, 256).to(E4M3)
     one = torch.ones(())
