@@ -59,6 +59,9 @@ _FEW_ROWS_TILES = (
 )  # fmt: skip
 """Columns, elements of a column, warps and stages of products with few rows."""
 
+_GROUPED_ROW_BLOCK = (4, 1024, 2)
+"""Columns, elements of a column and warps of a row that has a matrix of its own."""
+
 _DOT_TILES = (
     (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
     (128, 128, 32, 4, 4),
@@ -330,7 +333,10 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
 
 
 def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few."""
+    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
+
+    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
+    """
     assert contraction.group is not None
     kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
     in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
@@ -345,8 +351,14 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
     dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
-    single = [] if _is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
-    return [*single, *dots[len(wide) :]] if in_group <= _MAX_SUMMED_ROWS else dots
+    if in_group > _MAX_SUMMED_ROWS or _is_outer_reduction(kernel, hint):
+        return dots
+    blocks = hint(product([axis.size for axis in columns])) // _FEW_ROWS_TILES[0][0]
+    tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
+    y_block, r_block, warps = _GROUPED_ROW_BLOCK
+    first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
+    single = [first, *_matvec_configurations(contraction, hint)]
+    return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
 
 
 def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
