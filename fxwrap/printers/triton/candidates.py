@@ -5,12 +5,16 @@ The first configuration of a kernel is the default; autotuning times all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fxwrap.loop_ir import (
+    FLOAT8,
     Compute,
     ContractionForm,
     Kernel,
+    Load,
     Reduce,
     find_contraction,
     find_grouped_contraction,
@@ -50,11 +54,17 @@ _FEW_ROWS_TILES = (
 )  # fmt: skip
 """Columns, elements of a column, warps and stages of products with few rows."""
 
+_GROUPED_ROW_BLOCK = (4, 1024, 2)
+"""Columns, elements of a column and warps of a row that has a matrix of its own."""
+
 _DOT_TILES = (
     (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
     (128, 128, 32, 4, 4),
 )  # fmt: skip
 """Rows, columns, elements of a row, warps and stages of products with many rows."""
+
+_BAND_BYTES = 16 << 20
+"""The bytes of the rows that programs read for each block of columns in turn."""
 
 
 def _default_hint(size: Size) -> int:
@@ -128,10 +138,11 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
     rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
     columns, few = contraction.columns, contraction.rows
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
+    narrow = 2 if _has_float8_operands(contraction) else 1
+    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow)
     if rows > _MAX_FEW_ROWS:
         return [
-            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+            Configuration(columns, few, x_block, y_block, min(r_block * narrow, longest), True, warps, stages, True)
             for y_block, x_block, r_block, warps, stages in _DOT_TILES
         ]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
@@ -151,7 +162,10 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
 
 
 def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few."""
+    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
+
+    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
+    """
     assert contraction.group is not None
     kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
     in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
@@ -165,8 +179,34 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
-    single = [] if is_outer_reduction(kernel, hint) else _matvec_configurations(kernel, hint)
-    return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
+    dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
+    if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
+        return dots
+    blocks = hint(product([axis.size for axis in columns])) // _FEW_ROWS_TILES[0][0]
+    tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
+    y_block, r_block, warps = _GROUPED_ROW_BLOCK
+    first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
+    single = [first, *_matvec_configurations(kernel, hint)]
+    return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
+
+
+def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
+    """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
+    kernel = contraction.kernel
+    block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
+    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
+    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    blocks = -(-hint(contraction.row_count) // block)
+    return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
+
+
+def _has_float8_operands(contraction: ContractionForm) -> bool:
+    """Whether all operands are loaded in float8, of which a block has twice the elements for the same bytes."""
+    kernel = contraction.kernel
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
+    loads = [kernel.operations[at] for position in used for at in contraction.prologue(position) if kernel.varying[at]]
+    return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
 def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
