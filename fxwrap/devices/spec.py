@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxwrap.torch_compat import multiplies_bfloat16_matrices
+
 
 @dataclass(frozen=True, slots=True)
 class KernelLanguage:
@@ -85,6 +87,7 @@ class DeviceSpec:
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
             library's.
+        generated_matmul_elements: the elements of the smallest matrix for which that holds for more than one row.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
             matmuls are faster than a library's.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
@@ -138,6 +141,7 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_matmul_elements: int = 0
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -166,6 +170,15 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
+
+    def generates_matmul(self, dtype: torch.dtype, rows: object, elements: object = None) -> bool:
+        """Whether kernels are faster than a library for so many rows times one matrix of so many elements.
+
+        `elements` is None for other matmuls: batches of matrices, and weights that are not in `dtype`.
+        """
+        if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
+            return False
+        return rows <= 1 or (isinstance(elements, int) and elements >= self.generated_matmul_elements)
 
     def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
@@ -213,7 +226,8 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
-    generated_matmul_rows=((torch.float32, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
+    generated_matmul_elements=1 << 16,
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),

@@ -29,7 +29,7 @@ MAX_TILE_ROWS = 16
 """The largest number of rows of a tile, which reads its columns from memory once."""
 
 MAX_GROUP_ROWS = 8
-"""The rows that are multiplied at a time where elements of columns are computed: their accumulators fill the registers."""
+"""Rows that are multiplied at a time where elements of columns are computed: their accumulators fill the registers."""
 
 MAX_LOADED_GROUP_ROWS = 4
 """The same where elements of columns are only loaded, which more columns at a time make faster."""
