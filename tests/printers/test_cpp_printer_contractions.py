@@ -82,6 +82,24 @@ PACKED = """kernel(a: bf16[5*200], b: bf16[2*35*70]) -> (out: bf16[5*35]) for [i
 """Two products of one tensor, whose rows are far apart, by the halves of another."""
 
 
+NORMALISED = """kernel(a: bf16[3*70], scale: f32[3], b: bf16[9*70]) -> (out: f32[27]) \
+for [i: 3, j: 9] reduce [k: 70] {
+  %0 = bf16 load a[70*i + k]
+  %1 = f32 cast %0
+  %2 = f32 load scale[i]
+  %3 = f32 mul %1 %2
+  %4 = bf16 cast %3
+  %5 = f32 cast %4
+  %6 = bf16 load b[70*j + k]
+  %7 = f32 cast %6
+  %8 = f32 mul %5 %7
+  %9 = f32 reduce sum %8
+  store out[9*i + j] %9
+}
+"""
+"""Rows that are computed and rounded."""
+
+
 def kernels() -> list[Kernel]:
     """Kernels whose sizes are and are not multiples of tiles and vectors."""
     return [
@@ -94,7 +112,8 @@ def kernels() -> list[Kernel]:
 def matrix_kernels() -> list[Kernel]:
     """Contractions of bfloat16 matrices, whose sizes are and are not multiples of tiles."""
     sizes = [(1, 40, 1100), (3, 17, 70), (8, 64, 96), (16, 33, 64), (21, 5, 31)]
-    return [*[matmul(*size, "bf16") for size in sizes], parse_kernel(PACKED)]
+    computed = [parse_kernel(PACKED), parse_kernel(NORMALISED)]
+    return [*[matmul(*size, "bf16") for size in sizes], *computed]
 
 
 compiled_kernels = compiled_together(kernels)
