@@ -19,12 +19,14 @@ class StreamingConfiguration:
     """The blocks and launch metadata of a streaming reduction: rows of a program, and positions of an iteration.
 
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
+    `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit.
     """
 
     row_block: int
     key_block: int
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0
     half_products: bool = True
 
 
