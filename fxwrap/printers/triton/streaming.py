@@ -7,7 +7,7 @@ on splits it into two loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -33,7 +33,7 @@ from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
-from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts
+from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration
 from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
@@ -50,6 +50,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         self.outer = [axis for axis in kernel.axes if axis != self.parts.row and axis not in self.parts.columns]
         self.leading, self.streamed = self.parts.axes[:-2], self.parts.axes[-2:]
         self.lefts: dict[int, str] = {}
+        self.branch: int | None = None
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -187,6 +188,9 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             return [("0", "visits", held)]
         condition, at = split
         self.line(f"first_visits = tl.maximum(tl.minimum({self.value(at, scope)}, visits), 0).to(tl.int32)")
+        if self.configuration.branches:
+            self.branch = condition
+            return [("0", "visits", held)]
         return [
             ("0", "first_visits", {**held, condition: False}),
             ("first_visits", "visits", {**held, condition: True}),
@@ -211,6 +215,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         size = self.index_printer(scope).size_operand(self.inner.size)
         self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
         targets = [*parts.elements, *[item.right for item in (*parts.products, *parts.weighted_sums)]]
+        self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
         shared = [*self.outer, *parts.axes[:-1]]
         visited = self._visited_loads(targets, scope)
         texts = self._visit(visited, start, end, rows)
@@ -307,17 +312,14 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
         In half precision, the running maximum is in units in which weights are powers of 2.
         """
+        self._elements("scores", softmax.scores, float("-inf"), scope, self.score_text)
         if self.is_half:
-            scores, factor = self.log2_scores(softmax.scores, scope)
-            self._scores(scores, scope)
-            self.line(f"unit = tl.full((), {factor}, tl.float32)")
+            self.line(f"unit = tl.full((), {self.score_unit(softmax.scores)}, tl.float32)")
             self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2(largest - shift)")
             self.line(f"weights = tl.exp2({self.fma('scores', 'unit', '-shift')})")
         else:  # one operation more, and more accurate for large scores
-            self.write([softmax.scores], scope)
-            self._scores(self.value(softmax.scores, scope), scope)
             self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2((largest - shift) * log2_e)")
@@ -327,20 +329,37 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             name = f"sum_{item.position}"
             self.line(f"{name} = {name} * factor + tl.sum(weights, 1, keep_dims=True)")
 
-    def _scores(self, text: str, scope: Scope) -> None:
-        """Prints the scores of a block, minus infinity beyond the last streamed position."""
-        if self.inner in scope.masks:
-            text = f'tl.where({scope.masks[self.inner]}, {text}, float("-inf"))'
-        self.line(f"scores = tl.broadcast_to({text}, (ROW_BLOCK, KEY_BLOCK))")
-
     def _write_weights(self, position: int, scope: Scope, loaded: dict[int, str]) -> None:
         """Prints weights that no maximum shifts, and the products that they are computed from."""
         for item in self._missing_products([position], scope):
             self._product(item, scope, loaded)
-        self.write([position], scope)
-        text, name = self.value(position, scope), f"weights_{position}"
+        self._elements(f"weights_{position}", position, 0.0, scope, self.element_text)
+
+    def _elements(
+        self, name: str, position: int, neutral: float, scope: Scope, text_of: Callable[[int, Scope], str]
+    ) -> None:
+        """Prints a matrix of elements that are neutral beyond the last streamed position.
+
+        In a loop over partial and full blocks, the elements are those of full ones, which partial ones then replace.
+        """
+        if self.branch is None:
+            self._matrix(name, text_of(position, scope), neutral, scope)
+            return
+        kernel, dependents = self.kernel, self.dependents(self.branch, scope.text.keys())
+        self.kernel = assume(kernel, {self.branch: True})
+        self._matrix(name, text_of(position, scope), neutral, scope)
+        for item in dependents:
+            scope.text.pop(item, None)
+        self.kernel = assume(kernel, {self.branch: False})
+        with self.nested("if step < first_visits * tiles:"):
+            inner = scope.inner()
+            self._matrix(name, text_of(position, inner), neutral, inner)
+        self.kernel = kernel
+        scope.text[position] = name
+
+    def _matrix(self, name: str, text: str, neutral: float, scope: Scope) -> None:
         if self.inner in scope.masks:
-            text = f"tl.where({scope.masks[self.inner]}, {text}, 0.0)"
+            text = f"tl.where({scope.masks[self.inner]}, {text}, {literal_text(neutral, torch.float32)})"
         self.line(f"{name} = tl.broadcast_to({text}, (ROW_BLOCK, KEY_BLOCK))")
 
     def _weighted_sum(self, item: Contraction, weights: str, scope: Scope, loaded: dict[int, str]) -> None:

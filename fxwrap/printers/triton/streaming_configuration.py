@@ -19,7 +19,8 @@ class StreamingConfiguration:
     """The blocks and launch metadata of a streaming reduction: rows of a program, and positions of an iteration.
 
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
-    `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit.
+    `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
+    `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
     """
 
     row_block: int
@@ -27,6 +28,7 @@ class StreamingConfiguration:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int = 0
+    branches: bool = False
     half_products: bool = True
 
 

@@ -7,7 +7,7 @@ of scores are contracted, and a division by a value of each row is a multiplicat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -22,6 +22,7 @@ from fxwrap.loop_ir import (
     Load,
     Operation,
     map_operation,
+    operands,
     renumber_index,
 )
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
@@ -61,26 +62,57 @@ class StreamingValuePrinter(BlockPrinter):
 
     # --- arithmetic -------------------------------------------------------------------------------------------------
 
-    def log2_scores(self, position: int, scope: Scope) -> tuple[str, float]:
-        """Prints scores but for their last multiplications by positive constants; returns their text and a factor.
+    def element_text(self, position: int, scope: Scope) -> str:
+        """Prints what a value is computed from; returns its text."""
+        self.write([position], scope)
+        return self.value(position, scope)
 
-        The factor converts the text to units in which the weight is a power of 2.
+    def score_text(self, position: int, scope: Scope) -> str:
+        """Prints scores, in half precision but for final multiplications by positive constants; returns the text.
+
+        `score_unit` is the factor from the text to units in which the weight is a power of 2.
         """
+        scaled, masked = self._scaled(position), self._masked(position)
+        if self.is_half and masked is not None:
+            condition, inside = masked
+            text = self.score_text(inside, scope)
+            return f'tl.where({self.element_text(condition, scope)}, {text}, float("-inf"))'
+        return self.element_text(position, scope) if scaled is None else self.score_text(scaled[0], scope)
+
+    def score_unit(self, position: int) -> float:
+        """Returns the factor from the text of scores to units in which the weight is a power of 2."""
+        scaled, masked = self._scaled(position), self._masked(position)
+        if masked is not None:
+            return self.score_unit(masked[1])
+        return LOG2_E if scaled is None else self.score_unit(scaled[0]) * scaled[1]
+
+    def _masked(self, position: int) -> tuple[int, int] | None:
+        """Returns the condition and the score of a masked score."""
         operation = self.kernel.operations[position]
         if isinstance(operation, Compute) and operation.name == "where":
             condition, inside, other = operation.operands
-            if self._constant(other) == -math.inf:
-                text, factor = self.log2_scores(inside, scope)
-                self.write([condition], scope)
-                return f'tl.where({self.value(condition, scope)}, {text}, float("-inf"))', factor
-        if isinstance(operation, Compute) and operation.name == "mul" and operation.dtype is torch.float32:
+            return (condition, inside) if self._constant(other) == -math.inf else None
+        return None
+
+    def _scaled(self, position: int) -> tuple[int, float] | None:
+        """Returns the operands of a multiplication by a positive constant in half precision's kernels."""
+        operation = self.kernel.operations[position]
+        if not self.is_half or not isinstance(operation, Compute):
+            return None
+        if operation.name == "mul" and operation.dtype is torch.float32:
             for one, other in (operation.operands, operation.operands[::-1]):
                 number = self._constant(other)
                 if number is not None and 0 < number < math.inf:
-                    text, factor = self.log2_scores(one, scope)
-                    return text, factor * number
-        self.write([position], scope)
-        return self.value(position, scope), LOG2_E
+                    return one, number
+        return None
+
+    def dependents(self, position: int, known: Collection[int]) -> set[int]:
+        """Returns the operations that are computed from one other than through known ones, and that one."""
+        found = {position}
+        for item, operation in enumerate(self.kernel.operations):
+            if item not in known and not found.isdisjoint(operands(operation)):
+                found.add(item)
+        return found
 
     def _constant(self, position: int) -> float | None:
         operation = self.kernel.operations[position]
