@@ -231,7 +231,7 @@ def _configurations(
     with ThreadPoolExecutor(8) as pool:
         launches = dict(zip(candidates, pool.map(launched, candidates), strict=True))
     return {
-        f"{kind}: rows {item.row_block}, keys {item.key_block}, warps {item.num_warps}, stages {item.num_stages}": run
+        f"{kind}: {item}": run
         for item, run in launches.items() if run is not None
     }  # fmt: skip
 
