@@ -269,10 +269,7 @@ def _returned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights @ value + weights.sum(-1, keepdim=True)
 
 
-STAYING = {
-    _with_dropout: "its weights have dropout",
-    _returned: "the gradient of its weights is no matmul",
-}
+STAYING = {_with_dropout: "its weights have dropout", _returned: "the gradient of its weights is no matmul"}
 
 
 @pytest.mark.parametrize("function", STAYING, ids=lambda function: function.__name__)
