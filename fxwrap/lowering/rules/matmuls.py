@@ -143,7 +143,7 @@ def _grouped_mm(
     bias: Definition | None,
     out_dtype: torch.dtype | None,
 ) -> LoweringResult:
-    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end have any value."""
+    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end: any value."""
     if bias is not None or not left.dtype.is_floating_point:
         raise Declined("kernels of grouped matmuls have floating-point operands and no bias")
     if offsets is None:
