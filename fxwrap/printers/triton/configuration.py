@@ -14,6 +14,7 @@ import torch
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
+    MAX_COLUMN_BLOCK,
     ONE,
     OPERATIONS,
     Axis,
@@ -104,7 +105,10 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     """Returns candidate configurations of a kernel, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
-    if not kernel.reduced:
+    if contraction is not None and contraction.row_reductions:
+        assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
+        candidates = _dot_configurations(contraction, hint)
+    elif not kernel.reduced:
         candidates = _pointwise_configurations(kernel, hint)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
         candidates = _dot_configurations(contraction, hint)
@@ -278,7 +282,11 @@ def _is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    if contraction.row_reductions:
+        count = contraction.reduced_column_count
+        if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
+            return False
     return contraction.dtype is torch.float32
 
 
@@ -303,23 +311,28 @@ def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Con
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
-    rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
-    columns, few = contraction.columns, contraction.rows
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
+    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
+
+    It has all columns that row reductions reduce.
+    """
+    rows, reduced = hint(contraction.row_count), hint(product(axis.size for axis in contraction.summed))
+    columns, few = contraction.reduced_columns or contraction.columns, contraction.rows
+    longest, whole = max(next_power_of_2(reduced), MIN_DOT_BLOCK), 0
+    if contraction.row_reductions:
+        whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
         return [
-            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+            Configuration(columns, few, whole or x_block, y_block, min(r_block, longest), True, warps, stages, True)
             for y_block, x_block, r_block, warps, stages in _DOT_TILES
         ]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
     wanted = _columns_of_program(contraction, hint)
     tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
     dots = [
-        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
+        Configuration(few, columns, padded, whole or y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in tiles
     ]
-    if rows > _MAX_SUMMED_ROWS:
+    if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [
         Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
@@ -350,7 +363,7 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
 def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
     """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
     columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
-    if hint(contraction.kernel.reduced_count) >= _LONG_COLUMN:
+    if hint(product(axis.size for axis in contraction.summed)) >= _LONG_COLUMN:
         columns //= 2
     block = MIN_DOT_BLOCK
     while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:

@@ -165,13 +165,14 @@ class TritonPrinter:
 
     def _analyze_dimensions(self) -> None:
         """Computes for each operation the dimensions of the tile that its value varies along."""
-        r = self.tile.reduced
         for position, operation in enumerate(self.kernel.operations):
             varying = frozenset[int]().union(*[self.varying_dimensions[used] for used in operands(operation)])
             for index in indices(operation):
                 varying |= {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
-            if r is not None and isinstance(operation, Reduce | Scan):
-                varying = varying - {r} if isinstance(operation, Reduce) else varying | {r}
+            if isinstance(operation, Reduce):
+                varying -= {self.dimension_of.get(axis) for axis in self.kernel.reduced_by(operation)}
+            elif isinstance(operation, Scan) and self.tile.reduced is not None:
+                varying |= {self.tile.reduced}
             self.varying_dimensions[position] = varying
 
     def _emit_program_offsets(self) -> None:
@@ -216,7 +217,7 @@ class TritonPrinter:
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
-        if dimension.name == "r":
+        if not {*dimension.axes}.isdisjoint(self.kernel.reduced):
             self.row_position, self.row_lanes = flat, lanes
 
     def _stable_name(self, wanted: str) -> str:
@@ -234,8 +235,13 @@ class TritonPrinter:
             self._line(f"{self.axis_names[axis]} = {text}")
             step = step * as_index(axis.size)
 
+    @property
+    def _row_dimension(self) -> int | None:
+        """The position of the dimension of the tile along which reductions and scans combine elements."""
+        return self.tile.reduced
+
     def _row(self) -> RowContext:
-        r = self.tile.reduced
+        r = self._row_dimension
         assert r is not None, "a kernel with reductions has reduced axes"
         dimension = self.tile.dimensions[r]
         return RowContext(
@@ -402,7 +408,7 @@ class TritonPrinter:
         used = operation.operands[0]
         value = self._value(used)
         tile = frozenset(range(len(self.tile.dimensions)))
-        r = self.tile.reduced
+        r = self._row_dimension
         if r not in self.varying_dimensions[used] or (
             isinstance(operation, Scan) and self.varying_dimensions[used] != tile
         ):
