@@ -267,8 +267,11 @@ class Fusion:
         """Whether the fused kernel has as much parallelism as two kernels.
 
         On a massively parallel device, a kernel whose reduction runs down columns, or over rows that do not fit in one
-        program, has few programs: these should not write a whole tensor too.
+        program, has few programs: these should not write a whole tensor too. Reductions of rows of a matmul's results
+        are split along columns.
         """
+        if mapping.columns:
+            return True
         spec = self.specs[kernel.device_type]
         if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True

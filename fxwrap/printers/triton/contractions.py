@@ -111,10 +111,9 @@ class DotPrinter(TritonPrinter):
                 self._operation(position, looped=True)
         self.tile = self.whole
 
-    @property
-    def _row_dimension(self) -> int | None:
-        """The position of the dimension of the columns, along which row reductions combine results."""
-        return next((n for n, item in enumerate(self.tile.dimensions) if item.axes == self.contraction.reduced_columns))
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether row reductions combine results along a dimension: that of all columns that they reduce."""
+        return dimension.axes == self.contraction.reduced_columns
 
     def _of_group(self, prologues: Sequence[set[int]]) -> frozenset[int]:
         """Returns the operations of column operands that depend on the group."""

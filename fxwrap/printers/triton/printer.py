@@ -217,7 +217,7 @@ class TritonPrinter:
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
-        if not {*dimension.axes}.isdisjoint(self.kernel.reduced):
+        if self._is_row(dimension):
             self.row_position, self.row_lanes = flat, lanes
 
     def _stable_name(self, wanted: str) -> str:
@@ -235,10 +235,14 @@ class TritonPrinter:
             self._line(f"{self.axis_names[axis]} = {text}")
             step = step * as_index(axis.size)
 
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether reductions and scans combine elements along a dimension."""
+        return dimension.name == "r"
+
     @property
     def _row_dimension(self) -> int | None:
         """The position of the dimension of the tile along which reductions and scans combine elements."""
-        return self.tile.reduced
+        return next((number for number, item in enumerate(self.tile.dimensions) if self._is_row(item)), None)
 
     def _row(self) -> RowContext:
         r = self._row_dimension
