@@ -13,7 +13,7 @@ from fxwrap.fx_passes.effects import has_effect
 from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.stream_calls import stream_number
 from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
-from fxwrap.lowering.calls.reinplace import plan_reinplacing
+from fxwrap.lowering.calls.reinplace import MIN_FILLED_BYTES, plan_reinplacing
 from fxwrap.lowering.control.streams import StreamPlan
 from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
@@ -82,7 +82,9 @@ class GraphLowering:
     def _define(self) -> GraphDefinitions:
         """Defines the live nodes in order."""
         builder, preserved = self.builder, self.request.options.lowerings
-        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved)
+        # kernels of matmuls store slices without a launch of their own
+        filled_bytes = 0 if self.request.options.matmul_kernels == "generated" else MIN_FILLED_BYTES
+        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved, filled_bytes)
         definitions = DefinitionBuilder(builder, self.request, reinplacing)
         live = _live_nodes(self.nodes)
         for position, node in enumerate(self.nodes):
@@ -138,7 +140,10 @@ class GraphLowering:
     def _schedule(self, definitions: GraphDefinitions, schedules: KernelSchedules) -> Fusion:
         """Fuses definitions to kernels, and orders kernels and calls."""
         plan, aliases_of = schedules.plan, definitions.storages.aliases_of
-        fusion = Fusion(plan, schedules.hint, aliases_of, self._specs, schedules.can_join, self._segments())
+        fusion = Fusion(
+            plan, schedules.hint, aliases_of, self._specs, schedules.can_join, definitions.are_disjoint,
+            self._segments(),
+        )  # fmt: skip
         steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
         for step in sorted(steps, key=lambda step: step.position):
             if isinstance(step, DefinitionPlan):
