@@ -13,7 +13,7 @@ from fxwrap.fx_passes.effects import has_effect
 from fxwrap.fx_passes.joint_graph import RECOMPUTED
 from fxwrap.fx_passes.stream_calls import stream_number
 from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
-from fxwrap.lowering.calls.reinplace import MIN_FILLED_BYTES, plan_reinplacing
+from fxwrap.lowering.calls.reinplace import plan_reinplacing
 from fxwrap.lowering.control.streams import StreamPlan
 from fxwrap.lowering.definition_builder import DefinitionBuilder
 from fxwrap.lowering.emit import LineEmitter
@@ -83,8 +83,8 @@ class GraphLowering:
         """Defines the live nodes in order."""
         builder, preserved = self.builder, self.request.options.lowerings
         # kernels of matmuls store slices without a launch of their own
-        filled_bytes = 0 if self.request.options.matmul_kernels == "generated" else MIN_FILLED_BYTES
-        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved, filled_bytes)
+        generates = self.request.options.matmul_kernels == "generated"
+        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved, generates)
         definitions = DefinitionBuilder(builder, self.request, reinplacing)
         live = _live_nodes(self.nodes)
         for position, node in enumerate(self.nodes):
