@@ -52,6 +52,11 @@ class ContractionForm:
         return tuple([axis for axis in self.kernel.reduced if axis in self.columns])
 
     @property
+    def summed_count(self) -> Size:
+        """The number of products of a sum."""
+        return product(axis.size for axis in self.summed)
+
+    @property
     def reduced_column_count(self) -> Size:
         """The number of columns that row reductions reduce; 1 without any."""
         return product(axis.size for axis in self.reduced_columns)

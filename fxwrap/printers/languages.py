@@ -12,7 +12,7 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, unroll_packed_axes
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
@@ -134,6 +134,9 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
+    if form is not None:
+        has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
+        kernel = unroll_packed_axes(kernel, separate=has_rows)
     if kernel.reduces_in_steps and not has_tiles:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
