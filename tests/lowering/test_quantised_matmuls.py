@@ -205,6 +205,23 @@ def test_every_emitter_agrees_on_experts() -> None:
         assert_emitters_agree(permuted_experts, expert_inputs(BF16), options=options)
 
 
+def batched_experts(x: Tensor, experts: Tensor, into: Tensor) -> Tensor:
+    """Experts of tokens by batched matmuls, as transformers writes them."""
+    gate, up = torch.bmm(into[experts], x[..., None])[..., 0].chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_matrices_that_are_gathered_for_each_row_are_not_copied(cpu_kernels: str) -> None:
+    experts = torch.randint(0, EXPERTS, (16,), generator=torch.Generator().manual_seed(3))
+    inputs = [random(16, WIDTH), experts, random(EXPERTS, COLUMNS, WIDTH)]
+    program = compiled(batched_experts, inputs, matmul_kernels="auto", cpu_kernels=cpu_kernels)
+    assert called(program) == {}
+    gate, up = torch.einsum("mk,mnk->mn", inputs[0].double(), inputs[2][experts].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
+
+
 def other_grouped(
     batch: Tensor, matrices: Tensor, left: Tensor, right: Tensor, offsets: Tensor, ends: Tensor
 ) -> list[Tensor]:

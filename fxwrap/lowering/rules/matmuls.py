@@ -12,7 +12,16 @@ from collections.abc import Callable
 import torch
 
 from fxwrap.loop_ir import Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, broadcast_indices, reduction
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Reduced,
+    broadcast_indices,
+    reduction,
+    unwrap_views,
+)
 from fxwrap.lowering.fusion.tracing import read_bytes
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
@@ -93,9 +102,13 @@ def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) ->
 
 
 def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:
-    """Returns the product of two matrices, or of two batches of matrices."""
+    """Returns the product of two matrices, or of two batches of matrices.
+
+    A computed matrix times one column is one row: a library's call would read a copy, as of the experts of each token.
+    """
     batch, (rows, _), (_, columns) = left.sizes[:-2], left.sizes[-2:], right.sizes[-2:]
-    _check(call, left, right, rows)
+    is_copied = columns == 1 and isinstance(unwrap_views(left), Pointwise)
+    _check(call, left, right, 1 if is_copied else rows)
     return _sum_of_products(
         call, left, right, (*batch, rows, columns),
         lambda at, reduced: (*at[:-1], *reduced), lambda at, reduced: (*at[:-2], *reduced, at[-1]),
