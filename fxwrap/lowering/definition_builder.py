@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -79,6 +79,8 @@ class DefinitionBuilder:
         self.library_calls, self.tuned_devices = request.library_calls, request.tuned_devices
         self.reinplacing = reinplacing
         self.operands: dict[Node, DefinitionOperand] = {}
+        self.shared: dict[Hashable, Definition] = {}
+        self.in_memory: set[Definition] = set()
         self.steps: list[CallStep] = []
         self.coverage: list[NodeCoverage] = []
         self.results: dict[Definition, RuleResult] = {}
@@ -96,7 +98,7 @@ class DefinitionBuilder:
         """Returns the definitions of the nodes so far."""
         return GraphDefinitions(
             self.operands, self.steps, self.results, self.labels, self.stored_types, self.mutations, self.slice_writes,
-            self.reinplacing, self.storages, self.coverage,
+            self.reinplacing, self.storages, self.coverage, self.in_memory,
         )  # fmt: skip
 
     def add_input(self, node: Node, value: NodeOperand) -> None:
@@ -203,7 +205,8 @@ class DefinitionBuilder:
         positional, keywords = arguments
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
-            self.options.matmul_kernels, first.device.type in self.tuned_devices,
+            self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared,
+            self.in_memory,
         )  # fmt: skip
         try:
             return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads

@@ -109,6 +109,7 @@ class GraphDefinitions:
         reinplacing: the calls that write their operands in place.
         storages: the definitions in each storage.
         coverage: the outcome of each call.
+        in_memory: definitions that rules want in memory.
     """
 
     operands: Mapping[Node, DefinitionOperand]
@@ -121,6 +122,7 @@ class GraphDefinitions:
     reinplacing: ReinplacePlan
     storages: DefinitionStorages
     coverage: Sequence[NodeCoverage]
+    in_memory: Collection[Definition]
 
     def fake(self, definition: Definition) -> torch.Tensor | None:
         """Returns the fake tensor of a rule's result, or None for other definitions."""

@@ -103,7 +103,7 @@ class GraphLowering:
         for definition, result in definitions.results.items():
             chains.add(definition, result.position)
         reads = [definition for step in definitions.steps for definition in step.reads]
-        reads += definitions.of_nodes(self.output.all_input_nodes)
+        reads += [*definitions.of_nodes(self.output.all_input_nodes), *definitions.in_memory]
         external = {chains.add(unwrap_views(definition), 0).definition for definition in reads}
         external |= {definition for definition in definitions.results if isinstance(definition, InPlaceWrite)}
         external |= self._unfused_operands(chains)

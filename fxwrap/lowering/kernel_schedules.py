@@ -39,8 +39,9 @@ class KernelSchedules:
         self._specs = self.request.options.device_specs()
 
     def is_matmul(self, definition: Definition) -> bool:
-        """Whether a definition is the sum of products of a matmul."""
-        return isinstance(definition, Reduced) and self.plan.operator_of(definition) in MATMUL_RULES
+        """Whether a definition is the sum of products of a matmul, not of integers that select its operands."""
+        is_sum = isinstance(definition, Reduced) and definition.source.dtype.is_floating_point
+        return is_sum and self.plan.operator_of(definition) in MATMUL_RULES
 
     def matmul_node(self, definition: Definition) -> str:
         """Returns the qualified name of the node of a matmul."""

@@ -12,7 +12,7 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, unroll_packed_axes
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
@@ -126,9 +126,13 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
 
     Raises ScheduleError for a matmul that is fused with other reductions.
     """
-    if request.is_matmul and find_contraction(request.kernel) is None:
+    contraction = find_contraction(request.kernel)
+    if request.is_matmul and contraction is None:
         raise ScheduleError("the kernel is no contraction")
     kernel, limits, name = request.kernel, request.limits, request.name
+    if contraction is not None:
+        has_rows = bool(contraction.rows) or find_grouped_contraction(kernel) is not None
+        kernel = unroll_packed_axes(kernel, separate=has_rows)
     if kernel.reduces_in_steps:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])

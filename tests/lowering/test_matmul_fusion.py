@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.lowering.program import Lowered, lower_prepared
@@ -257,3 +260,23 @@ def test_slices_of_matmuls_beside_float64(dtype: torch.dtype, cpu_kernels: str) 
         assert result.dtype is dtype and result.stride() == eager.stride()
         allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
         assert (result.double() - want).norm() <= allowed
+
+
+def normalised(x: Tensor, scale: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
+    y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * scale
+    return [functional.silu(functional.linear(y, first)) * functional.linear(y, second)]
+
+
+@pytest.mark.parametrize(("rows", "is_parallel"), [(1, True), (5, True), (5, False)])
+def test_several_normalised_rows_are_computed_once(rows: int, is_parallel: bool) -> None:
+    """By the kernel of their statistics, where each tile of columns would otherwise compute them again."""
+    operands = [torch.randn(sizes) for sizes in ((rows, 64), (64,), (96, 64), (96, 64))]
+    options = GENERATED.replace(devices=[dataclasses.replace(CPU, massively_parallel=is_parallel)])
+    planned = plan(make_fx(normalised)(*operands), operands, options)
+    first, second = [line for line in planned.program.lines() if isinstance(line, Launch)]
+    is_materialised = is_parallel and rows > 1
+    (written,) = [math.prod(item.tensor_type.sizes) for item in first.outs]
+    assert written == (64 * rows if is_materialised else rows)
+    assert len(second.arguments) == (3 if is_materialised else 5)
+    (result,), (want,) = planned.run(operands), normalised(*[item.double() for item in operands])
+    torch.testing.assert_close(result.double(), want, rtol=1e-5, atol=1e-5)

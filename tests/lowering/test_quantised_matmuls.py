@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
 
@@ -143,12 +145,38 @@ def exact_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, int
 def test_permutation_and_weights_are_part_of_grouped_matmuls(dtype: torch.dtype, cpu_kernels: str) -> None:
     inputs = expert_inputs(dtype)
     program = compiled(permuted_experts, inputs, cpu_kernels=cpu_kernels)
-    assert (called(program), len(launched(program))) == ({}, 2)
+    assert (called(program), len(launched(program))) == ({}, 3)  # the groups of rows, for both matmuls
     want = exact_experts(*inputs)
     error = (program(*inputs)[0].double() - want).norm()
     eager_error = (permuted_experts(*inputs).double() - want).norm()
     # Triton's interpreter truncates to bfloat16
     assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error + 1e-6 * want.norm()
+
+
+def gated_experts(x: Tensor, tokens: Tensor, offsets: Tensor, into: Tensor) -> Tensor:
+    gate, up = torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets).chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_both_halves_of_a_grouped_matmul_are_one_kernel_with_their_reader(cpu_kernels: str) -> None:
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens, offsets, into]
+    program = compiled(gated_experts, inputs, cpu_kernels=cpu_kernels)
+    assert (called(program), len(launched(program))) == ({}, 2)
+    groups = torch.searchsorted(offsets.long(), torch.arange(ROWS), right=True)
+    gate, up = torch.einsum("mk,mnk->mn", x[tokens].double(), into[groups].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
+
+
+def test_devices_say_for_how_many_rows_of_a_group_kernels_are_faster() -> None:
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens, offsets, into]
+    for rows, calls in ((ROWS / EXPERTS, {}), (ROWS / EXPERTS - 1, {"_grouped_mm": 1})):
+        device = dataclasses.replace(CPU, generated_grouped_rows=((BF16, rows),))
+        program = compiled(gated_experts, inputs, matmul_kernels="auto", devices=[device])
+        assert called(program) == calls
 
 
 def test_every_emitter_agrees_on_experts() -> None:

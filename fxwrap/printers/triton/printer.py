@@ -35,7 +35,8 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
-from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import (
     BodyParameters,
@@ -110,8 +111,7 @@ class TritonPrinter:
         self.varying_dimensions: dict[int, frozenset[int]] = {}
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.zero_filled: frozenset[int] = frozenset()
-        self.row_position = ""
-        self.row_lanes = ""
+        self.row_position = self.row_lanes = self.row_start = ""
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -212,12 +212,12 @@ class TritonPrinter:
         lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
         self._line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
         if not single:
-            self._unflatten(dimension.axes, flat)
+            self._unflatten(dimension.axes, flat, self.axis_names)
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
         if dimension.name == "r":
-            self.row_position, self.row_lanes = flat, lanes
+            self.row_position, self.row_lanes, self.row_start = flat, lanes, start
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
@@ -225,13 +225,14 @@ class TritonPrinter:
             self.stable_names[wanted] = self.names.create_name(wanted)
         return self.stable_names[wanted]
 
-    def _unflatten(self, axes: tuple[Axis, ...], flat: str) -> None:
+    def _unflatten(self, axes: tuple[Axis, ...], flat: str, names: Mapping[Axis, str]) -> None:
+        """Prints the positions along axes of the positions along all of them."""
         step = as_index(1)
         for axis in reversed(axes):
             divided = flat if step.constant == 1 else f"{flat} // {parenthesize(self.index_printer(step))}"
             first = axis == axes[0]
             text = divided if first else f"{divided} % {self.index_printer.size_operand(axis.size)}"
-            self._line(f"{self.axis_names[axis]} = {text}")
+            self._line(f"{names[axis]} = {text}")
             step = step * as_index(axis.size)
 
     def _row(self) -> RowContext:
@@ -426,13 +427,16 @@ class TritonPrinter:
         return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
-        text = self.index_printer(index)
+        text = self._index_text(index)
         if not own >= span:
             shape = [item.block_constant if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
             if index.constant is not None:  # Triton broadcasts no plain number
                 text = f"tl.full((), {index.constant}, {'tl.int64' if self.use_int64 else 'tl.int32'})"
             text = f"tl.broadcast_to({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
+
+    def _index_text(self, index: Index) -> str:
+        return self.index_printer(index)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
@@ -453,9 +457,9 @@ class TritonPrinter:
         mask = self._mask(span, operation.mask)
         arguments = [address, *([f"mask={mask}"] if mask else [])]
         if operation.mask is not None:
-            arguments.append(f"other={_literal(operation.other, operation.dtype)}")
+            arguments.append(f"other={load_literal(operation.other, operation.dtype)}")
         elif mask and position in self.zero_filled:
-            arguments.append(f"other={_literal(0, operation.dtype)}")
+            arguments.append(f"other={load_literal(0, operation.dtype)}")
         again = looped and position in self.schedule.reloaded and self.tile.reduced in span
         policy = self._eviction_policy(operation, again, last_use) if span else ""
         if policy:
@@ -483,7 +487,8 @@ class TritonPrinter:
         self._line(f"tl.store({', '.join(arguments)})", operation.origin)
 
 
-def _literal(value: float | int | bool, dtype: torch.dtype) -> str:
+def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as the literal of a loaded element that a mask excludes."""
     return literal_text(value, torch.float32 if dtype in HALF_PRECISION else dtype)
 
 
