@@ -84,7 +84,7 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's.
+            library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
@@ -136,6 +136,7 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_matmul_bytes: int = 0
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
@@ -230,7 +231,8 @@ CUDA = DeviceSpec(
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
-    generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
+    generated_matmul_bytes=8 << 20,
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,

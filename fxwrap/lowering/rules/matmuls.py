@@ -23,7 +23,7 @@ from fxwrap.lowering.rules.registry import (
     OperatorCall,
     lowering_rule,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 MAX_TUNED_ROWS = 16
 """The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
@@ -50,12 +50,12 @@ def _sum_of_products(
     return total
 
 
-def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
+def check_choice(call: OperatorCall, left: Definition, rows: Size, matrix: Definition) -> None:
     """Declines a product that stays a library call. `rows` is the number of rows that multiply one matrix."""
     match call.matmul_kernels:
         case "library":
             raise Declined(library_call_reason(call.name) or "a library call")
-        case "auto" if not _is_candidate(call, left, rows):
+        case "auto" if not _is_candidate(call, left, rows, matrix):
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
@@ -63,16 +63,21 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
 
 def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
     """Declines a product that stays a library call, or whose operands and result have several dtypes."""
-    check_choice(call, left, rows)
+    check_choice(call, left, rows, right)
     if left.dtype is not right.dtype or left.dtype is not call.dtype:
         raise Declined("its operands and its result are of several dtypes")
 
 
-def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
+def _is_candidate(call: OperatorCall, left: Definition, rows: Size, matrix: Definition) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
+    if not isinstance(rows, int):
+        return False
     if call.tunes_matmuls:
-        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
+        return rows <= MAX_TUNED_ROWS
+    if rows > dict(call.spec.generated_matmul_rows).get(left.dtype, 0):
+        return False
+    bytes_ = product(matrix.sizes[-2:] if matrix.dtype is left.dtype else matrix.sizes) * matrix.dtype.itemsize
+    return rows == 1 or (isinstance(bytes_, int) and bytes_ >= call.spec.generated_matmul_bytes)
 
 
 def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:

@@ -22,7 +22,7 @@ def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition
     """Rows times int8 columns, each with a scale, which multiplies the sum."""
     if weight.dtype is not torch.int8 or not left.dtype.is_floating_point or scales.dtype is not left.dtype:
         raise Declined("its operands are of other dtypes than int8 and one floating-point dtype")
-    check_choice(call, left, left.sizes[0])
+    check_choice(call, left, left.sizes[0], weight)
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         column = reader.load(weight, (at[1], *reduced)).to(left.compute_dtype)
@@ -45,7 +45,7 @@ def _weight_int4pack_mm(
     """
     if call.matmul_kernels == "auto" and not call.tunes_matmuls:  # not even one row is known to be faster
         raise Declined(library_call_reason(call.name) or "a library call")
-    check_choice(call, left, left.sizes[0])
+    check_choice(call, left, left.sizes[0], weight)
     blocks, _, _, pairs = weight.sizes
     if torch.version.hip is not None or not isinstance(pairs, int) or not isinstance(blocks, int):
         raise Declined("kernels have int4 weights of constant sizes, as they are packed for NVIDIA GPUs")
@@ -78,7 +78,7 @@ def _scaled_mm(
     result_scale: Definition | None,
 ) -> LoweringResult:
     """The product of two float8 matrices, times a scale of each matrix, or of each row and each column."""
-    check_choice(call, left, left.sizes[0])
+    check_choice(call, left, left.sizes[0], right)
     if not {left.dtype, right.dtype} <= FLOAT8 or call.dtype in FLOAT8 or result_scale is not None:
         raise Declined("kernels of scaled matmuls have float8 operands and wider results")
     (rows, width), columns = left.sizes, right.sizes[1]

@@ -11,6 +11,7 @@ from fxwrap.loop_ir import (
     Compute,
     ContractionForm,
     Kernel,
+    Load,
     Reduce,
     find_contraction,
     find_grouped_contraction,
@@ -38,17 +39,31 @@ MIN_DOT_BLOCK = 16
 """The smallest size of a block that Triton's dot multiplies."""
 
 _MAX_FEW_ROWS = 64
-_LONG_COLUMN = 8192
-_MIN_DOT_PROGRAMS = 110
-"""Number of programs with few rows that reach the bandwidth of a large GPU."""
+_FEWEST_ROWS = 8
+"""The smallest number of rows that a dot is padded to: that of tensor cores, whose other operand has more."""
+_WIDE_COLUMNS = 8192
+"""The number of columns from which on few of them a program occupy a large GPU several times."""
+_SHARED_BYTES = 200 << 10
+"""Shared memory for the blocks of all stages."""
 _MAX_SUMMED_ROWS = 2
 """The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
 
 _FEW_ROWS_TILES = (
+    (16, 512, 2, 3), (32, 128, 2, 3), (32, 256, 2, 5), (128, 128, 8, 3), (64, 64, 4, 4), (16, 256, 2, 5),
+    (64, 128, 4, 4), (32, 256, 4, 6),
+)  # fmt: skip
+"""Columns, elements of a column, warps and stages of products with few rows."""
+
+_SMALLEST_TILE = (16, 64, 2, 2)
+
+_WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
+"""By the number of rows, the best one of these for matrices of many columns."""
+
+_GROUPED_TILES = (
     (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
     (64, 256, 4, 3), (16, 128, 2, 5),
 )  # fmt: skip
-"""Columns, elements of a column, warps and stages of products with few rows."""
+"""The same of rows in groups."""
 
 _DOT_TILES = (
     (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
@@ -134,12 +149,14 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
             Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
             for y_block, x_block, r_block, warps, stages in _DOT_TILES
         ]
-    padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
-    wanted = _columns_of_program(contraction, hint)
-    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
+    padded = max(next_power_of_2(rows), _FEWEST_ROWS)
+    is_wide = hint(product([axis.size for axis in (*contraction.batch, *columns)])) >= _WIDE_COLUMNS
+    wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
+    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
+    fitting = [tile for tile in tiles if _fits(contraction, padded, *tile)] or [_SMALLEST_TILE]
     dots = [
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in tiles
+        for y_block, r_block, warps, stages in fitting
     ]
     if rows > _MAX_SUMMED_ROWS:
         return dots
@@ -163,18 +180,19 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
     ]  # fmt: skip
     narrow = [
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
+        for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
     single = [] if is_outer_reduction(kernel, hint) else _matvec_configurations(kernel, hint)
     return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
 
 
-def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
-    """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
-    columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
-    if hint(contraction.kernel.reduced_count) >= _LONG_COLUMN:
-        columns //= 2
-    block = MIN_DOT_BLOCK
-    while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:
-        block *= 2
-    return block
+def _fits(contraction: ContractionForm, rows: int, columns: int, reduced: int, _: int, stages: int) -> bool:
+    """Whether the operands of a block fit in shared memory, once for each stage."""
+    row_axes, column_axes = frozenset(contraction.rows), frozenset(contraction.columns)
+    size = 0
+    for operation in contraction.kernel.operations:
+        if isinstance(operation, Load) and not operation.index.axes().isdisjoint(contraction.kernel.reduced):
+            axes = operation.index.axes()
+            extent = (rows if axes & row_axes else 1) * (columns if axes & column_axes else 1)
+            size += extent * reduced * operation.dtype.itemsize
+    return size * stages <= _SHARED_BYTES
