@@ -39,6 +39,7 @@ NO_SECOND_CUDA = "needs two CUDA devices"
 HAS_CUDA = "needs a machine without CUDA devices"
 NO_ACCELERATE = "needs the package accelerate, which the Trainer of transformers imports"
 NO_CHROMIUM = "needs the browser Chromium"
+NO_CMAKE = "needs CMake"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
@@ -52,7 +53,7 @@ ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
         *(() if LONG else (NOT_LONG,)),
-        *(() if "CI" in os.environ else (NO_ACCELERATE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
+        *(() if "CI" in os.environ else (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
     }
 )
 

@@ -300,7 +300,11 @@ class StreamingTritonPrinter(BlockPrinter):
             self.line(f"sum_{total.position} = sum_{total.position} + tl.sum({weights}, 1, keep_dims=True)")
         for update in parts.updates:
             self._write_weights(update.value, scope, loaded)
-            self._add(update, f"weights_{update.value}", scope)
+            store, name = self.kernel.operations[update.position], f"weights_{update.value}"
+            if isinstance(store, Store) and store.mode == "set":
+                self._set(update, store, name, scope)
+            else:
+                self._add(update, name, scope)
 
     def _missing_products(self, targets: list[int], scope: Scope) -> list[Contraction]:
         """Returns the products that targets are computed from and that a scope does not know."""
@@ -452,7 +456,7 @@ class StreamingTritonPrinter(BlockPrinter):
             self.write([update.value], base)
             self._add(update, self.value(update.value, base), base)
         for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store) and operation.mode == "set":
+            if isinstance(operation, Store) and operation.mode == "set" and not self.kernel.varying[position]:
                 column = self._column(position)
                 if column not in scopes:
                     scopes[column] = base.inner()
@@ -487,6 +491,22 @@ class StreamingTritonPrinter(BlockPrinter):
         mask = [text for axis in used if axis not in summed for text in masks[axis]]
         mask += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
         self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self._use), store.origin)
+
+    def _set(self, update: Update, store: Store, value: str, scope: Scope) -> None:
+        """Writes a matrix of values to memory."""
+        inside = scope.inner()
+        inside.text[update.value] = value
+        needed = {*operands(store), *update.conditions} - {update.value}
+        self.write(sorted(needed if store.mask is None else needed - {store.mask}), inside)
+        axes = self.kernel.address_axes[update.position]
+        address, _ = self.access(store.buffer, store.index, axes, None, inside, is_matrix=True)
+        masks = [inside.masks[axis] for axis in (self.parts.row, self.inner) if axis in inside.masks]
+        masks += [
+            f"({self.value(item, inside)})" for item in update.conditions
+            if self.kernel.operations[item] != Constant(True, torch.bool)
+        ]  # fmt: skip
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        self.line(f"tl.store({address}, {self.value(store.value, inside)}{mask})", store.origin)
 
     def _use(self, helper: str) -> str:
         self.helpers.add(helper)
