@@ -13,7 +13,7 @@ MAX_BOUNDED_KEYS = 1024
 def bounding_load(kernel: Kernel, parts: StreamingReduction, outer: Collection[Axis]) -> int | None:
     """Returns the load of a bias that is added to the scores, which depends on keys, and on rows at most; else None.
 
-    A key whose biases are minus infinity has no weight, whatever its score is. Kernels with assertions of keys read all.
+    A key whose biases are minus infinity has no weight, whatever its score is. Kernels that assert about keys read all.
     """
     if parts.softmax is None or len(parts.axes) != 1:
         return None
