@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import sys
 import time
@@ -63,7 +64,8 @@ class DashboardJob:
         batch: "static", or "dynamic": the batch size is a symbol.
         sides: "BACKEND" or "BACKEND:MODE" with torch.compile's modes, or "freezing"; "eager" is always measured.
         options: fxwrap's.
-        lock: a file; of the processes with the same lock, one at a time measures times and memory.
+        lock: a file, the device's; a process holds it alone while it measures times and memory, or runs in float64,
+            and together with others while it checks results. Compilation needs no lock.
     """
 
     model: str
@@ -159,13 +161,16 @@ class References:
 
 
 def references(subject: Subject) -> References:
-    """Returns the results that sides are compared with. Raises if eager fails."""
+    """Returns the results that sides are compared with, on the CPU. Raises if eager fails, or memory is exhausted."""
     inputs = subject.inputs(CHECKED_SEED)
-    eager = subject.results(subject.model, subject.model, inputs)
+    eager = [item.cpu() for item in subject.results(subject.model, subject.model, inputs)]
     subject.restore()
     try:
         doubled = copy.deepcopy(subject.model).double()
-        exact = subject.results(doubled, doubled, subject.inputs(CHECKED_SEED, torch.float64), autocast=False)
+        inputs = subject.inputs(CHECKED_SEED, torch.float64)
+        exact = [item.cpu() for item in subject.results(doubled, doubled, inputs, autocast=False)]
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # noqa: BLE001 - the dashboard then compares with eager alone
         return References(eager, None)
     return References(eager, exact)
@@ -178,16 +183,30 @@ def _is_accurate(subject: Subject, results: list[Tensor], reference: References)
     def log(message: str, *values: object) -> None:
         differences.append(message % values if values else message)
 
-    passes = same(
-        reference.eager, results, reference.exact, tol=TOLERANCES[subject.job.step], equal_nan=True, log_error=log
-    )
-    return passes, (differences or [""])[0]
+    if len(results) != len(reference.eager):
+        return False, f"{len(results)} results, eager has {len(reference.eager)}"
+    tolerance = TOLERANCES[subject.job.step]
+    for result, eager, exact in zip(results, reference.eager, reference.exact or reference.eager, strict=True):
+        eager, exact = eager.to(result.device), exact.to(result.device)  # one at a time: memory is shared
+        if not same(eager, result, exact, tol=tolerance, equal_nan=True, log_error=log):
+            return False, (differences or [""])[0]
+    return True, ""
+
+
+def release_memory(device: str) -> None:
+    """Returns unused memory to the device, which other processes use too."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def prepare(subject: Subject) -> dict[str, Callable[..., Any]]:
     """Returns the functions of the sides that work; reports first calls, accuracy and failures."""
     torch._dynamo.config.recompile_limit = 64  # each side counts as a compile of the same code
-    reference = references(subject)
+    lock = subject.job.lock
+    with exclusive_lock(lock):
+        reference = references(subject)
+        release_memory(subject.job.device)
     functions = {}
     for side in ("eager", *subject.job.sides):
         try:
@@ -199,9 +218,12 @@ def prepare(subject: Subject) -> dict[str, Callable[..., Any]]:
             synchronize(torch.device(subject.job.device))
             report(side=side, measure="compile", seconds=time.perf_counter() - start)
             subject.restore()
-            results = subject.results(subject.model, function, subject.inputs(CHECKED_SEED))
-            subject.restore()
-            passes, difference = _is_accurate(subject, results, reference)
+            with exclusive_lock(lock, shared=True):
+                results = subject.results(subject.model, function, subject.inputs(CHECKED_SEED))
+                subject.restore()
+                passes, difference = _is_accurate(subject, results, reference)
+                del results
+                release_memory(subject.job.device)
             report(side=side, measure="accuracy", passes=passes, difference=difference[:200])
         except Exception as problem:  # noqa: BLE001 - a side's failure is reported
             report(side=side, measure="failure", text=first_line(problem)[:200])
@@ -251,13 +273,12 @@ def main() -> None:
     job = DashboardJob(**{**fields, "sizes": Sizes(**fields["sizes"])})
     warnings.filterwarnings("ignore")
     torch.set_num_threads(job.threads)
-    with exclusive_lock(job.lock, shared=True):
-        try:
-            subject = Subject(job)
-            functions = prepare(subject)
-        except Exception as problem:  # noqa: BLE001 - eager's failure is reported
-            report(side="eager", measure="failure", text=first_line(problem)[:200])
-            return
+    try:
+        subject = Subject(job)
+        functions = prepare(subject)
+    except Exception as problem:  # noqa: BLE001 - eager's failure is reported
+        report(side="eager", measure="failure", text=first_line(problem)[:200])
+        return
     with exclusive_lock(job.lock):
         measure(subject, functions)
 

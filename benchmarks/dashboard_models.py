@@ -48,69 +48,81 @@ def _sizes(width: int, layers: int, heads: int, inner: int, **others: Any) -> di
     }  # fmt: skip
 
 
+def _bart_base() -> dict[str, Any]:
+    """Returns the sizes of BART's base model; its configuration's defaults are the large one's."""
+    sizes = {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}
+    return {
+        "d_model": 768,
+        **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()},
+    }
+
+
 DECODER = {"is_decoder": True}
 OFFSET_POSITIONS = {"max_position_embeddings": 514}
 """Positions of words begin at 2."""
 
 TRANSFORMERS: Mapping[str, LanguageModel] = {
-    "AlbertForMaskedLM": LanguageModel(4, 512),
-    "BartForCausalLM": LanguageModel(4, 512),
-    "BartForConditionalGeneration": LanguageModel(4, 256),
-    "BertForMaskedLM": LanguageModel(16, 512),
-    "BlenderbotSmallForCausalLM": LanguageModel(32, 128),
-    "CamembertForMaskedLM": LanguageModel(16, 512, OFFSET_POSITIONS),
-    "ConvBertForMaskedLM": LanguageModel(8, 512),
+    "BertForMaskedLM": LanguageModel(8, 512),
+    "DistilGPT2": LanguageModel(8, 512, {"n_layer": 6}, "GPT2LMHeadModel"),
+    "T5Small": LanguageModel(8, 512, name="T5ForConditionalGeneration"),
+    "AlbertForMaskedLM": LanguageModel(8, 512, _sizes(768, 12, 12, 3072)),
+    "BartForConditionalGeneration": LanguageModel(4, 256, _bart_base()),
+    "LlamaForCausalLM": LanguageModel(
+        2, 512, _sizes(2048, 16, 32, 8192, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True)
+    ),
+    "DistilBertForMaskedLM": LanguageModel(16, 256),
+    "ElectraForCausalLM": LanguageModel(16, 512, DECODER),
     "DebertaForMaskedLM": LanguageModel(8, 256),
-    "DebertaV2ForMaskedLM": LanguageModel(8, 256, _sizes(768, 12, 12, 3072)),
-    "DistilBertForMaskedLM": LanguageModel(32, 256),
-    "DistilGPT2": LanguageModel(16, 512, {"n_layer": 6}, "GPT2LMHeadModel"),
-    "ElectraForCausalLM": LanguageModel(32, 512, DECODER),
-    "FNetForMaskedLM": LanguageModel(16, 512),
-    "GPT2LMHeadModel": LanguageModel(8, 512),
-    "GPT2ForSequenceClassification": LanguageModel(4, 1024, {"pad_token_id": 0}),
     "GPTNeoForCausalLM": LanguageModel(
         8, 512, {"hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]]}
     ),
-    "GPTNeoXForCausalLM": LanguageModel(8, 512, _sizes(768, 12, 12, 3072)),
-    "Gemma3ForCausalLM": LanguageModel(
-        4, 512, _sizes(640, 18, 4, 2048, num_key_value_heads=1, head_dim=256, vocab_size=262144)
-    ),
-    "LayoutLMForMaskedLM": LanguageModel(16, 512),
-    "LlamaForCausalLM": LanguageModel(2, 512, _sizes(2048, 16, 32, 8192, num_key_value_heads=8, vocab_size=128256)),
-    "M2M100ForConditionalGeneration": LanguageModel(8, 128),
-    "MBartForCausalLM": LanguageModel(4, 512),
-    "MPNetForMaskedLM": LanguageModel(16, 512, OFFSET_POSITIONS),
-    "MT5ForConditionalGeneration": LanguageModel(8, 128),
-    "MegatronBertForCausalLM": LanguageModel(4, 512, DECODER),
-    "MobileBertForMaskedLM": LanguageModel(32, 128),
     "ModernBertForMaskedLM": LanguageModel(8, 512),
     "OPTForCausalLM": LanguageModel(4, 512),
+    "BlenderbotSmallForCausalLM": LanguageModel(32, 128),
+    "ConvBertForMaskedLM": LanguageModel(8, 512),
+    "Gemma3ForCausalLM": LanguageModel(
+        2, 512, _sizes(640, 18, 4, 2048, num_key_value_heads=1, head_dim=256, vocab_size=262144)
+    ),
+    "MPNetForMaskedLM": LanguageModel(8, 512, OFFSET_POSITIONS),
     "PLBartForCausalLM": LanguageModel(8, 512),
-    "PegasusForCausalLM": LanguageModel(16, 128),
-    "PhiForCausalLM": LanguageModel(4, 512, _sizes(1024, 12, 16, 4096)),
-    "Qwen2ForCausalLM": LanguageModel(4, 512, _sizes(896, 24, 14, 4864, num_key_value_heads=2)),
-    "Qwen3ForCausalLM": LanguageModel(4, 512, _sizes(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128)),
+    "GPTNeoXForCausalLM": LanguageModel(4, 512, _sizes(768, 12, 12, 3072)),
+    "TrOCRForCausalLM": LanguageModel(8, 256, {"d_model": 256, "decoder_layers": 6}),
+    "MT5ForConditionalGeneration": LanguageModel(4, 128),
     "RoFormerForMaskedLM": LanguageModel(8, 512),
-    "RobertaForCausalLM": LanguageModel(16, 512, {**DECODER, **OFFSET_POSITIONS}),
-    "SqueezeBertForMaskedLM": LanguageModel(16, 512),
+    "Qwen2ForCausalLM": LanguageModel(4, 512, _sizes(896, 24, 14, 4864, num_key_value_heads=2)),
+    "BartForCausalLM": LanguageModel(4, 512, _bart_base()),
+    "FNetForMaskedLM": LanguageModel(8, 512),
+    "SqueezeBertForMaskedLM": LanguageModel(8, 512),
+    "RobertaForCausalLM": LanguageModel(8, 512, {**DECODER, **OFFSET_POSITIONS}),
+    "PhiForCausalLM": LanguageModel(4, 512, _sizes(1024, 12, 16, 4096)),
+    "PegasusForCausalLM": LanguageModel(8, 128),
+    "GPT2LMHeadModel": LanguageModel(8, 512),
+    "DebertaV2ForMaskedLM": LanguageModel(4, 256, _sizes(768, 6, 12, 3072)),
+    "M2M100ForConditionalGeneration": LanguageModel(4, 128),
+    "XLNetLMHeadModel": LanguageModel(4, 512, {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}),
+    "Qwen3ForCausalLM": LanguageModel(4, 512, _sizes(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128)),
+    "LayoutLMForMaskedLM": LanguageModel(8, 512),
+    "GPT2ForSequenceClassification": LanguageModel(4, 1024, {"pad_token_id": 0}),
+    "CamembertForMaskedLM": LanguageModel(8, 512, OFFSET_POSITIONS),
+    "XGLMForCausalLM": LanguageModel(4, 128),
+    "MobileBertForMaskedLM": LanguageModel(16, 128),
+    "MBartForCausalLM": LanguageModel(4, 512),
+    "MegatronBertForCausalLM": LanguageModel(4, 512, DECODER),
     "T5ForConditionalGeneration": LanguageModel(
         4, 512, {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}
     ),
-    "T5Small": LanguageModel(8, 512, name="T5ForConditionalGeneration"),
-    "TrOCRForCausalLM": LanguageModel(16, 256),
-    "XGLMForCausalLM": LanguageModel(8, 128),
-    "XLNetLMHeadModel": LanguageModel(4, 512),
 }
+"""Models of different kinds come first, since a run that was stopped has a first part of the list."""
 
 TIMM: Mapping[str, int] = {
-    "beit_base_patch16_224": 32, "botnet26t_256": 64, "coat_lite_mini": 64, "convit_base": 32, "convnextv2_nano": 64,
-    "crossvit_9_240": 64, "cspdarknet53": 32, "deit_base_patch16_224": 32, "dla102": 32, "dm_nfnet_f0": 32,
-    "ese_vovnet19b_dw": 64, "fbnetv3_b": 64, "gernet_l": 64, "ghostnet_100": 64, "gmlp_s16_224": 64, "hrnet_w18": 32,
-    "inception_v3": 64, "levit_128": 64, "mixer_b16_224": 32, "mixnet_l": 32, "mobilenetv3_large_100": 64,
-    "mobilevit_s": 32, "poolformer_m36": 32, "regnety_002": 64, "repvgg_a2": 64, "res2net50_14w_8s": 32,
-    "resmlp_12_224": 64, "resnest101e": 16, "resnet50": 64, "rexnet_100": 64, "swin_base_patch4_window7_224": 32,
-    "tf_efficientnet_b0": 64, "twins_pcpvt_base": 32, "visformer_small": 64, "vit_base_patch16_224": 32,
-    "volo_d1_224": 32, "xcit_small_12_p8_224": 8,
+    "resnet50": 64, "vit_base_patch16_224": 32, "mobilenetv3_large_100": 64, "swin_tiny_patch4_window7_224": 32,
+    "convnextv2_nano": 32, "tf_efficientnet_b0": 64, "deit_small_patch16_224": 64, "regnety_002": 64, "dla34": 64,
+    "mixer_b16_224": 32, "coat_lite_mini": 32, "repvgg_a0": 64, "levit_128s": 64, "ese_vovnet19b_dw": 64,
+    "poolformer_s12": 64, "beit_base_patch16_224": 32, "botnet26t_256": 32, "gernet_s": 64, "twins_pcpvt_small": 32,
+    "ghostnet_100": 64, "convit_tiny": 32, "visformer_tiny": 64, "mobilevit_xs": 32, "resmlp_12_224": 64,
+    "crossvit_9_240": 64, "rexnet_100": 64, "gmlp_s16_224": 32, "inception_v3": 64, "hrnet_w18_small": 32,
+    "cspresnet50": 32, "xcit_nano_12_p16_224": 32, "res2net50_14w_8s": 32, "fbnetv3_b": 32, "mixnet_s": 64,
+    "dm_nfnet_f0": 16, "resnest14d": 32, "volo_d1_224": 16,
 }  # fmt: skip
 """Batch size by model."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.dashboard import Dashboard, parsed_arguments, table_cells
+from benchmarks.dashboard import Dashboard, parsed_arguments
+from benchmarks.dashboard_rows import RowFile, table_cells
 from benchmarks.dashboard_tables import details, summary, worst
 from benchmarks.distributed import uncovered
+from benchmarks.flex_attention import Case, Sizes, run_cases
 from benchmarks.results import FOLDER, Report, cell_text
 from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
 
@@ -93,8 +96,9 @@ def test_exposed_communication_is_outside_of_all_kernels() -> None:
 
 
 def _dashboard(folder: Path, *arguments: str) -> Dashboard:
-    common = ["--only", "^(T5Small|resnet50)$", "--modes", "inference-float32-static", "--rows", str(folder)]
-    return Dashboard(parsed_arguments([*common, "--sides", "inductor,fxwrap", *arguments]), folder, float("inf"))
+    common = ["--only", "^(T5Small|resnet50)$", "--modes", "inference-float32-static"]
+    chosen = parsed_arguments([*common, "--sides", "inductor,fxwrap", *arguments])
+    return Dashboard(chosen, folder, RowFile(folder / "rows.json", "base models"), float("inf"))
 
 
 def _measured(seconds: float, passes: bool = True) -> dict[str, object]:
@@ -105,25 +109,66 @@ def _measured(seconds: float, passes: bool = True) -> dict[str, object]:
 def test_dashboard_rows_that_are_there_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = iter([({"eager": _measured(0.1)}, "exit code -11: "), ({}, "stopped after 5 s")])
     monkeypatch.setattr(Dashboard, "_run", lambda *_: next(outcomes))
-    dashboard = _dashboard(tmp_path)
-    assert [row[1] for row in dashboard.missing()] == ["resnet50", "T5Small"]
+    monkeypatch.setattr(Dashboard, "_next", lambda _, waiting: waiting.popleft() if waiting else None)
+    assert [row[1] for row in _dashboard(tmp_path).missing()] == ["resnet50", "T5Small"]
     assert [row[1] for part in ("1/2", "2/2") for row in _dashboard(tmp_path, "--shard", part).missing()] == [
         "resnet50", "T5Small",
     ]  # fmt: skip
-    dashboard.measure(*dashboard.missing()[0])
-    assert [row[1] for row in dashboard.missing()] == ["T5Small"], "a crash is a row"
-    row = json.loads(dashboard.path("resnet50", "inference-float32-static").read_text())
+    replace(_dashboard(tmp_path), until=time.monotonic() + 300).run()
+    assert [row[1] for row in _dashboard(tmp_path).missing()] == ["T5Small"], (
+        "a crash is a row, an interrupted row none"
+    )
+    (row,) = RowFile(tmp_path / "rows.json", "base models").rows.values()
     assert table_cells(row, ["fxwrap"])["fxwrap: status"] == "exit code -11: "
-    late = replace(dashboard, until=time.monotonic() + 300)
-    late.measure(*dashboard.missing()[0])
-    assert [row[1] for row in dashboard.missing()] == ["T5Small"], "a row that the end of the time interrupts is none"
     assert list(tmp_path.rglob("*.tmp")) == []
     assert len(_dashboard(tmp_path, "--sides", "inductor,fxwrap,fxwrap:freezing").missing()) == 2
+    with pytest.raises(ValueError, match=r"rows of other sizes: 'base models; rows of .*', not 'small models'"):
+        RowFile(tmp_path / "rows.json", "small models")
+
+
+def test_dashboard_rows_that_exhaust_a_shared_device_are_measured_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, int]] = []
+
+    def run(self: Dashboard, model: str, mode: str, seconds: float, gpu: int) -> tuple[dict[str, object], str]:
+        runs.append((model, gpu))
+        failed = {"failure": {"text": "OutOfMemoryError: CUDA out of memory."}}
+        sides = {"eager": _measured(0.2), "inductor": _measured(0.1), "fxwrap": _measured(0.1)}
+        return sides | ({"inductor": failed} if model == "resnet50" and len(runs) < 3 else {}), ""
+
+    monkeypatch.setattr(Dashboard, "_run", run)
+    dashboard = _dashboard(tmp_path, "--gpus", "2", "--parallel", "2")
+    dashboard.run()
+    assert len(runs) == 3 and runs[2][0] == "resnet50" and {gpu for _, gpu in runs} <= {0, 1}
+    assert not dashboard.missing() and {line["passing"] for line in summary(dashboard.rows.tables())} == {"1 of 1"}
+
+
+def test_dashboard_processes_have_one_device_and_a_part_of_the_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    dashboard = _dashboard(tmp_path, "--device", "cuda", "--gpus", "2", "--parallel", "6")
+    assert dashboard.limits(1) == {
+        "TORCHINDUCTOR_COMPILE_THREADS": "5", "FXWRAP_COMPILE_WORKERS": "5", "CUDA_VISIBLE_DEVICES": "6",
+    }  # fmt: skip
+
+
+def test_dashboard_groups_of_modes_follow_each_other(tmp_path: Path) -> None:
+    later = ["--modes", "training-amp-static,training-bfloat16-static"]
+    rows = [(model, mode) for _, model, mode in _dashboard(tmp_path, *later).missing()]
+    assert rows == [
+        ("resnet50", "inference-float32-static"), ("T5Small", "inference-float32-static"),
+        ("resnet50", "training-amp-static"), ("resnet50", "training-bfloat16-static"),
+        ("T5Small", "training-amp-static"), ("T5Small", "training-bfloat16-static"),
+    ]  # fmt: skip
 
 
 def test_dashboard_figures_are_of_rows_that_both_sides_pass() -> None:
     def row(model: str, **sides: object) -> dict[str, object]:
         cells = {"library": "timm", "model": model, "mode": "inference-float32-static", "failure": "", "sides": sides}
+        cells["chosen sides"] = ["inductor", "fxwrap"]
         return table_cells(cells, ["inductor", "fxwrap"])
 
     eager, failed = _measured(0.4), {"failure": {"text": "RuntimeError: no"}}
@@ -150,3 +195,24 @@ def test_dashboard_arguments(arguments: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit):
         parsed_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_cases_of_flex_attention_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the time is over, and in later runs those that are left."""
+    measured: list[str] = []
+
+    def measure(case: Case, _: argparse.Namespace) -> tuple[dict[str, object], object]:
+        measured.append(str(case.sizes))
+        return {**case.head, "/ inductor": 0.9}, None
+
+    monkeypatch.setattr("benchmarks.flex_attention.measure", measure)
+    chosen = argparse.Namespace(
+        record="x", device="cpu", sizes=[Sizes.parse("1x8/2x64x16"), Sizes.parse("1x8x64x16")], passes=["decode"],
+        variants=[], seconds=0.0, parallel=0,
+    )  # fmt: skip
+    for _ in range(3):
+        run_cases(chosen, time.monotonic() - 1e-3, tmp_path)
+        chosen.seconds = 1000.0
+    assert measured == ["1x8/2x64x16", "1x8x64x16"]
+    with pytest.raises(argparse.ArgumentTypeError, match="is not BATCHxHEADS"):
+        Sizes.parse("1x8x64")

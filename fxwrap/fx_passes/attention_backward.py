@@ -250,7 +250,6 @@ class _Search:
             raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
         return grad_query, grad_key
 
-
     def _group_sums(self, grad_key: Node | None, grad_value: Node | None) -> GroupSums | None:
         """Returns the sums of gradients of repeated heads; None if a gradient is read otherwise."""
         used = [(node, node is grad_key) for node in (grad_key, grad_value) if node is not None]
@@ -290,4 +289,3 @@ class _Search:
 
 _MAX_LENGTH = 24
 """The largest number of operators between the softmax's backward and matmuls."""
-

@@ -124,9 +124,11 @@ def _folded(argument: Any, fakes: NodeValues, is_written: Callable[[Node], bool]
             return None
         with without_fake_mode():
             return value.detach().cpu()
-    if not isinstance(argument.target, OpOverload) or name_of(argument) not in _FOLDED or argument.kwargs.keys() - {
-        "dtype", "memory_format"
-    }:
+    if (
+        not isinstance(argument.target, OpOverload)
+        or name_of(argument) not in _FOLDED
+        or argument.kwargs.keys() - {"dtype", "memory_format"}
+    ):
         return None
     operands = [_folded(item, fakes, is_written, depth + 1) for item in argument.args]
     if any(item is None for item in operands):

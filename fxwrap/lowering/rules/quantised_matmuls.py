@@ -22,7 +22,7 @@ def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition
     """Rows times int8 columns, each with a scale, which multiplies the sum."""
     if weight.dtype is not torch.int8 or not left.dtype.is_floating_point or scales.dtype is not left.dtype:
         raise Declined("its operands are of other dtypes than int8 and one floating-point dtype")
-    check_choice(call, left, left.sizes[0], weight)
+    check_choice(call, left, left.sizes[0])
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         column = reader.load(weight, (at[1], *reduced)).to(left.compute_dtype)
@@ -45,7 +45,7 @@ def _weight_int4pack_mm(
     """
     if call.matmul_kernels == "auto" and not call.tunes_matmuls:  # not even one row is known to be faster
         raise Declined(library_call_reason(call.name) or "a library call")
-    check_choice(call, left, left.sizes[0], weight)
+    check_choice(call, left, left.sizes[0])
     blocks, _, _, pairs = weight.sizes
     if torch.version.hip is not None or not isinstance(pairs, int) or not isinstance(blocks, int):
         raise Declined("kernels have int4 weights of constant sizes, as they are packed for NVIDIA GPUs")
@@ -77,8 +77,11 @@ def _scaled_mm(
     bias: Definition | None,
     result_scale: Definition | None,
 ) -> LoweringResult:
-    """The product of two float8 matrices, times a scale of each matrix, or of each row and each column."""
-    check_choice(call, left, left.sizes[0], right)
+    """The product of two float8 matrices, times a scale of each matrix, or of each row and each column.
+
+    The matrices are in memory, where tensor cores read them: the kernel that computes scales of rows also rounds.
+    """
+    check_choice(call, left, left.sizes[0])
     if not {left.dtype, right.dtype} <= FLOAT8 or call.dtype in FLOAT8 or result_scale is not None:
         raise Declined("kernels of scaled matmuls have float8 operands and wider results")
     (rows, width), columns = left.sizes, right.sizes[1]
@@ -86,6 +89,9 @@ def _scaled_mm(
     for scale, sizes in scales:
         if scale.dtype is not torch.float32 or (product(scale.sizes) != 1 and scale.sizes != sizes):
             raise Declined("kernels of scaled matmuls have float32 scales of matrices, or of rows and columns")
+
+    call.in_memory.add(left)
+    call.in_memory.add(right)
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         return reader.load(left, (at[0], *reduced)) * reader.load(right, (*reduced, at[1]))

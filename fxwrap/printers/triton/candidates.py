@@ -5,9 +5,13 @@ The first configuration of a kernel is the default; autotuning times all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fxwrap.loop_ir import (
+    FLOAT8,
+    MAX_COLUMN_BLOCK,
     Compute,
     ContractionForm,
     Kernel,
@@ -45,6 +49,8 @@ _WIDE_COLUMNS = 8192
 """The number of columns from which on few of them a program occupy a large GPU several times."""
 _SHARED_BYTES = 200 << 10
 """Shared memory for the blocks of all stages."""
+_MIN_DOT_PROGRAMS = 110
+"""Number of programs with few rows that reach the bandwidth of a large GPU."""
 _MAX_SUMMED_ROWS = 2
 """The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
 
@@ -53,8 +59,6 @@ _FEW_ROWS_TILES = (
     (64, 128, 4, 4), (32, 256, 4, 6),
 )  # fmt: skip
 """Columns, elements of a column, warps and stages of products with few rows."""
-
-_SMALLEST_TILE = (16, 64, 2, 2)
 
 _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
 """By the number of rows, the best one of these for matrices of many columns."""
@@ -65,11 +69,17 @@ _GROUPED_TILES = (
 )  # fmt: skip
 """The same of rows in groups."""
 
+_GROUPED_ROW_BLOCK = (4, 1024, 2)
+"""Columns, elements of a column and warps of a row that has a matrix of its own."""
+
 _DOT_TILES = (
     (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
     (128, 128, 32, 4, 4),
 )  # fmt: skip
 """Rows, columns, elements of a row, warps and stages of products with many rows."""
+
+_BAND_BYTES = 16 << 20
+"""The bytes of the rows that programs read for each block of columns in turn."""
 
 
 def _default_hint(size: Size) -> int:
@@ -81,7 +91,10 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     """Returns candidate configurations of a kernel, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
-    if not kernel.reduced:
+    if contraction is not None and contraction.row_reductions:
+        assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
+        candidates = _dot_configurations(contraction, hint)
+    elif not kernel.reduced:
         candidates = pointwise_configurations(kernel, hint)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
         candidates = _dot_configurations(contraction, hint)
@@ -97,7 +110,11 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    if contraction.row_reductions:
+        count = contraction.reduced_column_count
+        if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
+            return False
     return contraction.dtype is torch.float32
 
 
@@ -140,25 +157,32 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
-    rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
-    columns, few = contraction.columns, contraction.rows
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
+    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
+
+    It has all columns that row reductions reduce.
+    """
+    rows, reduced = hint(contraction.row_count), hint(contraction.summed_count)
+    columns, few = contraction.reduced_columns or contraction.columns, contraction.rows
+    narrow = 2 if _has_float8_operands(contraction) else 1
+    longest, whole = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow), 0
+    if contraction.row_reductions:
+        whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
         return [
-            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
-            for y_block, x_block, r_block, warps, stages in _DOT_TILES
+            Configuration(columns, few, whole or x, y, min(r * narrow, longest), True, warps, stages, True)
+            for y, x, r, warps, stages in _DOT_TILES
         ]
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide = hint(product([axis.size for axis in (*contraction.batch, *columns)])) >= _WIDE_COLUMNS
     wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
-    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
-    fitting = [tile for tile in tiles if _fits(contraction, padded, *tile)] or [_SMALLEST_TILE]
+    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
+    tiles = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
+    fitting = [tile for tile in tiles if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
     dots = [
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in fitting
     ]
-    if rows > _MAX_SUMMED_ROWS:
+    if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [
         Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
@@ -168,7 +192,10 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
 
 
 def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few."""
+    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
+
+    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
+    """
     assert contraction.group is not None
     kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
     in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
@@ -182,16 +209,45 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
-    single = [] if is_outer_reduction(kernel, hint) else _matvec_configurations(kernel, hint)
-    return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
+    dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
+    if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
+        return dots
+    blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
+    tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
+    y_block, r_block, warps = _GROUPED_ROW_BLOCK
+    first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
+    single = [first, *_matvec_configurations(kernel, hint)]
+    return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
+
+
+def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
+    """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
+    kernel = contraction.kernel
+    block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
+    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
+    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    blocks = -(-hint(contraction.row_count) // block)
+    return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
+
+
+def _has_float8_operands(contraction: ContractionForm) -> bool:
+    """Whether all operands are loaded in float8, of which a block has twice the elements for the same bytes."""
+    kernel = contraction.kernel
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
+    loads = [kernel.operations[at] for position in used for at in contraction.prologue(position) if kernel.varying[at]]
+    return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
 def _fits(contraction: ContractionForm, rows: int, columns: int, reduced: int, _: int, stages: int) -> bool:
     """Whether the operands of a block fit in shared memory, once for each stage."""
-    row_axes, column_axes = frozenset(contraction.rows), frozenset(contraction.columns)
+    kernel, row_axes = contraction.kernel, frozenset(contraction.rows)
+    column_axes = frozenset([*contraction.columns, *contraction.reduced_columns])
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
     size = 0
-    for operation in contraction.kernel.operations:
-        if isinstance(operation, Load) and not operation.index.axes().isdisjoint(contraction.kernel.reduced):
+    for position in {at for operand in used for at in contraction.prologue(operand) if kernel.varying[at]}:
+        operation = kernel.operations[position]
+        if isinstance(operation, Load):
             axes = operation.index.axes()
             extent = (rows if axes & row_axes else 1) * (columns if axes & column_axes else 1)
             size += extent * reduced * operation.dtype.itemsize
