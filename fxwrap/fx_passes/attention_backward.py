@@ -209,4 +209,3 @@ class _Search:
 
 _MAX_LENGTH = 24
 """The largest number of operators between the softmax's backward and matmuls."""
-
