@@ -209,3 +209,4 @@ class _Search:
 
 _MAX_LENGTH = 24
 """The largest number of operators between the softmax's backward and matmuls."""
+

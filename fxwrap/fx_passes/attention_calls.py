@@ -68,7 +68,9 @@ def _is_contiguous_copy(node: Node) -> bool:
 class AttentionRewriter:
     """Writes calls of FlexAttention into a copy of the graph."""
 
-    def __init__(self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]) -> None:
+    def __init__(
+        self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]
+    ) -> None:
         self.specs = specs
         self.copy = copy
         self.fakes = fakes
