@@ -5,6 +5,8 @@
     python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --model decoding-llama # one token, no gradients
     python benchmarks/distributed.py --ranks 2 --device cuda --bf16 --parallelism TP+SP # fused communication
 
+Gloo's groups have one worker thread for all sides, since torch's two corrupt the heap (docs/distributed.md).
+
 Each rank is a process. A side is timed in interleaved rounds with the base, TorchInductor or else eager, on the same
 ranks; a round is one step of each between barriers, and the ratio is the median of the rounds' ratios. A row is printed
 as soon as its side is measured; progress goes to the standard error.
@@ -47,6 +49,7 @@ from benchmarks.results import Report, add_record_option
 from fxwrap.compile.backend import make_backend
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
 from fxwrap.options import Options
+from tests.support.gloo import use_one_worker
 
 Step = Callable[[Tensor], Tensor]
 DECODING = "decoding-llama"
@@ -323,6 +326,8 @@ def run_rank(rank: int, chosen: argparse.Namespace, store: str) -> None:
     is_gpu = chosen.device.type == "cuda"
     if is_gpu:
         torch.cuda.set_device(rank)
+    else:
+        use_one_worker()
     dist.init_process_group(
         "nccl" if is_gpu else "gloo", store=dist.FileStore(store, chosen.ranks), rank=rank,  # type: ignore[attr-defined]
         world_size=chosen.ranks, timeout=timedelta(minutes=10),

@@ -106,7 +106,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat([-second, first], -1) * sine
 
 
-def _angles(positions: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation_angles(positions: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the cosines and sines of the rotations at some positions."""
     frequencies = 500_000.0 ** (-torch.arange(0, width, 2, device=positions.device) / width)
     angles = positions[:, None] * frequencies
@@ -128,7 +128,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedded(self.tokens(tokens))
-        cosine, sine = _angles(torch.arange(tokens.shape[1], device=tokens.device), self.head_width, x.dtype)
+        cosine, sine = rotation_angles(torch.arange(tokens.shape[1], device=tokens.device), self.head_width, x.dtype)
         for block in self.blocks:
             x = block(x, cosine, sine)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
@@ -151,7 +151,7 @@ class DecodingLlama(Llama):
         """Returns the logits of the next tokens; the caches hold the keys and values of these."""
         position = self.get_buffer("position")
         x = self.tokens(tokens)
-        cosine, sine = _angles(position, self.head_width, x.dtype)
+        cosine, sine = rotation_angles(position, self.head_width, x.dtype)
         for number, block in enumerate(self.blocks):
             x = self._block(block, x, cosine, sine, self.get_buffer(f"cache_{number}"))
         logits: Tensor = self.head(self.norm(x))

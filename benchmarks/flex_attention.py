@@ -1,25 +1,36 @@
-"""FlexAttention, its forward or its gradients, beside Inductor's and causal SDPA, interleaved in one run.
+"""FlexAttention's forward, gradients or decoding beside Inductor's and SDPA, interleaved in one run.
 
     python benchmarks/flex_attention.py                  # on a CPU: 1 x 8 x 1024 x 64, float32
-    python benchmarks/flex_attention.py --device cuda    # 4 x 16 x 4096 x 64, bfloat16
-    python benchmarks/flex_attention.py --device cuda --configurations   # each configuration of fxwrap's kernels too
-    python benchmarks/flex_attention.py --device cuda --backward         # forward and backward, and their difference
+    python benchmarks/flex_attention.py --device cuda --sizes 4x16x4096x64 4x16x4096x128
+    python benchmarks/flex_attention.py --device cuda --passes backward --variants causal window
+    python benchmarks/flex_attention.py --device cuda --passes decode --sizes 8x32/8x4096x128     # 8 heads of keys
+    python benchmarks/flex_attention.py --device cuda --seconds 150 --record forward     # again, until no case is left
+    python benchmarks/flex_attention.py --device cuda --configurations   # each configuration of fxwrap's kernels, too
 
-The variant is one of `VARIANTS`: a score function and a mask. Columns: milliseconds, medians of interleaved rounds;
-their ratio to Inductor's; norm(difference) / norm of the result against float64, over two heads of the first element
-of the batch. With `--backward`, rows are of forward and backward together and of the backward, the difference from the
-forward; the error is the largest of those of the gradients.
+A case is a pass, a variant of `VARIANTS` (a score function and a mask) and sizes. Columns: milliseconds, medians of
+interleaved rounds; the ratio to Inductor's; norm(difference) / norm of the result against float64, over two heads of
+the first element of the batch; registers of a thread, spills and shared bytes of fxwrap's kernels. Times of a backward
+are those of forward and backward together less those of the forward; its error is the largest of the gradients'.
+
+`--seconds` begins no case that would end later; with `--record`, rows of the result file are kept and their cases are
+not measured again. `--parallel N` compiles the cases ahead in N processes, whose results come from the disk caches.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +41,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
+from benchmarks.flex_configurations import configurations, kernel_usage
 from benchmarks.measure_kernels import Contender, fresh_function, interleaved_device_times, interleaved_host_times
-from benchmarks.results import Report, Row, add_record_option
+from benchmarks.results import FOLDER, Report, Row, add_record_option, geometric_mean, result_path
 from fxwrap.compile.backend import make_backend
-from fxwrap.loop_ir import Kernel
-from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
-from fxwrap.runtime.kernels import load_kernel
-from fxwrap.wrapper_ir import KernelDefinition
 
 
 def _linear(slopes: Tensor) -> Callable[..., Tensor]:
@@ -59,24 +67,119 @@ CALLS = 5
 HEADS = 2
 """Heads whose results are compared with float64."""
 
-VARIANTS = ("causal+bias", "causal", "window", "documents", "full")
+VARIANTS = ("causal", "causal+bias", "window", "documents", "full")
+PASSES = ("forward", "backward", "decode")
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any) -> Any:
-    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call: queries have `heads`, keys and values `key_heads`."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    length: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> Sizes:
+        """Returns the sizes of BATCHxHEADSxLENGTHxWIDTH, where HEADS may be HEADS/KEY_HEADS."""
+        try:
+            batch, heads, length, width = text.split("x")
+            heads, _, key_heads = heads.partition("/")
+            return cls(int(batch), int(heads), int(key_heads or heads), int(length), int(width))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not BATCHxHEADS[/KEY_HEADS]xLENGTHxWIDTH") from None
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.key_heads}" if self.key_heads != self.heads else str(self.heads)
+        return f"{self.batch}x{heads}x{self.length}x{self.width}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pass ("forward", "backward", "decode") of a variant."""
+
+    step: str
+    variant: str
+    sizes: Sizes
+
+    @property
+    def head(self) -> Row:
+        """The cells that identify the case."""
+        return {"pass": self.step, "variant": self.variant, "sizes": str(self.sizes)}
+
+
+class Call:
+    """The functions of a case: by side, its call; and what float64 says about the first heads."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, sizes = case, case.sizes
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(0)
+        rows = 1 if case.step == "decode" else sizes.length
+        shapes = [(sizes.heads, rows), *[(sizes.key_heads, sizes.length)] * 2]
+        self.leaves = [
+            torch.randn(sizes.batch, heads, length, sizes.width, device=device, dtype=dtype) for heads, length in shapes
+        ]
+        self.slopes = 2.0 ** (-8.0 * torch.arange(1, sizes.heads + 1, device=device) / sizes.heads)
+        self.has_bias = case.variant.endswith("+bias")
+        self.score_mod = _linear(self.slopes) if self.has_bias else _identity
+        self.mask = MASKS[case.variant.removesuffix("+bias")]
+        self.block_mask = create_block_mask(self.mask, None, None, rows, sizes.length, device=device)
+        self.programs: list[fxwrap.Compiled] = []
+        own = make_backend(fxwrap.Options(), self._compile_graph)
+        backends: dict[str, Any] = {"fxwrap": own, "inductor": "inductor"}
+        self.forward: dict[str, Callable[[], Any]] = {}
+        is_grouped = sizes.heads != sizes.key_heads
+        for name, backend in backends.items():
+            compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)
+            self.forward[name] = partial(compiled, *self.leaves, self.score_mod, self.block_mask, is_grouped)
+        sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+        self.forward["sdpa"] = partial(sdpa, *self.leaves, is_causal=rows == sizes.length, enable_gqa=is_grouped)
+        self.functions = self.forward
+        if case.step == "backward":
+            self.grad = torch.randn_like(self.leaves[0])
+            for item in self.leaves:
+                item.requires_grad_()
+            self.functions = {name: partial(_gradients, function, self.leaves, self.grad)
+                              for name, function in self.forward.items()}  # fmt: skip
+
+    def _compile_graph(self, *items: Any, **keywords: Any) -> fxwrap.Compiled:
+        self.programs.append(fxwrap.compile_graph(*items, **keywords))
+        return self.programs[-1]
+
+    def errors(self) -> dict[str, float]:
+        """Returns the relative error of each compiled side; compiles."""
+        group = self.case.sizes.heads // self.case.sizes.key_heads
+        key_heads = -(-HEADS // group)
+        heads = key_heads * group
+        copies = [item.detach()[:1, :count].double() for item, count in
+                  zip(self.leaves, (heads, key_heads, key_heads), strict=True)]  # fmt: skip
+        expected: tuple[Tensor, ...] = (formula(copies, self.score_mod, self.mask),)
+        if self.case.step == "backward":
+            for item in copies:
+                item.requires_grad_()
+            function = partial(formula, copies, self.score_mod, self.mask)
+            expected = _gradients(function, copies, self.grad[:1, :heads].double())
+        return {name: _error(self.functions[name](), expected) for name in ("fxwrap", "inductor")}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, is_grouped: bool) -> Any:
+    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, enable_gqa=is_grouped)
 
 
 def formula(operands: Sequence[Tensor], score_mod: Any, mask: Any) -> Tensor:
     """Returns the result for query, key and value in float64, one head at a time."""
     query, key, value = operands
-    results = []
+    group, results = query.shape[1] // key.shape[1], []
     for head in range(query.shape[1]):
         rows, keys = [torch.arange(item.shape[2], device=item.device) for item in (query, key)]
-        scores = query[:, head] @ key[:, head].mT / query.shape[-1] ** 0.5
+        scores = query[:, head] @ key[:, head // group].mT / query.shape[-1] ** 0.5
         zero = torch.tensor(0, device=query.device)
         scores = score_mod(scores, zero, zero + head, rows[:, None], keys)
         scores = scores.masked_fill(~mask(zero, zero, rows[:, None], keys), -torch.inf)
-        results.append(scores.softmax(-1) @ value[:, head])
+        results.append(scores.softmax(-1) @ value[:, head // group])
     return torch.stack(results, 1)
 
 
@@ -97,90 +200,6 @@ def _repeat(function: Callable[[], Any], calls: int) -> None:
         function()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--sizes", type=int, nargs=4, default=None, help="batch, heads, length, width")
-    parser.add_argument("--variants", nargs="*", default=["causal+bias"], choices=VARIANTS)
-    parser.add_argument(
-        "--queries", type=int, default=0, help="query rows, by default the length; few with 'full' decode"
-    )
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernel")
-    parser.add_argument("--backward", action="store_true", help="measure gradients of queries, keys and values")
-    add_record_option(parser)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    report = Report(f"flex_attention-{arguments.device}", arguments, arguments.device)
-    for variant in arguments.variants:
-        _measure(variant, arguments, report)
-
-
-def _measure(variant: str, arguments: argparse.Namespace, report: Report) -> None:
-    device, is_gpu = arguments.device, arguments.device == "cuda"
-    sizes = arguments.sizes or ([4, 16, 4096, 64] if is_gpu else [1, 8, 1024, 64])
-    dtype = torch.bfloat16 if is_gpu else torch.float32
-    torch.manual_seed(0)
-    query, key, value = [torch.randn(sizes, device=device, dtype=dtype) for _ in range(3)]
-    rows = arguments.queries or sizes[2]
-    query = query[:, :, :rows].contiguous()
-    slopes = 2.0 ** (-8.0 * torch.arange(1, sizes[1] + 1, device=device) / sizes[1])
-    score_mod = _linear(slopes) if variant.endswith("+bias") else _identity
-    mask = MASKS[variant.removesuffix("+bias")]
-    block_mask = create_block_mask(mask, None, None, rows, sizes[2], device=device)
-    programs: list[fxwrap.Compiled] = []
-
-    def compile_graph(*items: Any, **keywords: Any) -> fxwrap.Compiled:
-        programs.append(fxwrap.compile_graph(*items, **keywords))
-        return programs[-1]
-
-    backends: dict[str, Any] = {"fxwrap": make_backend(fxwrap.Options(), compile_graph), "inductor": "inductor"}
-    forward: dict[str, Callable[[], Any]] = {}
-    for name, backend in backends.items():
-        compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)
-        forward[name] = partial(compiled, query, key, value, score_mod, block_mask)
-    causal = rows == sizes[2]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    forward["sdpa causal" if causal else "sdpa"] = partial(sdpa, query, key, value, is_causal=causal)
-    functions, leaves = forward, (query, key, value)
-    copies = [item[:1, :HEADS].double() for item in leaves]
-    expected: tuple[Tensor, ...] = (formula(copies, score_mod, mask),)
-    if arguments.backward:
-        grad = torch.randn_like(query)
-        for item in leaves:
-            item.requires_grad_()
-        functions = {name: partial(_gradients, function, leaves, grad) for name, function in forward.items()}
-        for item in copies:
-            item.requires_grad_()
-        expected = _gradients(partial(formula, copies, score_mod, mask), copies, grad[:1, :HEADS].double())
-    errors = {name: _error(function(), expected) for name, function in functions.items() if name in backends}
-    if arguments.configurations:
-        lists = _block_lists(block_mask)
-        for program in programs:
-            for kernel in program.program.kernels:
-                functions |= _configurations(kernel, leaves, slopes if variant.endswith("+bias") else None, *lists)
-    times = milliseconds(functions, torch.device(device), arguments.rounds)
-    shape = f"{' x '.join(map(str, sizes))}, {rows} rows, {str(dtype).removeprefix('torch.')}"
-    _report(report, {"variant": variant, "sizes": shape}, times, errors)
-    if arguments.backward:
-        for item in leaves:
-            item.requires_grad_(False)
-        alone = milliseconds(forward, torch.device(device), arguments.rounds)
-        backward = {
-            f"{name}, backward": [both - statistics.median(alone[name]) for both in times[name]] for name in forward
-        }
-        _report(report, {"variant": variant, "sizes": shape}, backward, {}, "inductor, backward")
-
-
-def _report(
-    report: Report, head: Row, times: dict[str, list[float]], errors: dict[str, float], reference: str = "inductor"
-) -> None:
-    for name, samples in times.items():
-        median = statistics.median(samples)
-        row: Row = {**head, "side": name, "ms": median, "/ inductor": median / statistics.median(times[reference])}
-        report.add({**row, "error": errors.get(name)}, raw=samples)
-
-
 def _gradients(function: Callable[[], Any], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(function(), leaves, grad)
 
@@ -189,51 +208,114 @@ def _error(results: Any, expected: Sequence[Tensor]) -> float:
     """Returns the largest relative error of results, over the first heads of the batch's first element."""
     results = results if isinstance(results, tuple) else (results,)
     pairs = zip(results, expected, strict=True)
-    return max(float((result[:1, :HEADS].double() - item).norm() / item.norm()) for result, item in pairs)
+    return max(float((result[:1, : item.shape[1]].double() - item).norm() / item.norm()) for result, item in pairs)
 
 
-def _block_lists(mask: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the lists of key blocks, and those of query blocks."""
-    keys = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
-    return keys, [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
-
-
-def _configurations(
-    definition: KernelDefinition, leaves: Sequence[Tensor], slopes: Tensor | None, keys: list[Tensor],
-    queries: list[Tensor],
-) -> dict[str, Callable[[], Any]]:  # fmt: skip
-    """Returns launches of a kernel of attention in each configuration that compiles; {} for another kernel."""
-    query, key, value = [item.detach() for item in leaves]
-    bias, statistic = [] if slopes is None else [slopes], torch.ones(query.shape[:3], device=query.device)
-    operands = {
-        "flex_attention": [*keys, query, key, *bias, value],
-        "flex_attention_grad_query": [*keys, query, key, query, value, *bias, statistic, statistic],
-        "flex_attention_grad_key_value": [*queries, query, key, query, value, *bias, statistic, statistic],
-    }
-    kind, kernel = definition.name.rpartition("_")[0], definition.loop_ir
-    inputs = operands.get(kind, [])
-    if not isinstance(kernel, Kernel) or [item.dtype for item in kernel.inputs] != [item.dtype for item in inputs]:
-        return {}
-    outputs = [torch.empty_like(query) for _ in kernel.outputs]
-    candidates = streaming_configurations(kernel, int)
-
-    def launched(item: StreamingConfiguration) -> Callable[[], Any] | None:
-        printed = print_streaming_triton(kernel, item)
-        launch = load_kernel("triton", printed.source, printed.signature, printed.options)
-        run = partial(launch, printed.grid, *inputs, *outputs)
-        try:
-            run()
-        except Exception as error:  # noqa: BLE001 - other processors have less memory
-            print(f"{kind}, {item}: {error}")
-            return None
-        return run
-
-    with ThreadPoolExecutor(8) as pool:
-        launches = dict(zip(candidates, pool.map(launched, candidates), strict=True))
-    return {
-        f"{kind}: rows {item.row_block}, keys {item.key_block}, warps {item.num_warps}, stages {item.num_stages}": run
-        for item, run in launches.items() if run is not None
+def measure(case: Case, arguments: argparse.Namespace) -> tuple[Row, object]:
+    """Returns the row of a case and its raw values."""
+    call, device = Call(case, arguments.device), torch.device(arguments.device)
+    errors = call.errors()
+    times = milliseconds(call.functions, device, arguments.rounds)
+    if case.step == "backward":
+        for item in call.leaves:
+            item.requires_grad_(False)
+        alone = milliseconds(call.forward, device, arguments.rounds)
+        times = {name: [both - statistics.median(alone[name]) for both in times[name]] for name in times}
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
+    usage = kernel_usage(call.programs)
+    row = {
+        **case.head, **{f"{name}, ms": median for name, median in medians.items()},
+        "/ inductor": medians["fxwrap"] / medians["inductor"], "error": errors["fxwrap"],
+        "inductor's error": errors["inductor"],
+        **{name: "/".join([str(item[name]) for item in usage.values()]) for name in ("registers", "spills", "shared")},
     }  # fmt: skip
+    return row, {**times, "kernels": usage}
+
+
+def sweep(case: Case, arguments: argparse.Namespace, report: Report) -> None:
+    """Reports each configuration of the kernels of a case."""
+    call = Call(case, arguments.device)
+    call.errors()
+    slopes = call.slopes if call.has_bias else None
+    for name, run in configurations(call.programs, call.leaves, slopes, call.block_mask):
+        samples = milliseconds({name: run}, torch.device(arguments.device), max(3, arguments.rounds // 3))[name]
+        report.add({**case.head, "configuration": name, "ms": statistics.median(samples)}, raw=samples)
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """Returns the cases of a command line, by size first."""
+    default = "4x16x4096x64" if arguments.device == "cuda" else "1x8x1024x64"
+    sizes = arguments.sizes or [Sizes.parse(default)]
+    variants = {step: ["full"] if step == "decode" else arguments.variants for step in arguments.passes}
+    return [Case(step, variant, item) for item, step in product(sizes, arguments.passes) for variant in variants[step]]
+
+
+def earlier_rows(path: Path | None) -> list[Row]:
+    """Returns the rows of a result file, if there is one."""
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
+    return rows
+
+
+def compile_case(case: Case, device: str) -> None:
+    """Compiles a case in another process, which fills the disk caches."""
+    command = [sys.executable, __file__, "--device", device, "--compile", "--sizes", str(case.sizes)]
+    command += ["--passes", case.step, "--variants", case.variant]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+
+
+def run_cases(arguments: argparse.Namespace, start: float, folder: Path = FOLDER) -> None:
+    """Measures and reports the cases that have no row, until the time is over."""
+    name = f"flex_attention-{arguments.device}"
+    earlier = earlier_rows(result_path(name, arguments, folder))
+    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier)
+    known = [{key: row.get(key) for key in ("pass", "variant", "sizes")} for row in earlier]
+    missing = [case for case in cases(arguments) if case.head not in known]
+    ratios, longest = list[float](), 0.0
+    pool = ThreadPoolExecutor(max(arguments.parallel, 1))
+    compiles: dict[Case, Future[None]] = {}
+    if arguments.parallel:
+        compiles = {case: pool.submit(compile_case, case, arguments.device) for case in missing}
+    for position, case in enumerate(missing):
+        began = time.monotonic()
+        if began - start + longest > arguments.seconds:
+            print(f"{len(missing) - position} cases are left: run again", flush=True)
+            break
+        if case in compiles:
+            compiles[case].result()
+        row, raw = measure(case, arguments)
+        report.add(row, raw)
+        ratios.append(float(row["/ inductor"] or 0.0))
+        longest = max(longest, time.monotonic() - began)
+        torch.compiler.reset()
+    pool.shutdown(cancel_futures=True)
+    if ratios:
+        print(f"geometric mean of {len(ratios)} ratios: {geometric_mean(ratios):.3f}, largest {max(ratios):.3f}")
+
+
+def main() -> None:
+    start = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sizes", type=Sizes.parse, nargs="*", help="BATCHxHEADS[/KEY_HEADS]xLENGTHxWIDTH")
+    parser.add_argument("--passes", nargs="*", default=["forward"], choices=PASSES)
+    parser.add_argument("--variants", nargs="*", default=["causal+bias"], choices=VARIANTS)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case that would end later")
+    parser.add_argument("--parallel", type=int, default=0, help="processes that compile cases ahead")
+    parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernels")
+    parser.add_argument("--compile", action="store_true", help="compile the cases, and measure nothing")
+    add_record_option(parser)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.compile:
+        for case in cases(arguments):
+            Call(case, arguments.device).errors()
+        return
+    run_cases(arguments, start)
+    if arguments.configurations:
+        report = Report(f"flex_attention-configurations-{arguments.device}", arguments, arguments.device)
+        for case in cases(arguments):
+            sweep(case, arguments, report)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
     python benchmarks/quantised.py --device cuda --record              # 8B shapes and experts of three models, bfloat16
     python benchmarks/quantised.py --cases int8 int4 --rows 1          # on a CPU: a fourth of the width
+    python benchmarks/quantised.py --device cuda --record --resume --seconds 160   # the cases that a run left
 
-"fxwrap" has the default options, "generated" computes every matmul that it can as a kernel. Columns: milliseconds,
-medians of interleaved rounds; their ratio to Inductor's; the bytes of the weights over the time, as a part of the
-bytes that a copy reads and writes in a second; norm(difference) / norm of the result against float64.
+Experts: "NAME" has sorted tokens, "NAME-routed" all that transformers does after the choice of experts, "NAME-batched"
+its form with a matrix for each row. "fxwrap" has the default options, "generated" computes every matmul that it can as
+a kernel. Columns: milliseconds, medians of interleaved rounds; their ratio to Inductor's; the bytes of the weights over
+the time, as a part of the bytes that a copy reads and writes in a second; norm(difference) / norm of the result against
+float64.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +37,7 @@ from benchmarks.measure_kernels import (
     interleaved_host_times,
     relative_error,
 )
-from benchmarks.results import Report, Row, add_record_option
+from benchmarks.results import Report, Row, add_record_option, result_path
 
 SIDES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inductor": ("inductor", {}),
@@ -105,6 +110,30 @@ def experts(
     return torch.zeros_like(x).index_add(0, tokens, result)
 
 
+def routed_experts(
+    product: GroupedProduct, x: Tensor, chosen: Tensor, gates: Tensor, into: Tensor, out: Tensor
+) -> Tensor:
+    """The experts of tokens as transformers computes them by grouped matmuls, from the choice of experts."""
+    count = chosen.shape[1]
+    numbers, order = chosen.reshape(-1).sort()
+    numbers = numbers.float() if numbers.is_cpu else numbers.int()
+    offsets = torch.histc(numbers, bins=len(into), min=0, max=len(into) - 1).cumsum(0, dtype=torch.int32)
+    gate, up = product(x[order // count], into.transpose(1, 2), offsets).chunk(2, -1)
+    result = product(functional.silu(gate) * up, out.transpose(1, 2), offsets) * gates.reshape(-1)[order][:, None]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=x.device)
+    return result[inverse].view(len(x), count, -1).sum(1)
+
+
+def batched_experts(x: Tensor, chosen: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
+    """The experts of tokens as transformers computes them by batched matmuls, with a copy of a matrix for each row."""
+    count, numbers = chosen.shape[1], chosen.reshape(-1)
+    rows = x.repeat_interleave(count, 0)[..., None]
+    gate, up = torch.bmm(into[numbers], rows)[..., 0].chunk(2, -1)
+    result = torch.bmm(out[numbers], (functional.silu(gate) * up)[..., None])[..., 0] * gates.reshape(-1)[:, None]
+    return result.view(len(x), count, -1).sum(1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A function, its arguments, the function in float64 and the bytes of the weights that it reads."""
@@ -143,9 +172,11 @@ def linear_case(name: str, rows: int, width: int, dtype: torch.dtype) -> Case:
 
 def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -> Case:
     """Returns the experts of `count` tokens, each of random experts."""
-    number, chosen, width, hidden = EXPERTS[name]
+    model, _, form = name.partition("-")
+    number, of_token, width, hidden = EXPERTS[model]
     width, hidden = width // width_divisor, hidden // width_divisor
-    picked = torch.stack([torch.randperm(number)[:chosen] for _ in range(count)]).flatten()
+    chosen = torch.stack([torch.randperm(number)[:of_token] for _ in range(count)])
+    picked = chosen.flatten()
     order = picked.argsort(stable=True)
     offsets = picked.bincount(minlength=number).cumsum(0).to(torch.int32)
     weights = [
@@ -153,13 +184,24 @@ def expert_case(name: str, count: int, width_divisor: int, dtype: torch.dtype) -
         torch.randn(number, width, hidden, dtype=dtype) / hidden**0.5,
     ]
     read = sum(weight[0].nbytes for weight in weights) * len(picked.unique())
-    inputs = (torch.randn(count, width, dtype=dtype), order // chosen, offsets, torch.rand(len(order), dtype=dtype))
-    return Case(partial(experts, torch._grouped_mm), (*inputs, *weights), partial(experts, reference_product), read)
+    x, gates = torch.randn(count, width, dtype=dtype), torch.rand(len(order), dtype=dtype)
+    if form:
+        function = batched_experts if form == "batched" else partial(routed_experts, torch._grouped_mm)
+        inputs = (x, chosen, gates.view(chosen.shape), *weights)
+        return Case(function, inputs, partial(routed_experts, reference_product), read)
+    inputs = (x, order // of_token, offsets, gates, *weights)
+    return Case(partial(experts, torch._grouped_mm), inputs, partial(experts, reference_product), read)
 
 
-CASES = ("int8", "int8-packed", "int4", "int4-packed", "float8", "float8-scaled", *EXPERTS)
+CASES = (
+    "int8", "int8-packed", "int4", "int4-packed", "float8", "float8-scaled", *EXPERTS,
+    *[f"{name}-routed" for name in EXPERTS], *[f"{name}-batched" for name in EXPERTS],
+)  # fmt: skip
 
 GPU_CASES = ("int4-packed",)
+
+MAX_BATCHED_TOKENS = 16
+"""The largest number of tokens of which each row's matrices are copied."""
 
 
 def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) -> None:
@@ -169,8 +211,9 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
     torch._dynamo.reset()
     dtype, divisor = getattr(torch, chosen.dtype), 1 if is_gpu else 4
     with device:
-        case = expert_case(name, rows, divisor, dtype) if name in EXPERTS else linear_case(
-            name, rows, 4096 // divisor, dtype
+        case = (
+            expert_case(name, rows, divisor, dtype)
+            if name.partition("-")[0] in EXPERTS else linear_case(name, rows, 4096 // divisor, dtype)
         )  # fmt: skip
     wide = [item.double() if item.is_floating_point() and item.itemsize > 1 else item for item in case.inputs]
     expected = case.reference(*wide)
@@ -222,11 +265,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 1024], help="rows, or tokens of experts")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
+    parser.add_argument("--resume", action="store_true", help="skip cases that the result file has")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no case after this time")
     add_record_option(parser)
     chosen = parser.parse_args()
-    report = Report(f"quantised-{chosen.device}", chosen, torch.device(chosen.device))
+    start, table = time.perf_counter(), f"quantised-{chosen.device}"
+    path = result_path(table, chosen)
+    earlier = json.loads(path.read_text())["rows"] if chosen.resume and path is not None and path.exists() else []
+    measured = {(row["case"], row["rows"]) for row in earlier}
+    report = Report(table, chosen, torch.device(chosen.device), earlier=earlier)
     for name in [item for item in chosen.cases if item not in GPU_CASES or chosen.device != "cpu"]:
         for rows in chosen.rows:
+            is_large = name.endswith("-batched") and rows > MAX_BATCHED_TOKENS
+            if is_large or (name, rows) in measured or time.perf_counter() - start > chosen.seconds:
+                continue
             measure(name, rows, chosen, report)
 
 

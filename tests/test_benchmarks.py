@@ -16,6 +16,7 @@ from benchmarks.dashboard import Dashboard, parsed_arguments
 from benchmarks.dashboard_rows import RowFile, table_cells
 from benchmarks.dashboard_tables import details, summary, worst
 from benchmarks.distributed import uncovered
+from benchmarks.flex_attention import Case, Sizes, run_cases
 from benchmarks.results import FOLDER, Report, cell_text
 from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
 
@@ -194,3 +195,24 @@ def test_dashboard_arguments(arguments: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit):
         parsed_arguments(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_cases_of_flex_attention_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the time is over, and in later runs those that are left."""
+    measured: list[str] = []
+
+    def measure(case: Case, _: argparse.Namespace) -> tuple[dict[str, object], object]:
+        measured.append(str(case.sizes))
+        return {**case.head, "/ inductor": 0.9}, None
+
+    monkeypatch.setattr("benchmarks.flex_attention.measure", measure)
+    chosen = argparse.Namespace(
+        record="x", device="cpu", sizes=[Sizes.parse("1x8/2x64x16"), Sizes.parse("1x8x64x16")], passes=["decode"],
+        variants=[], seconds=0.0, parallel=0,
+    )  # fmt: skip
+    for _ in range(3):
+        run_cases(chosen, time.monotonic() - 1e-3, tmp_path)
+        chosen.seconds = 1000.0
+    assert measured == ["1x8/2x64x16", "1x8x64x16"]
+    with pytest.raises(argparse.ArgumentTypeError, match="is not BATCHxHEADS"):
+        Sizes.parse("1x8x64")

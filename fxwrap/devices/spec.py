@@ -85,6 +85,10 @@ class DeviceSpec:
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
             library's.
+        generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
+            as those of quantised weights.
+        generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
+            matmuls are faster than a library's.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
@@ -136,6 +140,8 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
@@ -163,6 +169,12 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
+
+    def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
+        """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
+        if matmul_kernels != "auto" or not isinstance(rows, int) or not isinstance(groups, int):
+            return matmul_kernels == "generated"
+        return rows <= groups * dict(self.generated_grouped_rows).get(dtype, 0)
 
     @property
     def collective_bucket_bytes(self) -> int:
@@ -231,11 +243,13 @@ CUDA = DeviceSpec(
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
     generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
     instructions_per_byte=4,
+    float8_kernels=True,
     reserves_batch_norm_state=True,
     supports_graph_capture=True,
     captures_collectives=True,

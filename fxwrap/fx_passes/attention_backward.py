@@ -8,13 +8,21 @@ transposed weights and the output's gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, swaps_last_two
+from fxwrap.fx_passes.attention_nodes import (
+    ELEMENTWISE,
+    element_count,
+    is_cast,
+    is_tensor,
+    keeps_order,
+    sizes_of,
+    swaps_last_two,
+)
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 
@@ -22,6 +30,23 @@ _aten = torch.ops.aten
 
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default})
 _ALIASES = frozenset({"alias", "detach"})
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """The sums of gradients of repeated heads of keys and values over the query heads of each group.
+
+    Fields:
+        group: the number of query heads of a group.
+        grad_key, grad_value: the sums, (batch, key heads, keys, width), perhaps with a dimension 2 of size 1; None
+            where the gradient is unused.
+        inner: the nodes from the matmuls to the sums, without these.
+    """
+
+    group: int
+    grad_key: Node | None
+    grad_value: Node | None
+    inner: frozenset[Node]
 
 
 @dataclass(frozen=True)
@@ -34,7 +59,10 @@ class AttentionBackward:
             included.
         grad_query, grad_key, grad_value: the gradients of the operands of the formula's matmuls; None where unused.
             The key's is transposed, as the operand is.
-        inner: the nodes of the backward that only it reads, without these gradients.
+        matrices: the nodes of `grad_scores` that others read too, such as sums that are the gradients of a bias.
+        inner: the nodes of the backward, without gradients of operands. Only the backward reads them, but for
+            `matrices`.
+        group_sums: sums of the gradients of keys and values, if they alone read these.
     """
 
     grad_output: Node
@@ -42,12 +70,28 @@ class AttentionBackward:
     grad_query: Node | None
     grad_key: Node | None
     grad_value: Node | None
+    matrices: tuple[Node, ...]
     inner: frozenset[Node]
+    group_sums: GroupSums | None = None
 
     @property
-    def gradients(self) -> tuple[Node, ...]:
-        """The nodes of the gradients that are used."""
-        return tuple([node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None])
+    def results(self) -> tuple[Node, ...]:
+        """The nodes that others read: gradients of operands, and of scores."""
+        gradients = [node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None]
+        return (*gradients, *self.matrices)
+
+    @property
+    def group(self) -> int:
+        """The number of query heads whose gradients of keys and values are summed."""
+        return 1 if self.group_sums is None else self.group_sums.group
+
+    def of_key_heads(self) -> AttentionBackward:
+        """Returns the backward whose gradients of keys and values are the sums over groups, without repeated heads."""
+        sums = self.group_sums
+        if sums is None:
+            return self
+        inner = self.inner | sums.inner
+        return replace(self, grad_key=sums.grad_key, grad_value=sums.grad_value, inner=inner, group_sums=None)
 
 
 class UnsupportedBackwardError(Exception):
@@ -103,12 +147,12 @@ class _Search:
         self.inner |= {*weights[1:], *path}
         gradients = grad_query, grad_key, grad_value
         own = {*self.inner, *[node for node in gradients if node is not None]}
-        for node in self.inner:
-            if not own.issuperset(node.users):
-                is_bias = any(name_of(user) == "sum" for user in node.users)
-                reason = "its bias needs a gradient" if is_bias else "a gradient of its scores is read again"
-                raise UnsupportedBackwardError(reason)
-        return AttentionBackward(grad_output, tuple(path), *gradients, frozenset(self.inner))
+        read_again = {node for node in self.inner if not own.issuperset(node.users)}
+        if not read_again.issubset(path):
+            raise UnsupportedBackwardError("a value that its backward computes from scores is read again")
+        matrices = tuple([node for node in path if node in read_again])
+        sums = self._group_sums(grad_key, grad_value)
+        return AttentionBackward(grad_output, tuple(path), *gradients, matrices, frozenset(self.inner), sums)
 
     def _aliases(self, node: Node) -> list[Node]:
         """Returns a node and what aliases it without a change of shape."""
@@ -206,7 +250,42 @@ class _Search:
             raise UnsupportedBackwardError("the gradient of its scores reaches no matmul of queries and keys")
         return grad_query, grad_key
 
+    def _group_sums(self, grad_key: Node | None, grad_value: Node | None) -> GroupSums | None:
+        """Returns the sums of gradients of repeated heads; None if a gradient is read otherwise."""
+        used = [(node, node is grad_key) for node in (grad_key, grad_value) if node is not None]
+        chains = [chain for node, is_key in used if (chain := self._group_sum(node, is_key)) is not None]
+        if len(chains) != len(used) or not chains:
+            return None
+        groups = {sizes_of(chain[-2], self.fakes)[2] for chain in chains}
+        group = groups.pop()
+        if groups or type(group) is not int:
+            return None
+        of_node = {chain[0]: chain[-1] for chain in chains}
+        inner = frozenset([node for chain in chains for node in chain[:-1]])
+        of_key, of_value = [None if node is None else of_node[node] for node in (grad_key, grad_value)]
+        return GroupSums(group, of_key, of_value, inner)
+
+    def _group_sum(self, gradient: Node, is_transposed: bool) -> list[Node] | None:
+        """Returns the nodes from a gradient to its sum over dimension 2 of (batch, key heads, group, keys, width)."""
+        chain = [gradient]
+        while len(chain) < _MAX_LENGTH and len(chain[-1].users) == 1:
+            node = chain[-1]
+            (user,) = node.users
+            if not is_tensor(user, self.fakes):
+                return None
+            chain.append(user)
+            if name_of(user) == "sum":
+                is_whole = self.fakes[node].ndim == 5 and user.args[1:2] in (([2],), ([-3],)) and not user.kwargs
+                return chain if is_whole and not is_transposed else None
+            if swaps_last_two(user, self.fakes):
+                is_transposed = not is_transposed
+            elif not keeps_order(user, self.fakes) or self._last_two(user) != self._last_two(node):
+                return None
+        return None
+
+    def _last_two(self, node: Node) -> list[Any]:
+        return sizes_of(node, self.fakes)[-2:]
+
 
 _MAX_LENGTH = 24
 """The largest number of operators between the softmax's backward and matmuls."""
-

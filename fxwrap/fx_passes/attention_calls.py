@@ -19,6 +19,7 @@ from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
 from fxwrap.fx_passes.attention_scores import (
+    Coordinate,
     ReadTensor,
     ScoreFunctions,
     UnsupportedScoresError,
@@ -68,9 +69,7 @@ def _is_contiguous_copy(node: Node) -> bool:
 class AttentionRewriter:
     """Writes calls of FlexAttention into a copy of the graph."""
 
-    def __init__(
-        self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]
-    ) -> None:
+    def __init__(self, copy: GraphCopy, fakes: NodeValues, written: set[int], specs: Mapping[str, DeviceSpec]) -> None:
         self.specs = specs
         self.copy = copy
         self.fakes = fakes
@@ -141,14 +140,16 @@ class AttentionRewriter:
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
 
-        before = copy.node_map[min(backward.gradients, key=order.__getitem__)]
+        if operands.key.group > 1:
+            backward = backward.of_key_heads()
+        before = copy.node_map[min(backward.results, key=order.__getitem__)]
         name = f"{name}_backward"
         grad_output = plain_stage(backward.grad_output, operands, fakes)
         gradient = kernel_operand(copy, before, grad_output, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
         block_mask = self._block_mask(before, functions.mask_mod, name)
-        gradient_fakes = self._gradient_fakes(tensors, len(buffers) + 1)
+        gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
         arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
                      (*buffers, results[2]), ())  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
@@ -156,19 +157,42 @@ class AttentionRewriter:
         for index, node in enumerate(nodes):
             if node is not None:
                 result = copy.call(before, operator.getitem, (call, index), name, fake=gradient_fakes[index])
-                if index == _KEY:
-                    result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
-                sizes = copy.size_arguments(before, fakes[node].shape)
-                result = copy.call(before, _aten.view.default, (result, sizes), name)
+                if node.target in (_aten.bmm.default, _aten.mm.default):
+                    if index == _KEY:
+                        result = copy.call(before, _aten.transpose.int, (result, -2, -1), name)
+                    sizes = copy.size_arguments(before, fakes[node].shape)
+                    result = copy.call(before, _aten.view.default, (result, sizes), name)
+                elif fakes[node].ndim == 5:
+                    result = copy.call(before, _aten.unsqueeze.default, (result, 2), name)
                 copy.substitute(node, result, "fused", tuple(backward.inner))
+        if backward.matrices:
+            captured = copy.call(before, operator.getitem, (call, 3), name, fake=gradient_fakes[3])
+        for index, node in enumerate(backward.matrices):
+            fake = gradient_fakes[3][index]
+            result = copy.call(before, operator.getitem, (captured, index), name, fake=fake)
+            sizes = copy.size_arguments(before, fakes[node].shape)
+            result = copy.call(before, _aten.view.default, (result, sizes), name)
+            copy.substitute(node, result, "fused")
 
-    def _gradient_fakes(self, tensors: Sequence[Node], buffers: int) -> tuple[Any, ...]:
-        """Returns the gradients of (batch, heads, rows or keys, width): like matmuls, that of keys transposed."""
+    def _gradient_fakes(
+        self, tensors: Sequence[Node], backward: AttentionBackward, matrices: tuple[FakeTensor, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the gradients of (batch, heads, rows or keys, width), as the nodes that they replace are in memory.
+
+        Matmuls compute that of keys transposed.
+        """
         fakes = [self.copy.fakes[item] for item in tensors]
+        results = []
+        nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         with in_fake_mode(fakes[0].fake_mode):
-            query, value = [item.new_empty(item.shape) for item in (fakes[0], fakes[2])]
-            key = fakes[1].new_empty(fakes[1].mT.shape).mT
-        return (query, key, value, (None,) * buffers)
+            for index, (fake, node) in enumerate(zip(fakes, nodes, strict=True)):
+                if node is not None and node.target not in (_aten.bmm.default, _aten.mm.default):
+                    summed = self.fakes[node]
+                    summed = summed.select(2, 0) if summed.ndim == 5 else summed
+                    results.append(fake.new_empty_strided(summed.shape, summed.stride()))
+                else:
+                    results.append(fake.new_empty(fake.mT.shape).mT if index == _KEY else fake.new_empty(fake.shape))
+        return (*results, matrices)
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
         """Returns one block of all rows and keys."""
@@ -222,8 +246,15 @@ class AttentionRewriter:
         return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
 
     def _buffer(self, before: Node, read: ReadTensor, operands: AttentionOperands, name: str) -> Node:
-        """Returns a tensor that the scores read, with a dimension for each index that it is read at."""
+        """Returns a tensor that the scores read, with a dimension for each index that it is read at.
+
+        A tensor whose keys are not neighbours in memory is copied once: kernels of each head and batch read it.
+        """
         copy, node = self.copy, self.copy.node_map[read.node]
+        stride = next((stride for stride, item in zip(copy.fakes[node].stride(), read.coordinates, strict=True)
+                       if item == Coordinate("key")), 1)  # fmt: skip
+        if type(stride) is int and stride > 1:
+            node = copy.call(before, _aten.clone.default, (node,), name, {"memory_format": torch.contiguous_format})
         for dim in reversed(range(len(read.coordinates))):
             coordinate = read.coordinates[dim]
             if coordinate is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.effects import attribute_of, name_of
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.symbolic import Size, product
-from fxwrap.torch_compat import FakeTensor, OpOverload
+from fxwrap.torch_compat import FakeTensor, OpOverload, real_object, without_fake_mode
 
 _VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
 """Operators whose result has their operand's elements, in the same order."""
@@ -21,6 +23,12 @@ ELEMENTWISE = frozenset({
     "ne", "neg", "rsub", "sigmoid", "sub", "tanh", "to_copy", "where",
 })  # fmt: skip
 """Operators of single elements that scores, biases and masks are computed with."""
+
+_FOLDED = frozenset({
+    "add", "alias", "clone", "detach", "div", "lift_fresh_copy", "mul", "neg", "pow", "reciprocal", "rsqrt", "sqrt",
+    "sub", "to_copy",
+})  # fmt: skip
+"""Operators with which models compute a scale from a constant tensor."""
 
 Sizes: TypeAlias = list[Any]
 """Sizes as ints and expressions, whose comparison installs no guard."""
@@ -86,3 +94,48 @@ def is_cast(node: Node, fakes: NodeValues) -> bool:
 def element_count(node: Node, fakes: NodeValues) -> Size:
     """Returns the number of elements of a node's tensor, an int or an expression."""
     return product(sizes_of(node, fakes))
+
+
+def folded_number(
+    node: object, fakes: NodeValues, is_written: Callable[[Node], bool] = lambda _node: False
+) -> bool | int | float | None:
+    """Returns the value of a tensor of one element that is computed from constants; None for other nodes.
+
+    `is_written` tells whether a call writes a node's memory.
+    """
+    value = _folded(node, fakes, is_written, 0)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    with without_fake_mode():
+        number: Any = value.item()
+    return number  # type: ignore[no-any-return]
+
+
+def _folded(argument: Any, fakes: NodeValues, is_written: Callable[[Node], bool], depth: int) -> Any:
+    """Returns the value of an argument: a tensor on the CPU, or a number; None if it is unknown."""
+    if not isinstance(argument, Node):
+        return argument if type(argument) in (bool, int, float) else None
+    fake = fakes.get(argument)
+    if depth > _MAX_FOLDED or (isinstance(fake, torch.Tensor) and (fake.numel() != 1 or is_written(argument))):
+        return None
+    if argument.op == "get_attr":
+        value = real_object(attribute_of(argument))
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.numel() != 1:
+            return None
+        with without_fake_mode():
+            return value.detach().cpu()
+    if (
+        not isinstance(argument.target, OpOverload)
+        or name_of(argument) not in _FOLDED
+        or argument.kwargs.keys() - {"dtype", "memory_format"}
+    ):
+        return None
+    operands = [_folded(item, fakes, is_written, depth + 1) for item in argument.args]
+    if any(item is None for item in operands):
+        return None
+    with without_fake_mode():
+        return argument.target(*operands, **argument.kwargs)
+
+
+_MAX_FOLDED = 8
+"""The largest number of operators between a constant tensor and a number."""

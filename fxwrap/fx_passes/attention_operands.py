@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_nodes import keeps_order, sizes_of, swaps_last_two
+from fxwrap.fx_passes.attention_nodes import folded_number, keeps_order, sizes_of, swaps_last_two
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads
@@ -93,13 +93,18 @@ class AttentionOperands:
 def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> AttentionOperands:
     """Returns the operands of a formula, as close to their origin as a kernel can read them.
 
-    Those of a formula with a backward are the elements of its matmuls' operands, of which that computes gradients.
+    Those of a formula with a backward are the elements of its matmuls' operands, of which that computes gradients, or
+    those that are repeated for groups of query heads, over which it sums gradients.
     """
     query = [item for item in _stages(formula.query_key.args[-2], -1, fakes) if item.group == 1]
     key = _stages(formula.query_key.args[-1], -2, fakes)
     value = [item for item in _stages(formula.output.args[1], -1, fakes) if not item.factors]
-    if formula.backward is not None:
-        query, key, value = [[item for item in stages if item.is_plain] for stages in (query, key, value)]
+    backward = formula.backward
+    if backward is not None:
+        query, key, value = [
+            [item for item in stages if item.is_plain or (item.group == backward.group and not item.factors)]
+            for stages in (query, key, value)
+        ]
     products = sizes_of(formula.query_key, fakes)[:-2]
     leading: tuple[Any, Any] = (products[0] if products else 1, 1)
     split = next((item for stages in (query, value, key) for item in stages if fakes[item.node].ndim == 4), None)
@@ -193,7 +198,8 @@ def _factor(node: Node, source: Node, fakes: NodeValues) -> Factor | None:
     value = node.args[1]
     is_scalar = type(value) in (int, float)
     if isinstance(value, Node) and isinstance(fakes.get(value), FakeTensor):
-        is_scalar = fakes[value].ndim == 0
+        is_near = fakes[value].device == fakes[node].device or folded_number(value, fakes) is not None
+        is_scalar = fakes[value].ndim == 0 and is_near
     if not is_scalar or fakes[source].dtype != fakes[node].dtype or not fakes[node].dtype.is_floating_point:
         return None
     return Factor(value, name == "div")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,9 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_backward import AttentionBackward
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder
+from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
 from fxwrap.fx_passes.prepared_graph import NodeValues
-from fxwrap.torch_compat import FakeTensor, in_fake_mode
+from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
 _aten = torch.ops.aten
 
@@ -30,7 +31,8 @@ class ScoreGradients:
     Fields:
         score_mod: the score of the forward.
         relative_score_mod: the score less the maximum of its row, which is the last buffer.
-        joint: the gradient of the score before `score_mod`, from that of the modified score.
+        joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
+            the matrices of gradients that others read.
         mask_mod: a mask that is all true.
         reads: the buffers of all of them, in order, but for the maxima.
     """
@@ -40,6 +42,12 @@ class ScoreGradients:
     joint: GraphModule
     mask_mod: GraphModule
     reads: tuple[ReadTensor, ...]
+
+    @property
+    def matrices(self) -> tuple[FakeTensor, ...]:
+        """The fake values of the matrices."""
+        results: Any = self.joint.graph.output_node().args[0]
+        return tuple([item.meta["val"] for item in results[1:] if item is not None])
 
 
 def score_gradients(
@@ -67,11 +75,21 @@ class _Builder(ScoreFunctionBuilder):
         maxima = self._maxima()
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
-        empty = [None] * (len(self.indices) + len(self.reads) + 1)
+        empty = [None] * len(self.indices)
+        matrices = [self._matrix(passed[node], self.fakes[node].dtype) for node in backward.matrices]
         return ScoreGradients(
             self._part([value], (start, maxima)), self._part([relative], (start,)),
-            self._part([gradient, *empty], ()), self.all_true(), tuple([ReadTensor(*key) for key in self.reads]),
+            self._part([gradient, *empty, *matrices], ()), self.all_true(),
+            tuple([ReadTensor(*key) for key in self.reads]),
         )  # fmt: skip
+
+    def _matrix(self, value: Node, dtype: torch.dtype) -> Node:
+        """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""
+        scatter = flex_scatter_operator()
+        sizes = [*self.operands.score_sizes(self.fakes), self.fakes[self.formula.query_key].shape[-1]]
+        if scatter is None or any(type(size) is not int for size in sizes):
+            raise UnsupportedScoresError("a gradient of its scores, whose sizes are symbolic, is read again")
+        return self.call(scatter, sizes, [*self.indices.values()], self._cast(value, dtype))
 
     def _add_side(self, node: Node, passed: dict[Node, Node]) -> None:
         """Computes another value than the gradient that depends on the score."""

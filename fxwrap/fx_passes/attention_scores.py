@@ -17,13 +17,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
+from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, folded_number, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode, without_fake_mode
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode
 
 _aten = torch.ops.aten
 
@@ -200,6 +200,9 @@ class ScoreFunctionBuilder(_ScalarGraph):
         return value if is_same else self.call(_aten._to_copy.default, value, dtype=dtype)
 
     def _multiplied(self, value: Node, factor: Any, divides: bool) -> Node:
+        number = self._constant(factor) if isinstance(factor, Node) else factor
+        if number is not None and self.folds_scale and math.isfinite(number) and number != 0:
+            factor = number
         if isinstance(factor, Node):
             target = _aten.div.Tensor if divides else _aten.mul.Tensor
             return self.call(target, value, self._element(factor, ()))
@@ -342,18 +345,12 @@ class ScoreFunctionBuilder(_ScalarGraph):
 
     def _constant(self, node: Node) -> bool | int | float | None:
         """Returns the value of each element of a constant tensor, None for other tensors."""
-        fake = self.fakes[node]
         if name_of(node) in _CONSTANTS:
             return _filled_value(node)
         uniform = uniform_value(node, self.fakes.get, self._is_written)
         if uniform is not None:
             return uniform
-        is_real = node.op == "get_attr" and not isinstance(fake, FakeTensor)
-        if not is_real or fake.numel() != 1 or fake.is_complex() or self._is_written(node):
-            return None
-        with without_fake_mode():
-            number: Any = fake.item()
-        return number  # type: ignore[no-any-return]
+        return folded_number(node, self.fakes, self._is_written)
 
     def _is_written(self, node: Node) -> bool:
         return bool(self.written & storages_of(self.fakes[node]))
@@ -385,9 +382,12 @@ class ScoreFunctionBuilder(_ScalarGraph):
         count, size = 1, 0
         for item in node.args:
             if isinstance(item, Node):
-                if not isinstance(self.fakes.get(item), torch.Tensor) or count > _MAX_OPERATORS:
+                operand = self.fakes.get(item)
+                if not isinstance(operand, torch.Tensor) or count > _MAX_OPERATORS:
                     return own
-                rank = self.fakes[item].ndim
+                if operand.device != self.device and self._constant(item) is None:
+                    return own
+                rank = operand.ndim
                 added = self._cost(item, self._broadcast(item, coordinates[len(coordinates) - rank :]))
                 count, size = count + added[0], size + added[1]
             elif isinstance(item, list | tuple):

@@ -26,14 +26,36 @@ class UnsupportedGradientsError(Exception):
     """Gradients of captured tensors that are no sums over scores; the message says why."""
 
 
+def matrix_orders(joint: GraphModule) -> dict[int, tuple[int, ...]]:
+    """Returns the sums over scores in which each score has its own element, and the order of their dimensions.
+
+    Sums are counted from 0, among the results of a joint graph after those of indices. An order is one of batch, head,
+    query and key, as numbers from 0.
+    """
+    results: Any = joint.graph.output_node().args[0]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    return {
+        number: order for number, item in enumerate(results[1 + INDEX_COUNT :])
+        if isinstance(item, Node) and (order := _matrix_order(item, placeholders)) is not None
+    }  # fmt: skip
+
+
+def _matrix_order(scatter: Node, placeholders: Sequence[Node]) -> tuple[int, ...] | None:
+    """Returns the order of the indices of a sum over scores that are those of a score, each once; None for others."""
+    indices: Any = scatter.args[1] if scatter.target is flex_scatter_operator() else ()
+    own = placeholders[1 : 1 + INDEX_COUNT]
+    is_matrix = len(indices) == INDEX_COUNT and {*indices} == {*own}
+    return tuple([own.index(item) for item in indices]) if is_matrix else None
+
+
 @dataclass(frozen=True)
 class CapturedGradients:
     """A joint graph, split where the sums over scores end.
 
     Fields:
         joint: returns the gradient of the score, None for each index, and the calls of `zeros_and_scatter`, whose
-            values have the dtype of the computation.
-        sums: fake values of the sums, in that dtype.
+            values have the dtype of the computation, except where each score has its own element.
+        sums: fake values of the sums, in these dtypes.
         after: returns the gradients of tensors from the sums and all operands of `score_mod` after the indices.
     """
 
@@ -48,7 +70,7 @@ def split_captured_gradients(
     """Splits a joint graph of ATen operators on scalars, with the dtype of the computation.
 
     `buffers` are the operands of `score_mod` after the indices, and `used` the positions of those whose gradients are
-    used. Raises UnsupportedGradientsError.
+    used, or of further results of the graph. Raises UnsupportedGradientsError.
     """
     return _Splitter(joint, buffers, dtype).split(used)
 
@@ -78,7 +100,7 @@ class _Splitter:
         results: Any = self.module.graph.output_node().args[0]
         gradients = [results[1 + INDEX_COUNT + position] for position in used]
         after, values = Graph(), dict[Node, Node]()
-        self._find_sums(gradients, [self.buffers[position] for position in used])
+        self._find_sums(gradients, [dict(enumerate(self.buffers)).get(position) for position in used])
         for number, total in enumerate(self.sums):
             values[total] = after.placeholder(f"sum_{number}")
         for node in self.placeholders[INDEX_COUNT + 2 :]:
@@ -135,6 +157,8 @@ class _Splitter:
         """Adds the sum over scores of a number in the dtype of the computation."""
         arguments: Any = total.args if total.target is self.scatter else ((), (), total)
         shape, indices, number = arguments
+        if self._is_matrix(total):
+            return values[total]
         if number.target is _CAST and number.args[0].meta["val"].dtype is self.dtype:
             number = number.args[0]  # the gradient of a half-precision tensor: only the sum is rounded
         copied: Any = map_arg((shape, indices, number), values.__getitem__)
@@ -146,6 +170,9 @@ class _Splitter:
         scatter.meta["val"] = self._fake(total)
         return scatter
 
+    def _is_matrix(self, total: Node) -> bool:
+        return _matrix_order(total, self.placeholders) is not None
+
     def _fake(self, total: Node) -> torch.Tensor:
         fake: torch.Tensor = total.meta["val"]
-        return fake.new_empty(fake.shape, dtype=self.dtype)
+        return fake if self._is_matrix(total) else fake.new_empty(fake.shape, dtype=self.dtype)

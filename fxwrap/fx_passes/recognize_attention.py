@@ -82,7 +82,7 @@ def _recognize(graph: PreparedGraph, context: FxPassContext, only_with_backward:
         else:
             replaced = {formula.query_key, *formula.inner, formula.output}
             if formula.backward is not None:
-                replaced |= {*formula.backward.inner, *formula.backward.gradients}
+                replaced |= {*formula.backward.inner, *formula.backward.results}
             reasons |= {node.name: RECOGNISED for node in replaced}
     for name, reason in reasons.items():
         log.debug("%s: %s", name, reason)

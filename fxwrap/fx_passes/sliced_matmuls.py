@@ -2,7 +2,7 @@
 
 SwiGLU multiplies two halves of one result: an element of the kernel that reads them needs two elements of the matmul,
 in different columns. As two matmuls they are two sums of one kernel, whose epilogue reads both. A library's call is
-better whole, so that the pass runs for matmuls that become kernels.
+better whole, so that the pass runs for matmuls that become kernels. Matmuls of groups of rows are such matmuls too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedG
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
+_GROUPED = _aten._grouped_mm.default
+_GROUPED_NAME = str(_GROUPED)
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,14 @@ class _ColumnSlice:
 
 def slice_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which matmuls that are read in disjoint slices of columns are one matmul for each slice."""
-    if context.options.matmul_kernels != "generated":
+    grouped = [_match_grouped(node, graph.fakes, context) for node in graph.nodes]
+    matmuls = [matmul for matmul in grouped if matmul is not None]
+    if context.options.matmul_kernels == "generated":
+        matmuls += matmuls_of(graph, context)
+    if not matmuls:
         return graph
     aliases = StorageAliases(graph, context)
-    sliced = [(matmul, _disjoint_slices(matmul, aliases)) for matmul in matmuls_of(graph, context)]
+    sliced = [(matmul, _disjoint_slices(matmul, aliases)) for matmul in matmuls]
     if not any(slices for _, slices in sliced):
         return graph
     copy = GraphCopy(graph)
@@ -45,6 +51,24 @@ def slice_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph
         for item in slices:
             _compute_slice(copy, matmul, item)
     return copy.finish()
+
+
+def _match_grouped(node: Node, fakes: NodeValues, context: FxPassContext) -> Matmul | None:
+    """Returns a matmul of groups of rows that becomes a kernel; its `bias` is None."""
+    if node.target is not _GROUPED or node.kwargs or _GROUPED_NAME in context.extern_operators:
+        return None
+    match node.args:
+        case (Node() as left, Node() as right, Node()):
+            rows, weights = fakes[left], fakes[right]
+        case _:
+            return None
+    spec = context.options.device_specs().get(rows.device.type)
+    if spec is None or rows.ndim != 2 or weights.ndim != 3:
+        return None
+    sizes = rows.shape[0], weights.shape[0]
+    if not spec.generates_grouped_matmul(context.options.matmul_kernels, rows.dtype, *sizes):
+        return None
+    return Matmul(node, left, right, None)
 
 
 def _disjoint_slices(matmul: Matmul, aliases: StorageAliases) -> list[_ColumnSlice]:
@@ -96,12 +120,15 @@ def _compute_slice(copy: GraphCopy, matmul: Matmul, item: _ColumnSlice) -> None:
     """Replaces a slice of a matmul's result by the matmul of a slice of the columns."""
     before, name = copy.node_map[item.node], item.node.name
     columns, mapped = (item.start, item.end), copy.node_map
-    right = copy.call(before, _aten.slice.Tensor, (mapped[matmul.right], 1, *columns), f"{name}_columns")
+    last = copy.fakes[mapped[matmul.right]].ndim - 1
+    right = copy.call(before, _aten.slice.Tensor, (mapped[matmul.right], last, *columns), f"{name}_columns")
     operands: tuple[Node, ...] = (mapped[matmul.left], right)
-    if matmul.bias is not None:
+    target = matmul.node.target
+    if target is _GROUPED:
+        operands = (*operands, mapped[matmul.node.args[2]])  # type: ignore[index]
+    elif matmul.bias is not None:
         bias = copy.call(before, _aten.slice.Tensor, (mapped[matmul.bias], 0, *columns), f"{name}_bias")
         operands = (bias, *operands)
-    target = _aten.mm.default if matmul.bias is None else _aten.addmm.default
     origin = mapped[matmul.node]
     result = copy.call(before, target, operands, f"{name}_matmul", origin=origin)
     sizes = list(copy.fakes[before].shape)

@@ -3,6 +3,7 @@
 from fxwrap.loop_ir.assumptions import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
+from fxwrap.loop_ir.column_parts import *
 from fxwrap.loop_ir.contraction import *
 from fxwrap.loop_ir.evaluate import *
 from fxwrap.loop_ir.index import *
@@ -12,4 +13,5 @@ from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *
+from fxwrap.loop_ir.unroll import *
 from fxwrap.loop_ir.verify import *

@@ -38,9 +38,9 @@ class WeightSum:
 
 @dataclass(frozen=True)
 class Update:
-    """An addition to memory: operation `position` is a store that adds `value` where all `conditions` hold.
+    """A store for each row and streamed position: operation `position` adds or sets `value` where `conditions` hold.
 
-    It happens once for all columns.
+    It happens once for all columns. A value that is set may be cast to the dtype of its buffer.
     """
 
     position: int
@@ -84,7 +84,7 @@ class StreamingReduction:
         softmax: the running maximum of the weights, or None where they are computed from the products alone.
         sums: sums of weights over `axes`.
         weighted_sums: sums over `axes` of weights, `left`, times values that vary over columns and not over rows.
-        updates: additions of values of each row and streamed position.
+        updates: stores of values of each row and streamed position.
         row_updates: additions of values of each row, which are computed from sums over `axes`.
         bound: a number of iterations of one of `axes`, beyond which weights, and values of updates, are zero.
     """
@@ -181,7 +181,7 @@ class _Finder:
 
     def _streamed_axes(self) -> tuple[Axis, ...] | None:
         """Returns the axes of the last reductions, if they are the same; without others, of products' updates."""
-        updated = [position for position in self._stores("add") if self.kernel.varying[position]]
+        updated = [position for position in self._stores("add", "set") if self.kernel.varying[position]]
         if updated and not any(self.kernel.stages[position] for position in self.reductions):
             return self._reduced_axes(updated[0])
         last = max([self.kernel.stages[position] for position in self.reductions], default=0)
@@ -248,27 +248,37 @@ class _Finder:
         return [position for position, item in operations if isinstance(item, Store) and item.mode in modes]
 
     def _updates(self, columns: frozenset[Axis], sums: list[int]) -> list[Update] | None:
-        """Returns the additions to memory; None where one happens for several columns, or where others update.
+        """Returns the additions to memory, and stores of each streamed position.
 
-        Those of each streamed position are not computed from `sums` over these.
+        None where one happens for several columns, where others update, and where one of each streamed position is
+        computed from `sums` over these.
         """
         updates: list[Update] = []
         if self._stores("max", "min", "prod"):
             return None
-        for position in self._stores("add"):
+        set_inside = [position for position in self._stores("set") if self.kernel.varying[position]]
+        for position in sorted([*self._stores("add"), *set_inside]):
             store = self._operation(position)
             assert isinstance(store, Store)
             conditions = [] if store.mask is None else [*self._conjuncts(store.mask)]
             first = {item: axis for item in conditions for axis in columns if self._is_first(item, axis)}
             others = tuple([item for item in conditions if item not in first])
-            used = [*others, store.value]
+            value = self._uncast(store)
+            used = [*others, value]
             axes = self.kernel.address_axes[position].union(*[self.kernel.value_axes[item] for item in used])
             if frozenset(first.values()) != columns or not axes.isdisjoint(columns):
                 return None
             if self.kernel.varying[position] and not self._preceding(position).isdisjoint(sums):
                 return None
-            updates.append(Update(position, store.value, others))
+            updates.append(Update(position, value, others))
         return updates
+
+    def _uncast(self, store: Store) -> int:
+        """Returns the value of a store before casts, which sums over rows or positions have not."""
+        value = store.value
+        while store.mode == "set" and isinstance(cast := self._operation(value), Compute) and cast.name == "cast":
+            (value,) = cast.operands
+        return value
 
     def _is_first(self, condition: int, axis: Axis) -> bool:
         """Whether a condition is that the index of an axis is 0."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxwrap.fx_passes.captured_gradients import matrix_orders
 from fxwrap.fx_passes.effects import attribute_of
 from fxwrap.loop_ir import (
     Axis,
@@ -28,6 +29,7 @@ from fxwrap.loop_ir import (
     as_index,
     canonicalize_axes,
     rename_axes,
+    strided_index,
 )
 from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, store_element
 from fxwrap.lowering.builder import Builder, LoweringRequest
@@ -80,42 +82,93 @@ def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: N
         builder.add_root(f"{node.name}_{position}", fake) if position in used else None
         for position, fake in enumerate(fakes[:3])
     ]
-    sums = _zeros(builder, request, node, fakes[3] if 3 in used else ())
+    sums = _sums(builder, request, node, call, fakes[3] if 3 in used else ())
     type_ = call.out.tensor_type
     dtype = torch.float64 if type_.dtype is torch.float64 else torch.float32
     terms_type = TensorType.contiguous(dtype, type_.sizes[:3], type_.device)
     terms = builder.add_buffer(f"{node.name}_terms", terms_type)
     inputs, kernel = _row_terms(builder, request, call, terms)
     emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms])
-    grad_query, *others = outputs
-    if grad_query is not None or sums:
+    grad_query, grad_key, grad_value = outputs
+    # A tile of the kernel that streams queries has neighbouring keys, those that vary along memory, as lanes of a CPU.
+    spec, has_lanes = request.options.device_specs()[type_.device.type], (grad_key or grad_value) is not None
+    by_key = [item for item in sums if item.is_matrix and has_lanes and not spec.massively_parallel]
+    by_query = [item for item in sums if item not in by_key]
+    if grad_query is not None or by_query:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
-        inputs, kernel = gradient.of_query(grad_query, sums)
+        inputs, kernel = gradient.of_query(grad_query, by_query)
         name = "flex_attention_grad_captured" if grad_query is None else "flex_attention_grad_query"
-        written = [] if grad_query is None else [grad_query]
-        emit_whole_kernel(builder, request, node, name, kernel, inputs, written, sums)
-    written = [item for item in others if item is not None]
-    if written:
+        _emit(builder, request, node, name, kernel, inputs, [grad_query], by_query)
+    if (grad_key or grad_value) is not None:
         gradient = _GradientBuilder(ScalarKernelBuilder(builder, request.options), call, terms)
-        inputs, kernel = gradient.of_key_and_value(*others)
-        emit_whole_kernel(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, written)
-    builder.env[node] = (*outputs, sums or (None,) * len(fakes[3]))
+        inputs, kernel = gradient.of_key_and_value(grad_key, grad_value, by_key)
+        _emit(builder, request, node, "flex_attention_grad_key_value", kernel, inputs, [grad_key, grad_value], by_key)
+    builder.env[node] = (*outputs, tuple([item.value for item in sums]) or (None,) * len(fakes[3]))
 
 
-def _zeros(builder: Builder, request: LoweringRequest, node: Node, fakes: Sequence[torch.Tensor]) -> tuple[Value, ...]:
-    """Emits kernels that write zeros, to which kernels of the gradients add sums over scores."""
-    if fakes:
-        check_any_order()
-    sums = tuple([builder.add_root(f"{node.name}_3_{position}", fake) for position, fake in enumerate(fakes)])
-    for value in sums:
-        body, type_ = KernelBuilder(), value.tensor_type
-        axes = [Axis(f"axis{number}", size) for number, size in enumerate(type_.sizes)]
-        zero = body.constant(0.0, type_.dtype)
-        kernel = body.finish(axes, [], [], [store_element(body, "out0", value, axes, zero)])
-        kernel = canonicalize_axes(kernel, size_hints(builder.state.symbols))
-        emit_whole_kernel(builder, request, node, "zeros", kernel, (), [value])
-        builder.storages.mark_mutated(value)
-    return sums
+def _emit(
+    builder: Builder, request: LoweringRequest, node: Node, name: str, kernel: Kernel, inputs: Sequence[Value],
+    gradients: Sequence[Value | None], sums: Sequence[_Sum],
+) -> None:  # fmt: skip
+    """Emits the launch of a kernel of gradients and sums over scores, and allocations of those that have none."""
+    written = [item for item in gradients if item is not None]
+    written += [item.value for item in sums if not item.starts_as_zeros]
+    updated = [item.value for item in sums if item.starts_as_zeros]
+    emit_whole_kernel(builder, request, node, name, kernel, inputs, written, updated)
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum over scores that the joint graph returns.
+
+    Fields:
+        position: its position among the sums.
+        value: the tensor to whose elements numbers are added.
+        order: the positions of batch, head, query and key among the indices of an element, if each score has its own
+            element, else None.
+        starts_as_zeros: whether a kernel before writes zeros.
+    """
+
+    position: int
+    value: Value
+    order: tuple[int, ...] | None
+    starts_as_zeros: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether each score has its own element."""
+        return self.order is not None
+
+
+def _sums(
+    builder: Builder, request: LoweringRequest, node: Node, call: _GradientCall, fakes: Sequence[torch.Tensor]
+) -> tuple[_Sum, ...]:
+    """Returns the sums over scores, and emits kernels that write zeros, unless a kernel writes all elements."""
+    attention = call.attention
+    sizes = (*attention.query.tensor_type.sizes[:3], attention.key.tensor_type.sizes[2])
+    orders = matrix_orders(call.joint) if fakes else {}
+    sums: list[_Sum] = []
+    for position, fake in enumerate(fakes):
+        value = builder.add_root(f"{node.name}_3_{position}", fake)
+        order = orders.get(position)
+        if order is None:
+            check_any_order()
+        is_whole = order is not None and value.tensor_type.sizes == tuple([sizes[number] for number in order])
+        is_written = is_whole and attention.key_blocks.is_trivial
+        sums.append(_Sum(position, value, order, not is_written))
+        if not is_written:
+            _emit_zeros(builder, request, node, value)
+    return tuple(sums)
+
+
+def _emit_zeros(builder: Builder, request: LoweringRequest, node: Node, value: Value) -> None:
+    body, type_ = KernelBuilder(), value.tensor_type
+    axes = [Axis(f"axis{number}", size) for number, size in enumerate(type_.sizes)]
+    zero = body.constant(0.0, type_.dtype)
+    kernel = body.finish(axes, [], [], [store_element(body, "out0", value, axes, zero)])
+    kernel = canonicalize_axes(kernel, size_hints(builder.state.symbols))
+    emit_whole_kernel(builder, request, node, "zeros", kernel, (), [value])
+    builder.storages.mark_mutated(value)
 
 
 def _row_terms(
@@ -161,10 +214,10 @@ class _GradientBuilder(ScoreBuilder):
         self.terms = terms
         self.value_width = Axis("value_width", call.attention.value.tensor_type.sizes[3])
 
-    def of_query(self, output: Value | None, sums: Sequence[Value]) -> tuple[tuple[Value, ...], Kernel]:
+    def of_query(self, output: Value | None, sums: Sequence[_Sum]) -> tuple[tuple[Value, ...], Kernel]:
         """Returns the kernel of the gradient of queries, unless it is None, and the values that it reads.
 
-        It adds the sums over scores of the joint graph to `sums`.
+        It adds numbers of the joint graph to `sums`.
         """
         call, written, columns = self.call, list[Buffer](), list[Axis]()
         rows, query = self.rows(call.key_blocks, self.query_count)
@@ -177,23 +230,61 @@ class _GradientBuilder(ScoreBuilder):
             result = total * self.elements.reader.number(call.scale, self.dtype)
             indices = (self.batch_index, self.head_index, query.index, column)
             written.append(store_element(self.body, "out0", output, indices, result, query.inside))
-        for value, scattered in zip(sums, elements.scattered, strict=bool(sums)):
-            name = f"out{len(written)}"
-            self._add(name, value, scattered, elements.mask, query, key, keys, columns)
-            written.append(Buffer(name, value.tensor_type.dtype, extent_of(value.tensor_type)))
+        self._write(written, sums, elements, (query, key), keys, columns)
         axes = [item for item in (self.batch, self.key_head, self.group) if item is not None]
         return self._finish([*axes, *rows, *columns], [self.width, self.value_width, *keys], written)
 
+    def _write(
+        self, written: list[Buffer], sums: Sequence[_Sum], elements: _Elements, positions: tuple[Positions, Positions],
+        streamed: Sequence[Axis], columns: Sequence[Axis],
+    ) -> None:  # fmt: skip
+        """Adds the numbers of the joint graph to sums over scores, those with allocations of their own first."""
+        for item in sorted(sums, key=lambda item: item.starts_as_zeros):
+            name = f"out{len(written)}"
+            scattered = elements.scattered[item.position]
+            if item.order is None:
+                self._add(name, item.value, scattered, elements.mask, positions, streamed, columns)
+            else:
+                self._set(name, item, scattered, elements.mask, positions, columns)
+            written.append(Buffer(name, item.value.tensor_type.dtype, extent_of(item.value.tensor_type)))
+
+    def _set(
+        self, name: str, item: _Sum, scattered: ScatteredNumber, mask: Scalar, positions: tuple[Positions, Positions],
+        columns: Sequence[Axis],
+    ) -> None:  # fmt: skip
+        """Writes a number of each score to its own element of an output, once for all columns."""
+        query, key = positions
+        indices = (self.batch_index, self.head_index, query.index, key.index)
+        assert item.order is not None
+        type_ = item.value.tensor_type
+        index = strided_index(tuple([indices[number] for number in item.order]), type_.strides)
+        number = scattered.number.to(self.dtype)
+        conditions = list[Scalar]()
+        if mask.constant is not True:
+            number = mask.where(number, 0.0)
+            conditions += [mask] if item.starts_as_zeros else []
+        self.body.store(name, index, number.to(type_.dtype), self._once(conditions, positions, columns))
+
+    def _once(
+        self, conditions: Sequence[Scalar], positions: tuple[Positions, Positions], columns: Sequence[Axis]
+    ) -> Scalar | None:
+        """Returns the condition of a store that happens once for all columns; None for no condition."""
+        first = [self.body.index(as_index(column)).equals(0) for column in columns]
+        inside = [item.inside for item in positions if item.inside is not None and item.inside not in conditions]
+        parts = [*conditions, *first, *inside]
+        return functools.reduce(operator.and_, parts) if parts else None
+
     def _add(
-        self, name: str, output: Value, scattered: ScatteredNumber, mask: Scalar, query: Positions, key: Positions,
-        keys: Sequence[Axis], columns: Sequence[Axis],
+        self, name: str, output: Value, scattered: ScatteredNumber, mask: Scalar,
+        positions: tuple[Positions, Positions], keys: Sequence[Axis], columns: Sequence[Axis],
     ) -> None:  # fmt: skip
         """Adds a number of each unmasked score to an element of an output, once for all columns.
 
         Numbers of one element for all keys are summed before.
         """
         body, number = self.body, scattered.number.to(self.dtype)
-        with self.unmasked(query, key):
+        query, _ = positions
+        with self.unmasked(*positions):
             index = self.elements.scatter_index(scattered, output)
         is_masked = mask.constant is not True
         number = mask.where(number, 0.0) if is_masked else number
@@ -212,10 +303,12 @@ class _GradientBuilder(ScoreBuilder):
         computed = [axes[atom.operation] for atom in index.atoms() if isinstance(atom, IndirectIndex)]
         return frozenset(index.axes()).union(*computed)
 
-    def of_key_and_value(self, grad_key: Value | None, grad_value: Value | None) -> tuple[tuple[Value, ...], Kernel]:
+    def of_key_and_value(
+        self, grad_key: Value | None, grad_value: Value | None, sums: Sequence[_Sum]
+    ) -> tuple[tuple[Value, ...], Kernel]:
         """Returns the kernel of the gradients of keys and values, of which one may be None, and what it reads.
 
-        Keys that all batches share sum over batches too.
+        Keys that all batches share sum over batches too. It writes the numbers of the joint graph to matrices `sums`.
         """
         call, blocks = self.call, self.call.query_blocks
         if blocks is None:
@@ -243,6 +336,7 @@ class _GradientBuilder(ScoreBuilder):
             indices = (batch, self.key_head_index, key.index, columns[-1])
             name = f"out{len(written)}"
             written.append(store_element(self.body, name, grad_value, indices, total, key.inside))
+        self._write(written, sums, elements, (query, key), streamed, columns)
         axes = [*([] if is_shared else [self.batch]), self.key_head, *rows, *columns]
         return self._finish(axes, [*widths, *streamed], written)
 

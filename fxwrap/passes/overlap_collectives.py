@@ -21,6 +21,9 @@ _COVERS = (16, 64)
 """The bytes that lines move while a collective moves one: about the ratio of a memory's bandwidth to a link's. If lines
 remain, the next number: networks between hosts are slower, and small collectives take their latency."""
 
+_CANDIDATES = 4
+"""The lines with results at the peak that may run later, the largest ones."""
+
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _OPERATIONS_PER_BYTE = 256
 """The operations of a matmul while a line without matmuls moves one byte: about the ratio of GPUs."""
@@ -32,12 +35,13 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     First each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
     next buckets of parameters are gathered ahead. Then each wait moves down in the same way. Where few lines are left
     between a start and its wait, lines before the start that it does not depend on run after it, such as the
-    gradients of weights beside an all_reduce of the gradient of an activation. Between two starts, lines run in the
-    order of the collectives whose results they need: updates of parameters, in the order in which their gradients are
-    scattered. The peak memory exceeds that of the
-    program by at most `slack`, a fraction. All decisions follow from the program; symbols count with one
-    fixed value. All_gathers, all_reduces and reduce_scatters may pass each other, but no two of one kind; all other
-    collectives keep their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
+    gradients of weights beside an all_reduce of the gradient of an activation. Lines whose results are in memory at its
+    peak run beside later collectives, if that lowers the peak. Between two starts, lines run in the order of the
+    collectives whose results they need: updates of parameters, in the order in which their gradients are scattered. The
+    peak memory exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program;
+    symbols count with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other, but no two of
+    one kind; all other collectives keep their order in their group. Programs that use streams, and blocks inside lines,
+    are unchanged.
     """
     if ir.uses_streams(program) or not any(line.is_async_start for line in program.body.lines):
         return program
@@ -52,8 +56,9 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
             break
     else:
         return program
-    delayed = _with_delayed_lines(regions, moves, orders, allowed - regions.unowned_bytes)
-    sorted_ = _with_ready_lines_first(regions, delayed, allowed - regions.unowned_bytes)
+    lowered = _with_lower_peak(regions, moves, orders)
+    delayed = _with_delayed_lines(regions, moves, lowered, allowed - regions.unowned_bytes)
+    sorted_ = _with_ready_lines_first(regions, delayed, regions.peak(delayed))
     for changed in (sorted_, delayed):
         result = regions.apply_order(changed)
         if ir.live_bytes(result, hints).peak <= allowed:
@@ -83,6 +88,42 @@ def _with_delayed_lines(
                 move.schedule.at = before
                 lines = lines[(len(lines) + 1) // 2 :]
     return result
+
+
+def _with_lower_peak(
+    regions: SchedulingRegions, moves: Sequence[_RegionOverlap], orders: Sequence[Sequence[int]]
+) -> Sequence[Sequence[int]]:
+    """Returns orders in which lines with results at the peak run after later starts, as long as that lowers the peak.
+
+    Lines stay if a collective in flight needs them.
+    """
+    result = list(orders)
+    for _ in range(_AHEAD[0]):
+        profile = regions.profile(result)
+        peak = max(profile)
+        number, position = _at_index(result, profile.index(peak))
+        move = moves[number]
+        before = best = dict(move.schedule.at)
+        for unit in move.movable_past(position):
+            for start in move.later_starts(unit, position):
+                move.delay([unit], start)
+                lowered = regions.peak([*result[:number], move.schedule.order(), *result[number + 1 :]])
+                peak, best = (lowered, move.schedule.at) if lowered < peak else (peak, best)
+                move.schedule.at = dict(before)
+        if best is before:
+            break
+        move.schedule.at = best
+        result[number] = move.schedule.order()
+    return result
+
+
+def _at_index(orders: Sequence[Sequence[int]], index: int) -> tuple[int, int]:
+    """Returns the region and the unit at an index into the orders of all regions."""
+    number = 0
+    while index >= len(orders[number]):
+        index -= len(orders[number])
+        number += 1
+    return number, orders[number][index]
 
 
 def _with_ready_lines_first(
@@ -232,6 +273,29 @@ class _RegionOverlap:
             delayed.add(position)
             result.append(position)
         return result[::-1] if any(self.costs[position] for position in result) else []
+
+    def movable_past(self, position: int) -> list[int]:
+        """Returns units with work up to the unit at a position that can run after it, those with large results first.
+
+        Units that a collective in flight needs are left out.
+        """
+        at, schedule, units = self.schedule.at, self.schedule, self.units
+        now = at.get(position, -1.0)
+        sizes = {item: sum([self.sizes.get(root, 0) for root in units[item].defined_roots])
+                 for item in at if self.costs[item] and at[item] <= now < schedule.latest(item)}  # fmt: skip
+        candidates = sorted([item for item in sizes if sizes[item]], key=lambda item: -sizes[item])[:_CANDIDATES]
+        return [item for item in candidates if not self._is_needed(item)]
+
+    def _is_needed(self, position: int) -> bool:
+        """Whether a collective in flight beside a unit would lack lines without it."""
+        at, cost = self.schedule.at, self.costs[position]
+        in_flight = [start for start in self.starts if at[start] < at[position] < self.schedule.latest(start)]
+        return any(self._missing(start, _COVERS[0]) > -cost for start in in_flight)
+
+    def later_starts(self, position: int, after: int) -> list[int]:
+        """Returns the next starts behind the unit `after` that a unit can run after."""
+        at, end = self.schedule.at, self.schedule.latest(position)
+        return sorted([start for start in self.starts if at[after] < at[start] < end], key=at.__getitem__)[: _AHEAD[0]]
 
     def _missing(self, start: int, cover: int) -> int:
         """Returns the cost of the lines that a collective in flight lacks, negative if it has more than it needs."""

@@ -238,8 +238,8 @@ class SchedulingRegions:
     def profile(self, orders: Orders) -> list[int]:
         """Returns the live bytes of such memory while each unit runs, for the units of all regions in their order."""
         sizes, remaining = self.sizes, dict(self.uses)
-        released = [value.name for value in ir.released_inputs(self.program.inputs)]
-        live, profile = sum([sizes.get(name, 0) for name in released if name in remaining]), []
+        owned = [value.name for value in _owned_inputs(self.program)]
+        live, profile = sum([sizes.get(name, 0) for name in owned if name in remaining]), []
         for units, order in zip(self.regions, orders, strict=True):
             for unit in [units[index] for index in order]:
                 live += sum([sizes.get(root, 0) for root in unit.defined_roots])
@@ -253,8 +253,8 @@ class SchedulingRegions:
     @property
     def unowned_bytes(self) -> int:
         """The bytes of inputs and constants that the body does not free, which are live throughout."""
-        released = {value.name for value in ir.released_inputs(self.program.inputs)}
-        values = [value for value in self.arguments if value.name not in released]
+        owned = {value.name for value in _owned_inputs(self.program)}
+        values = [value for value in self.arguments if value.name not in owned]
         sizes = [value.type.storage_bytes for value in values if isinstance(value.type, ir.TensorType)]
         return sum([int(evaluate(size, self.values)) for size in sizes])
 
@@ -289,9 +289,14 @@ def sink_allocations(lines: Sequence[ir.LineBase]) -> list[ir.LineBase]:
     return result
 
 
+def _owned_inputs(program: ir.Program) -> list[ir.Value]:
+    """Returns the inputs whose memory the body frees: the caller has another reference to shared ones."""
+    return ir.released_inputs([item for item in program.inputs if item.ownership is ir.Ownership.OWNED])
+
+
 def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str, int]:
     """Returns the size in bytes of each root of the body that it may free or return."""
-    owned = ir.released_inputs(program.inputs)
+    owned = _owned_inputs(program)
     owned += [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
     sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, ir.TensorType)}
     return {name: int(evaluate(size, values)) for name, size in sizes.items()}

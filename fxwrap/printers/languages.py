@@ -12,10 +12,11 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, unroll_packed_axes
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
+    can_use_dot,
     combine_triton_kernels,
     configurations,
     group_key,
@@ -124,12 +125,19 @@ def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKern
 def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns functions that print a kernel as Triton in each configuration, the default one first.
 
-    Raises ScheduleError for a matmul that is fused with other reductions.
+    Raises ScheduleError for a matmul that is fused with reductions other than those of a tile's columns.
     """
-    if request.is_matmul and find_contraction(request.kernel) is None:
-        raise ScheduleError("the kernel is no contraction")
     kernel, limits, name = request.kernel, request.limits, request.name
-    if kernel.reduces_in_steps:
+    form = find_contraction(kernel)
+    if request.is_matmul and form is None:
+        raise ScheduleError("the kernel is no contraction")
+    has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
+    if request.is_matmul and not has_tiles:
+        raise ScheduleError("no tile has all columns that a reduction of rows needs")
+    if form is not None:
+        has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
+        kernel = unroll_packed_axes(kernel, separate=has_rows)
+    if kernel.reduces_in_steps and not has_tiles:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
     return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])

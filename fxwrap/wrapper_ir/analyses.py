@@ -166,16 +166,19 @@ def live_bytes(
     """Returns the bytes of tensor memory that are live at each line, and their peak.
 
     A root is live from its definition until it is consumed or returned. A reused root has the size of the consumed one.
-    Owned and shared inputs are live until they are consumed, other inputs and constants throughout. Lists and opaque
-    values have no bytes.
+    Owned inputs are live until they are consumed, constants and other inputs throughout: the caller has another
+    reference to shared ones. Lists and opaque values have no bytes.
 
     `hints` are the values of symbols by name, by default their declared hints. Raises ExpressionError for a symbol
     without a value.
     """
     meter = _Meter(program, symbol_values(program, hints))
-    live = [item.value for item in program.inputs if include_inputs and isinstance(item.value, Value)]
+    inputs = [(item.value, item.ownership) for item in program.inputs if include_inputs]
+    values = [(value, ownership) for value, ownership in inputs if isinstance(value, Value)]
+    live = [value for value, ownership in values if ownership is not Ownership.SHARED]
     live += [constant.value for constant in program.constants if include_constants]
-    at_line = meter.block(program.body, {value.name: meter.bytes_of(value) for value in live})
+    shared = sum([meter.bytes_of(value) for value, ownership in values if ownership is Ownership.SHARED])
+    at_line = [shared + item for item in meter.block(program.body, {item.name: meter.bytes_of(item) for item in live})]
     peak = max(at_line)
     return LiveBytes(peak, at_line.index(peak), tuple(at_line))
 

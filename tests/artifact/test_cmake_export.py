@@ -16,6 +16,7 @@ from fxwrap.artifact.cmake_export import export_cmake
 from fxwrap.cli import main
 from fxwrap.errors import ArtifactError
 from fxwrap.runtime.native import build_runtime
+from tests.conftest import NO_CMAKE
 
 
 class Scores(torch.nn.Module):
@@ -79,7 +80,7 @@ def check(project: Path, saved: Path, *definitions: str) -> None:
     assert "libtorch_cpu" in linked and "python" not in linked.replace("site-packages", "").replace("/python3", "")
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
 def test_a_project_builds_and_returns_the_results_of_python(saved: Path, tmp_path: Path) -> None:
     assert main(["export-cmake", str(saved), str(tmp_path / "project")]) == 0
     project = tmp_path / "project"
@@ -103,7 +104,7 @@ class Smoothed(torch.nn.Module):
         return {"scores": torch.softmax(x * self.scale, -1)}
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
 def test_a_project_without_operators_needs_no_libtorch(tmp_path: Path) -> None:
     x = examples(3)[0]
     compiled = fxwrap.compile_graph(

@@ -23,7 +23,7 @@ from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from tests.fx_passes.test_recognize_attention import BATCH, DTYPES, QUIET, Formula
 from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
-from tests.support.long_form import sample_size
+from tests.support.long_form import long_only, sample_size
 
 _SIZES = tuple([(dtype, 1) for dtype in DTYPES])
 ANY_SIZE = dataclasses.replace(
@@ -69,12 +69,12 @@ def _launched(planned: Planned) -> list[str]:
     return [name for name in planned.launches if name.startswith("flex_attention")]
 
 
-@given(FORMULAS)
+@given(FORMULAS, st.booleans())
 @settings(max_examples=sample_size(25), suppress_health_check=[*QUIET, HealthCheck.large_base_example], deadline=None)
-def test_random_formulas(formula: Formula) -> None:
+def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     """Output and gradients of a traced step are as near to float64 as eager's, and no matmul is left."""
     inputs = _gradient_and(formula.inputs(), formula)
-    step = _step(formula)
+    step = _step(formula, 4 if trains_bias and formula.bias is not None else 3)
     planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     assert not planned.calls
@@ -86,14 +86,18 @@ def test_random_formulas(formula: Formula) -> None:
         assert errors[0] <= 1.2 * errors[1] + rounding + 1e-6 * unit
 
 
-def test_printed_kernels() -> None:
-    """The kernels of each language have the evaluator's results, with rows whose scores all are the lowest number."""
-    formula = Formula(1, 2, 5, 7, 4, 6, torch.float32, False, "scores", True, (False, True), "lowest", False, True,
-                      False)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_printed_kernels(dtype: torch.dtype) -> None:
+    """The kernels of each language have the evaluator's results, with rows whose scores all are the lowest number.
+
+    They store the gradient of each score, of which that of the bias is a sum.
+    """
+    formula = Formula(1, 2, 5, 7, 4, 6, dtype, False, "scores", True, (False, True), "lowest", False, True, False)
     operands = formula.inputs()
     operands[4][1] = False
     inputs = _gradient_and(operands, formula)
-    planned = plan(make_fx(_step(formula))(*inputs), inputs, OPTIONS)
+    step = _step(formula, 4)
+    planned = plan(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     for language in ("cpp", "triton"):
         launch = printed_launch([planned], language)
@@ -108,8 +112,8 @@ def test_printed_kernels() -> None:
                 assert close(memory[name], tensor), kernel
 
         results = planned.run([item.clone() for item in inputs], compared)
-        for actual, exact in zip(results, _step(formula)(*_double(inputs)), strict=True):
-            torch.testing.assert_close(actual.double(), exact, atol=1e-5, rtol=1e-5)
+        for actual, exact in zip(results, step(*_double(inputs)), strict=True):
+            assert close(actual, exact.to(dtype))
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -256,30 +260,22 @@ def test_compiled_step(fresh_dynamo: None) -> None:
 # --- what stays -------------------------------------------------------------------------------------------------------
 
 
-def _with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    return torch.softmax(query @ key.mT + bias, -1) @ value
-
-
-def _with_dropout(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+def _with_dropout(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.dropout(torch.softmax(query @ key.mT, -1), 0.5) @ value
 
 
-def _returned(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+def _returned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = torch.softmax(query @ key.mT, -1)
     return weights @ value + weights.sum(-1, keepdim=True)
 
 
-STAYING = {
-    _with_bias: "its bias needs a gradient",
-    _with_dropout: "its weights have dropout",
-    _returned: "the gradient of its weights is no matmul",
-}
+STAYING = {_with_dropout: "its weights have dropout", _returned: "the gradient of its weights is no matmul"}
 
 
 @pytest.mark.parametrize("function", STAYING, ids=lambda function: function.__name__)
 def test_formulas_that_stay(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
     """Gradients that no kernel computes, and random numbers, which are eager's with the same seed."""
-    operands = [torch.randn(BATCH, 3, 6, 4) for _ in range(3)] + [torch.randn(3, 6, 6)]
+    operands = [torch.randn(BATCH, 3, 6, 4) for _ in range(3)]
     run, programs = _compiled(function)
     results = []
     for call in (run, function):
@@ -291,8 +287,7 @@ def test_formulas_that_stay(function: Callable[..., Tensor], fresh_dynamo: None)
     torch.testing.assert_close(*results)
     assert _launches(programs) == [0, 0]
     inputs = _gradient_and(operands, function)
-    coverage = lower_with_coverage(make_fx(_step(function, 4 if function is _with_bias else 3))(*inputs), inputs,
-                                   options=OPTIONS).coverage  # fmt: skip
+    coverage = lower_with_coverage(make_fx(_step(function))(*inputs), inputs, options=OPTIONS).coverage
     (reason,) = [item.reason for item in coverage if item.operator == "aten._softmax.default"]
     assert reason == f"no attention kernel: {STAYING[function]}"
 
@@ -346,11 +341,17 @@ def _gpt_neox() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.GPTNeoXModel(config), _tokens(slice(9, None))
 
 
-@pytest.mark.parametrize("make_model", [_bert, _vit, _gpt_neox], ids=lambda function: function.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "make_model", [_bert, *map(long_only, (_vit, _gpt_neox))], ids=lambda function: function.__name__.strip("_")
+)
 def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor]]], fresh_dynamo: None) -> None:
     """Each layer's attention is kernels in forward and backward, and gradients are as near to float64 as eager's."""
     torch.manual_seed(0)
-    model, inputs = make_model()
+    check_model(*make_model(), 2)
+
+
+def check_model(model: nn.Module, inputs: dict[str, Tensor], layers: int) -> None:
+    """Compares a compiled step of training with eager and float64; each layer's attention is kernels."""
     model.train().set_attn_implementation("eager")  # type: ignore[operator]
 
     def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -368,7 +369,7 @@ def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor]]], f
 
     run, programs = _compiled(forward)
     results, eager = step(run), step(forward)
-    assert _launches(programs) == [2, 2]
+    assert _launches(programs) == [layers, layers]
     model.double()
     exact = step(forward)
     unit = max(float(item.norm()) for item in exact)

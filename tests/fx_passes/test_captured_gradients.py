@@ -140,6 +140,19 @@ def deterministic_algorithms() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_each_score_has_its_own_element(masked: bool, deterministic_algorithms: None) -> None:
+    """No atomic additions, which deterministic algorithms forbid; zeros before where blocks are not visited."""
+
+    def make(bias: Tensor, half: Tensor) -> Score:
+        return lambda score, b, h, m, n: score + bias[b, h, m, n] + half[h, b, n, m]
+
+    captured = [leaf(BATCH, HEADS, ROWS, KEYS), leaf(HEADS, BATCH, KEYS, ROWS, dtype=torch.bfloat16)]
+    kernels, _ = check(make, captured, trains_operands=masked, mask_mod=shifted if masked else None)
+    assert ("flex_attention_grad_query_0" if masked else "flex_attention_grad_captured_0") in kernels
+    assert any(name.startswith("zeros") for name in kernels) == masked
+
+
 def test_deterministic_algorithms(deterministic_algorithms: None) -> None:
     def make(bias: Tensor) -> Score:
         return lambda score, b, h, m, n: score + bias[h] * n

@@ -17,7 +17,10 @@ import fxwrap
 from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.lines import Launch
+from fxwrap.loop_ir import Kernel, evaluate_kernel
+from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton
 from fxwrap.profiling.work import line_work
+from fxwrap.runtime.kernels import load_kernel
 from fxwrap.testing import assert_emitters_agree
 from tests.support.long_form import long_only
 
@@ -65,6 +68,7 @@ CAUSAL, DOCUMENT = blocks(causal), blocks(document, B=BATCH)
 SHIFTED = blocks(shifted_by_head, H=HEADS)
 WINDOW = blocks(lambda b, h, q, k: (q - k).abs() <= 9)
 PREFIX = blocks(lambda b, h, q, k: (k < PREFIXES[b]) | (q >= k), B=BATCH)
+UNEVEN = blocks(shifted_by_head, 24, 40, 16, H=HEADS)
 LATE = blocks(lambda b, h, q, k: (q > 40) & (q >= k))
 
 
@@ -352,7 +356,7 @@ def test_gradients(emitter: str) -> None:
 @pytest.mark.parametrize(("language", "kv_batch"), [("cpp", 1), ("triton", BATCH)])
 def test_kernels_of_gradients(language: str, kv_batch: int) -> None:
     """Grouped heads, rows without keys, full and partial blocks, shared keys, and the gradient of the log-sum-exp."""
-    mask = blocks(shifted_by_head, 24, 40, 16, H=HEADS)
+    mask = UNEVEN
     tensors = operands(24, 40, kv_heads=2, kv_batch=kv_batch, value_width=12)
     inputs = [item.requires_grad_() for item in tensors]
     compiles: list[fxwrap.Compiled] = []
@@ -380,8 +384,47 @@ def test_kernels_of_gradients(language: str, kv_batch: int) -> None:
     expected = gradients(*formula(*inputs, score_mod, shifted_by_head))
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
-    names = {kernel.name for compiled in compiles for kernel in compiled.program.kernels}
-    assert {"flex_attention_grad_query_0", "flex_attention_grad_key_value_0"} <= names
+    kernels = {kernel.name: kernel.loop_ir for compiled in compiles for kernel in compiled.program.kernels}
+    for name, lists in (("flex_attention_grad_query_0", "kv"), ("flex_attention_grad_key_value_0", "q")):
+        if language == "triton":
+            check_loops(kernels[name], mask, lists)
+        assert name in kernels
+
+
+def test_loops_over_blocks_in_half_precision() -> None:
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    torch.compiler.reset()
+    backend = make_backend(fxwrap.Options(cpu_kernels="triton"), compile_with)
+    query, key, value = operands(24, 40, dtype=torch.float16)
+    torch.compile(flex_attention, backend=backend, fullgraph=True)(query, key, value, soft_cap, UNEVEN)
+    (definition,) = compiles[0].program.kernels
+    check_loops(definition.loop_ir, UNEVEN, "kv")
+
+
+def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
+    """Compares both forms of a kernel in Triton's interpreter with the evaluator; its first inputs are block lists."""
+    assert isinstance(kernel, Kernel)
+    names = (f"{lists}_num_blocks", f"{lists}_indices", f"full_{lists}_num_blocks", f"full_{lists}_indices")
+    tensors = {item.name: torch.randn(int(item.extent)).to(item.dtype) for item in (*kernel.inputs, *kernel.outputs)}
+    for item, name in zip(kernel.inputs, names, strict=False):
+        tensors[item.name] = getattr(mask, name).flatten()
+    expected = {name: item.clone() for name, item in tensors.items()}
+    evaluate_kernel(kernel, expected)
+    for branches, loops in ((False, 2), (True, 1)):
+        printed = print_streaming_triton(kernel, StreamingConfiguration(16, 16, branches=branches))
+        assert printed.source.count("for step in ") == loops
+        assert ("if step < first_visits * tiles:" in printed.source) is branches
+        results = {name: item.clone() for name, item in tensors.items()}
+        launch = load_kernel("triton", printed.source, printed.signature, printed.options)
+        launch(tuple(map(int, printed.grid)), *[results[item.name] for item in (*kernel.inputs, *kernel.outputs)])
+        for item in kernel.outputs:
+            tolerance = 4e-3 if item.dtype is torch.float16 else 1e-4
+            torch.testing.assert_close(results[item.name], expected[item.name], rtol=tolerance, atol=tolerance)
 
 
 def test_numbers_in_vectorised_functions() -> None:

@@ -21,6 +21,7 @@ from torch.testing import assert_close
 import fxwrap
 from fxwrap.comparison import capture
 from fxwrap.devices import CPU
+from fxwrap.fx_passes.attention_nodes import folded_number
 from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.testing import assert_emitters_agree
@@ -183,7 +184,7 @@ def test_random_formulas(formula: Formula) -> None:
     assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(exact.norm())
 
 
-@pytest.mark.parametrize(("language", "count"), [("cpp", 10), ("triton", 10)])
+@pytest.mark.parametrize(("language", "count"), [("cpp", sample_size(10)), ("triton", sample_size(10))])
 def test_printed_kernels(language: str, count: int) -> None:
     """Kernels of each language have the evaluator's results."""
     drawn: list[tuple[Formula, Planned]] = []
@@ -261,6 +262,35 @@ def test_masks_of_positions_are_computed() -> None:
     (kernel,) = planned.kernels.values()
     assert len(kernel.inputs) == 3
     assert len(planned.launches) == 1
+
+
+def test_constant_scales_are_numbers() -> None:
+    """A scale that is computed from a tensor on the CPU needs no buffer, wherever queries are."""
+
+    def scaled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scale = torch.sqrt(torch.tensor(64.0) * 3)
+        return torch.softmax((query / scale) @ key.mT + (query[..., :1] / scale), -1) @ value
+
+    inputs = _operands()[:3]
+    graph = make_fx(scaled)(*inputs)
+    planned = check_graph(graph, inputs, OPTIONS)
+    (kernel,) = planned.kernels.values()
+    assert len(kernel.inputs) == 4
+    fakes = {node: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
+    (root,) = [node for node in graph.graph.nodes if node.target is torch.ops.aten.sqrt.default]
+    assert folded_number(root, fakes) == pytest.approx(math.sqrt(192), rel=1e-6)
+    assert folded_number(root, fakes, lambda node: node is root.args[0]) is None
+    assert folded_number(next(iter(graph.graph.nodes)), fakes) is None
+
+
+def test_biases_are_copied_where_keys_are_no_neighbours() -> None:
+    def biased(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
+        return torch.softmax(query @ key.mT + table.permute(2, 0, 1), -1) @ value
+
+    inputs = [*_operands()[:3], torch.randn(12, 12, 3)]
+    planned = check_graph(make_fx(biased)(*inputs), inputs, OPTIONS)
+    assert len(planned.launches) == 2
+    assert planned.launches[1] == "flex_attention_0"
 
 
 def test_keys_of_groups_are_not_repeated() -> None:

@@ -83,6 +83,18 @@ def test_every_emitter_agrees_on_float8() -> None:
     assert_emitters_agree(moved, [random(6, 10, dtype=F32), torch.tensor([300.0])])
 
 
+def test_fx_graphs_launch_triton_kernels_of_float8_by_their_hash() -> None:
+    """torch's operator for Triton kernels passes float8 tensors as such, and kernels access bytes."""
+    x, scale = random(6, 10, dtype=F32), torch.tensor([2.0])
+    for form in ("in_place", "functional"):
+        program = compiled(moved, [x, scale], emitter="fx", fx_form=form, cpu_kernels="triton")
+        targets = {str(node.target) for node in program.graph_module.graph.nodes}
+        assert any("cpp_kernel" in target for target in targets)
+        assert not any("triton_kernel_wrapper" in target for target in targets)
+        other = compiled(moved, [x, scale], cpu_kernels="triton")
+        assert all(map(equal, program(x, scale), other(x, scale)))
+
+
 def written(x: Tensor) -> tuple[Tensor, Tensor]:
     target = torch.empty_like(x, dtype=E4M3)
     target.copy_(x * 2)
@@ -126,6 +138,21 @@ def test_scaled_matmuls_are_contractions_with_scales_as_epilogue(rows: int, cpu_
         assert calls_and_launches(program) == ([], 1)
         exact = torch.relu((x.double() @ weight.double().t()) * scales[0] * scales[1] + (addend if bias else 0))
         torch.testing.assert_close(program(*inputs)[0], exact.to(BF16), rtol=0.016, atol=1e-3)
+
+
+def dynamic(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    codes, step = quantised_rows(x)
+    return torch._scaled_mm(codes, weight.t(), step, scale, out_dtype=BF16)
+
+
+def test_activations_are_quantised_by_the_kernel_of_their_scales() -> None:
+    inputs = [random(17, 64), random(48, 64).to(E4M3), random(1, 48, dtype=F32).abs()]
+    program = compiled(dynamic, inputs, cpu_kernels="triton", matmul_kernels="generated")
+    quantisation, product = program.program.kernels
+    assert calls_and_launches(program) == ([], 2)
+    assert quantisation.signature == ("*bf16", "*f32", "*u8") and "*u8" in product.signature
+    exact = dynamic(*inputs).double()
+    assert (program(*inputs)[0].double() - exact).norm() < 0.01 * exact.norm()
 
 
 def test_scaled_matmuls_stay_calls_by_default_and_for_block_scales() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
 
@@ -120,6 +122,26 @@ def test_dequantisation_is_part_of_generated_matmuls(
         assert len(launched(program)) <= 2
 
 
+@pytest.mark.parametrize(
+    ("function", "operands", "rows", "calls"),
+    [
+        (int8_formula, (0, 1, 4), ROWS, {}),
+        (float8_weight, (0, 3, 4), ROWS, {}),
+        (int4_grouped, (0, 2, 5, 6), ROWS, {}),
+        (int8_formula, (0, 1, 4), ROWS - 1, {"mm": 1}),
+        (lambda x, w: functional.linear(x, w + 1), (0, 7), ROWS, {"mm": 1}),
+    ],
+    ids=["int8", "float8", "int4", "more_rows", "no_smaller_in_memory"],
+)
+def test_devices_say_for_how_many_rows_dequantisation_is_part_of_a_matmul(
+    function: Callable[..., Tensor], operands: tuple[int, ...], rows: int, calls: Mapping[str, int]
+) -> None:
+    known = [*quantised_inputs(), random(COLUMNS, WIDTH)]
+    inputs = [known[position] for position in operands]
+    device = dataclasses.replace(CPU, generated_dequantised_rows=((BF16, rows),))
+    assert called(compiled(function, inputs, matmul_kernels="auto", cpu_kernels="triton", devices=[device])) == calls
+
+
 def permuted_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
     """Experts of tokens that are sorted by expert: gathered, multiplied, weighted."""
     hidden = functional.silu(torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets))
@@ -143,7 +165,7 @@ def exact_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, int
 def test_permutation_and_weights_are_part_of_grouped_matmuls(dtype: torch.dtype, cpu_kernels: str) -> None:
     inputs = expert_inputs(dtype)
     program = compiled(permuted_experts, inputs, cpu_kernels=cpu_kernels)
-    assert (called(program), len(launched(program))) == ({}, 2)
+    assert (called(program), len(launched(program))) == ({}, 3)  # the groups of rows, for both matmuls
     want = exact_experts(*inputs)
     error = (program(*inputs)[0].double() - want).norm()
     eager_error = (permuted_experts(*inputs).double() - want).norm()
@@ -151,10 +173,53 @@ def test_permutation_and_weights_are_part_of_grouped_matmuls(dtype: torch.dtype,
     assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error + 1e-6 * want.norm()
 
 
+def gated_experts(x: Tensor, tokens: Tensor, offsets: Tensor, into: Tensor) -> Tensor:
+    gate, up = torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets).chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_both_halves_of_a_grouped_matmul_are_one_kernel_with_their_reader(cpu_kernels: str) -> None:
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens, offsets, into]
+    program = compiled(gated_experts, inputs, cpu_kernels=cpu_kernels)
+    assert (called(program), len(launched(program))) == ({}, 2)
+    groups = torch.searchsorted(offsets.long(), torch.arange(ROWS), right=True)
+    gate, up = torch.einsum("mk,mnk->mn", x[tokens].double(), into[groups].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
+
+
+def test_devices_say_for_how_many_rows_of_a_group_kernels_are_faster() -> None:
+    x, tokens, offsets, _, into, _ = expert_inputs(BF16)
+    inputs = [x, tokens, offsets, into]
+    for rows, calls in ((ROWS / EXPERTS, {}), (ROWS / EXPERTS - 1, {"_grouped_mm": 1})):
+        device = dataclasses.replace(CPU, generated_grouped_rows=((BF16, rows),))
+        program = compiled(gated_experts, inputs, matmul_kernels="auto", devices=[device])
+        assert called(program) == calls
+
+
 def test_every_emitter_agrees_on_experts() -> None:
     for matmul_kernels in ("auto", "generated"):
         options = {"matmul_kernels": matmul_kernels}
         assert_emitters_agree(permuted_experts, expert_inputs(BF16), options=options)
+
+
+def batched_experts(x: Tensor, experts: Tensor, into: Tensor) -> Tensor:
+    """Experts of tokens by batched matmuls, as transformers writes them."""
+    gate, up = torch.bmm(into[experts], x[..., None])[..., 0].chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_matrices_that_are_gathered_for_each_row_are_not_copied(cpu_kernels: str) -> None:
+    experts = torch.randint(0, EXPERTS, (16,), generator=torch.Generator().manual_seed(3))
+    inputs = [random(16, WIDTH), experts, random(EXPERTS, COLUMNS, WIDTH)]
+    program = compiled(batched_experts, inputs, matmul_kernels="auto", cpu_kernels=cpu_kernels)
+    assert called(program) == {}
+    gate, up = torch.einsum("mk,mnk->mn", inputs[0].double(), inputs[2][experts].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
 
 
 def other_grouped(

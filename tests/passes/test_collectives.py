@@ -96,3 +96,9 @@ def test_prefetch_stays_within_the_peak_and_the_slack() -> None:
         result = fxwrap.verify(overlap_collectives(program, slack=slack))
         assert isinstance(result.body.lines[0], StartCollective) == moves
         assert live_bytes(result).peak <= live_bytes(program).peak * (1 + slack)
+
+
+def test_the_line_at_the_peak_runs_beside_a_later_collective() -> None:
+    program = input_of("overlap_collectives_the_line_at_the_peak_runs_beside_a_later_collective")
+    activation = 256 * 8 * 4
+    assert live_bytes(overlap_collectives(program)).peak <= live_bytes(program).peak - activation + 1024

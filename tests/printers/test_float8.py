@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from fxwrap.loop_ir import FLOAT8, Axis, Buffer, Kernel, KernelBuilder, as_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import print_triton
 from fxwrap.runtime.kernels import load_kernel
+from tests.printers.test_triton_printer_compile import compiled
+from tests.printers.triton_kernels import check
+from tests.support.long_form import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -82,7 +87,51 @@ def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype, language: str)
 @pytest.mark.parametrize("source", [item for item in WIDE if item is not torch.bool], ids=str)
 def test_floats_are_rounded_as_torch_rounds_them(source: torch.dtype, language: str) -> None:
     x = torch.cat([floats(dtype) for dtype in DTYPES])
+    if language == "triton":  # interpreted; each source has others
+        x = x[sampled(range(x.numel()), WIDE.index(source), part=4)]
     x = x.nan_to_num(0, 0, 0).clamp(-1e6, 1e6).to(source) if source is torch.int32 else x.to(source)
     outs = run(cast_kernel(source, DTYPES, x.numel()), x, language)
     for dtype, out in zip(DTYPES, outs, strict=True):
         assert_equal_bits(out, x.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "instruction"),
+    [
+        (torch.float32, torch.float8_e4m3fn, "cvt.rn.satfinite.e4m3x2.f32"),
+        (torch.float32, torch.float8_e5m2, "cvt.rn.satfinite.e5m2x2.f32"),
+        (torch.float8_e4m3fn, torch.bfloat16, "cvt.rn.f16x2.e4m3x2"),
+    ],
+    ids=str,
+)
+def test_gpus_with_float8_convert_by_instructions_and_others_by_integers(
+    source: torch.dtype, target: torch.dtype, instruction: str
+) -> None:
+    printed = print_triton(cast_kernel(source, [target], 4096))
+    assert instruction in compiled(printed, 90).asm["ptx"]
+    assert "e4m3" not in compiled(printed, 80).asm["ptx"]
+
+
+SCALED = """kernel(a: f8e4m3fn[128*256], w: {dtype}[128*256], s: f32[128]) -> (out: f32[128*128]) \
+for [i: 128, j: 128] reduce [k: 256] {{
+  %0 = f8e4m3fn load a[256*i + k]
+  %1 = f32 cast %0
+  %2 = {dtype} load w[256*j + k]
+  %3 = f32 cast %2
+  %4 = f32 mul %1 %3
+  %5 = f32 reduce sum %4
+  %6 = f32 load s[j]
+  %7 = f32 mul %5 %6
+  store out[128*i + j] %7
+}}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["f8e4m3fn", "f8e5m2", "f8e4m3fnuz"])
+def test_tensor_cores_multiply_float8_where_they_can(dtype: str) -> None:
+    kernel = parse_kernel(SCALED.format(dtype=dtype))
+    assert "tl.dot" in check(kernel, tolerance=1e-2)
+    printed = print_triton(kernel)
+    other = {"f8e4m3fn": "f32.e4m3.e4m3", "f8e5m2": "e5m2", "f8e4m3fnuz": "f32.f16.f16"}[dtype]
+    assert re.search(rf"wgmma\.mma_async\S*{other}", compiled(printed, 90).asm["ptx"])
+    assert "f32.f16.f16" in compiled(printed, 80).asm["ptx"]

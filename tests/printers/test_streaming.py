@@ -48,6 +48,16 @@ def test_triton(dtype: torch.dtype) -> None:
     assert _check_triton(attention_kernel(rows=35, keys=40, dtype=dtype)).count("tl.dot(") == 2
 
 
+def test_scores_of_half_precision() -> None:
+    """Final factors of scores are part of the exponentials' unit, and a distance is the difference of two floats."""
+    for cap, factor in ((0.0, 1.0), (20.0, 20.0)):
+        source = _check_triton(attention_kernel(rows=35, keys=40, dtype=torch.float16, cap=cap))
+        assert f"unit = tl.full((), {1.4426950408889634 * factor}, tl.float32)" in source
+        assert "bitcast=True) - tl.cast(" in source
+        assert "* tl.div_rn(1.0, " in source
+        assert source.count("tl.fma(") == (2 if cap else 1)
+
+
 def test_gradients_in_triton() -> None:
     """Queries and gradients of outputs are factors of two products each, and loaded once."""
     source = _check_triton(gradient_kernel(queries=40, keys=35))
@@ -90,6 +100,14 @@ def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kerne
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx
     assert not SPILLED.search(ptx)
+
+
+def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
+    kernel = attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16)
+    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, max_registers=128))).asm["ptx"]
+    assert ptx.count("div.rn.f32") == 2  # rows of a thread
+    assert ptx.count("cvt.rn.f32.s32") <= 2  # in their logarithms
+    assert ".maxnreg 128" in ptx
 
 
 def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:

@@ -61,6 +61,15 @@ def test_tiles_whose_rows_have_several_groups(text: str, rows_first: bool, group
     assert source.count("tl.dot") == 1 and "in tl.range(first, last + 1)" in source
 
 
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_programs_go_through_bands_of_rows(rows_first: bool) -> None:
+    kernel = parse_kernel(GROUPED)
+    for band in (1, 2, 3):  # of three blocks of rows, for each of two of columns
+        banded = replace(tile(kernel, rows_first), band=band)
+        source = check(kernel, banded, {"group": GROUPS}, tolerance=1e-3)
+        assert f"tl.minimum(3 - band, {band})" in source
+
+
 def test_every_configuration_is_correct() -> None:
     kernel = parse_kernel(GROUPED)
     found = configurations(kernel)

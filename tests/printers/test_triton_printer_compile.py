@@ -33,8 +33,8 @@ ROWS, COLUMNS = 8192, 4096
 SPILLED = re.compile(r"st\.local|ld\.local")
 
 
-def compiled(printed: PrintedKernel) -> Any:
-    """A kernel compiled for compute capability 9.0, its pointers and numbers divisible by 16."""
+def compiled(printed: PrintedKernel, capability: int = 90) -> Any:
+    """A kernel compiled for a compute capability, 90 for 9.0, its pointers and numbers divisible by 16."""
     function = load_jit_function(printed.source)
     names = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
     types = [names.get(entry.removeprefix("*"), entry.removeprefix("*")) for entry in printed.signature]
@@ -46,7 +46,8 @@ def compiled(printed: PrintedKernel) -> Any:
     signature = dict(zip(function.arg_names, [*kinds, *["constexpr"] * len(constants)], strict=True))
     divisible = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[:2] != "fp"}
     source = ASTSource(function, signature, constants, divisible)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, **options})
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False, **options})
 
 
 def instructions(kernel: Kernel, configuration: Configuration | None = None) -> str:

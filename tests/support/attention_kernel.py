@@ -12,9 +12,13 @@ F32 = torch.float32
 
 
 def attention_kernel(
-    heads: int = 2, rows: int = 20, keys: int = 35, width: int = 5, columns: int = 3, dtype: torch.dtype = F32
-) -> Kernel:
-    """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row."""
+    heads: int = 2, rows: int = 20, keys: int = 35, width: int = 5, columns: int = 3, dtype: torch.dtype = F32,
+    cap: float = 0.0,
+) -> Kernel:  # fmt: skip
+    """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row.
+
+    With a cap, the scores are cap * tanh(score / 2 + bias).
+    """
     body = KernelBuilder()
     head, row, column = Axis("p0", heads), Axis("p1", rows), Axis("p2", columns)
     inner, key = Axis("r0", width), Axis("r1", keys)
@@ -23,7 +27,8 @@ def attention_kernel(
     other = body.load("key", linearize_index((head, key, inner), (heads, keys, width)), dtype).to(computes)
     (score,) = body.reduce("sum", query * other, [inner])
     bias = body.load("slopes", as_index(head), computes) * (body.index(key) - body.index(row)).to(computes)
-    scores = (body.index(row) >= body.index(key) - 2).where(score + bias, -math.inf)
+    biased = (score * 0.5 + bias).tanh() * cap if cap else score + bias
+    scores = (body.index(row) >= body.index(key) - 2).where(biased, -math.inf)
     (largest,) = body.reduce("max", scores, [key])
     shift = largest.equals(-math.inf).where(0.0, largest)
     weights = (scores - shift).exp()

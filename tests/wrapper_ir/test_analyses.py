@@ -116,6 +116,15 @@ def test_live_bytes_count_operands_and_results_of_each_line() -> None:
     assert live_bytes(program, include_inputs=False, include_constants=False).peak == a + b
 
 
+def test_the_caller_has_another_reference_to_shared_inputs() -> None:
+    text = (
+        "program @p(%x: {} f32[8]@cpu) {{\n  memory.free(%x)\n  %y = memory.alloc() : f32[4]@cpu\n"
+        "  control.return(%y)\n}}\n"
+    )
+    assert live_bytes(_parse(text.format("owned"))).at_line == (32, 16, 16)
+    assert live_bytes(_parse(text.format("shared"))).at_line == (32, 48, 48)
+
+
 def test_reused_memory_keeps_its_bytes() -> None:
     program = _parse(_CHAIN.format(last="%c = memory.reuse(%b) : f32[2]@cpu"))
     assert live_bytes(program, include_inputs=False, include_constants=False).at_line[-1] == 256

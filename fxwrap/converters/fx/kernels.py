@@ -19,6 +19,7 @@ from fxwrap.converters.fx.nodes import CallTarget
 from fxwrap.converters.fx.regions import call_functional_region, call_region
 from fxwrap.devices import FX, language_traits
 from fxwrap.lines import Launch
+from fxwrap.loop_ir import FLOAT8
 from fxwrap.runtime import kernel_table
 from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters, triton_side_table_kernel
 from fxwrap.runtime.triton.user_kernels import load_user_kernel, user_side_table_kernel
@@ -108,7 +109,11 @@ class _LaunchCall:
 
     @property
     def is_triton(self) -> bool:
-        return language_traits(self.kernel.language).is_triton and not self.emitter.launches_by_hash
+        """Whether torch's operator launches the kernel. It passes float8 as such to kernels that access bytes."""
+        traits = language_traits(self.kernel.language)
+        operands = [*self.tensors, *self.line.outs]
+        has_bytes = not traits.user_defined and any(item.tensor_type.dtype in FLOAT8 for item in operands)
+        return traits.is_triton and not self.emitter.launches_by_hash and not has_bytes
 
     @property
     def input_count(self) -> int:

@@ -348,9 +348,7 @@ def _view_of_operand(
     return value
 
 
-def _flex_attention(
-    emit: Callable[[Builder, LoweringRequest, Node], None], blocks: BlockLowering, node: Node
-) -> None:
+def _flex_attention(emit: Callable[[Builder, LoweringRequest, Node], None], blocks: BlockLowering, node: Node) -> None:
     """Lowers FlexAttention or its gradients to kernels. Raises KernelDeclined where that is impossible."""
     try:
         emit(blocks.builder, blocks.request, node)

@@ -242,7 +242,8 @@ class _MaterialisationPlanner:
             return False
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
-            return cost <= _CHEAP_BROADCAST and not self._is_lookup_table(plan, widest / elements)
+            is_repeated = self._is_lookup_table(plan, widest / elements) or self._is_normalised_operand(use, plan)
+            return cost <= _CHEAP_BROADCAST and not is_repeated
         if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
             return True
         if cost <= _CHEAP and self._bytes(plan.reads) <= self._bytes([plan.definition]) * _MAX_EXTRA_BYTES:
@@ -280,6 +281,23 @@ class _MaterialisationPlanner:
         if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:
             return False
         return spec is not None and spec.instructions_per_byte > 0
+
+    def _is_normalised_operand(self, use: DefUse, plan: DefinitionPlan) -> bool:
+        """Whether a definition has several rows that contractions read, and reads the results of reductions of them.
+
+        The kernel of the reductions writes it too. In a contraction, each tile of columns would compute it again, with
+        an element from memory for each of its operands.
+        """
+        spec = self.specs.get(plan.definition.device.type)
+        if spec is None or not spec.massively_parallel:
+            return False
+        elements = self._count(plan.definition.sizes)
+        after = [other for other in plan.reads if isinstance(other, Reduced) and self._count(other.source.reduced) > 1]
+        completes = any(self._count(item.sizes) * self._count(item.source.reduced) == elements for item in after)
+        consumers = [consumer.definition for consumer in self.consumers[use.definition]]
+        return completes and all(
+            isinstance(item, Reduced) and self._count(item.source.reduced) < elements for item in consumers
+        )
 
     def _is_reduction_epilogue(self, plan: DefinitionPlan, elements: int) -> bool:
         """Whether a definition maps the results of a reduction, one to one, to the operand of another reduction.

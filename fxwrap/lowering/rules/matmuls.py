@@ -11,8 +11,18 @@ from collections.abc import Callable
 
 import torch
 
-from fxwrap.loop_ir import Index, IndexLike, Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, broadcast_indices, reduction
+from fxwrap.loop_ir import Scalar
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Reduced,
+    broadcast_indices,
+    reduction,
+    unwrap_views,
+)
+from fxwrap.lowering.fusion.tracing import read_bytes
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
@@ -23,7 +33,7 @@ from fxwrap.lowering.rules.registry import (
     OperatorCall,
     lowering_rule,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 MAX_TUNED_ROWS = 16
 """The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
@@ -50,12 +60,15 @@ def _sum_of_products(
     return total
 
 
-def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
-    """Declines a product that stays a library call. `rows` is the number of rows that multiply one matrix."""
+def check_choice(call: OperatorCall, left: Definition, rows: Size, right: Definition | None = None) -> None:
+    """Declines a product that stays a library call.
+
+    `rows` is the number of rows that multiply one matrix, `right` the matrix, if it is an operand of the call as it is.
+    """
     match call.matmul_kernels:
         case "library":
             raise Declined(library_call_reason(call.name) or "a library call")
-        case "auto" if not _is_candidate(call, left, rows):
+        case "auto" if not _is_candidate(call, left, rows) and not _is_dequantised(call, rows, right):
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
@@ -63,7 +76,7 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
 
 def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
     """Declines a product that stays a library call, or whose operands and result have several dtypes."""
-    check_choice(call, left, rows)
+    check_choice(call, left, rows, right)
     if left.dtype is not right.dtype or left.dtype is not call.dtype:
         raise Declined("its operands and its result are of several dtypes")
 
@@ -75,10 +88,27 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
     return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
 
 
+def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
+    """Whether a matrix is computed from tensors of at most 3/4 of its bytes, and few rows multiply it.
+
+    A library's call would read a copy of the matrix, which a kernel writes.
+    """
+    if right is None or not isinstance(rows, int):
+        return False
+    count, read = product(right.sizes), None
+    if rows <= dict(call.spec.generated_dequantised_rows).get(right.dtype, 0):
+        read = read_bytes(right)
+    return read is not None and isinstance(count, int) and 4 * read <= 3 * count * right.dtype.itemsize
+
+
 def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:
-    """Returns the product of two matrices, or of two batches of matrices."""
+    """Returns the product of two matrices, or of two batches of matrices.
+
+    A computed matrix times one column is one row: a library's call would read a copy, as of the experts of each token.
+    """
     batch, (rows, _), (_, columns) = left.sizes[:-2], left.sizes[-2:], right.sizes[-2:]
-    _check(call, left, right, rows)
+    is_copied = columns == 1 and isinstance(unwrap_views(left), Pointwise)
+    _check(call, left, right, 1 if is_copied else rows)
     return _sum_of_products(
         call, left, right, (*batch, rows, columns),
         lambda at, reduced: (*at[:-1], *reduced), lambda at, reduced: (*at[:-2], *reduced, at[-1]),
@@ -117,17 +147,21 @@ def _addmm(
     return _with_addend(call, addend, _matrix_product(call, left, right), beta, alpha)
 
 
-def _group_of_row(reader: ElementReader, offsets: Definition, row: IndexLike, count: int) -> Index:
-    """Returns the number of groups that end at or before a row, by binary search; the last group for rows beyond."""
-    group, position = reader.body.constant(0, torch.int64), reader.body.index(row)
-    step = 1 << (count.bit_length() - 1)
-    while step:
-        following = group + step
-        probe = unchecked_indirect_index(reader, following.minimum(count) - 1, count)
-        ends = reader.load(offsets, (probe,)).to(torch.int64) <= position
-        group = (ends & (following <= count)).where(following, group)
-        step //= 2
-    return unchecked_indirect_index(reader, group.minimum(count - 1), count)
+def _groups_of_rows(call: OperatorCall, offsets: Definition, rows: Size) -> Definition:
+    """Returns for each row the number of groups that end at or before it: the group of the row.
+
+    Kernels read it from memory: a search in each program would be a chain of loads.
+    """
+
+    def ends_before(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
+        row = reader.body.index(at[0])
+        return (reader.load(offsets, reduced).to(torch.int64) <= row).to(torch.int64)
+
+    def define() -> Definition:
+        (groups,) = reduction("sum", (rows,), offsets.sizes, call.device, torch.int64, ends_before, (torch.int32,))
+        return groups
+
+    return call.share(("groups of rows", offsets, rows), define)
 
 
 @lowering_rule("aten._grouped_mm.default", rules=MATMUL_RULES)
@@ -139,23 +173,23 @@ def _grouped_mm(
     bias: Definition | None,
     out_dtype: torch.dtype | None,
 ) -> LoweringResult:
-    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end have any value.
-
-    The number of rows of a matrix is not known, and no device is known where a kernel is faster than the library.
-    """
-    if call.matmul_kernels != "generated":
-        raise Declined(library_call_reason(call.name) or "a library call")
+    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end: any value."""
     if bias is not None or not left.dtype.is_floating_point:
         raise Declined("kernels of grouped matmuls have floating-point operands and no bias")
     if offsets is None:
         return _matrix_product(call, left, right)
     (count, *_), (rows, *_) = right.sizes, left.sizes
+    if not call.spec.generates_grouped_matmul(call.matmul_kernels, left.dtype, rows, count):
+        raise Declined(library_call_reason(call.name) or "a library call")
     if len(left.sizes) != 2 or len(right.sizes) != 3 or not isinstance(count, int) or not count:
         raise Declined("kernels of grouped matmuls have groups of rows, and a constant number of matrices")
-    _check(call, left, right, rows)
+    if left.dtype is not right.dtype or left.dtype is not call.dtype:
+        raise Declined("its operands and its result are of several dtypes")
+    groups = _groups_of_rows(call, offsets, rows)
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
-        group = _group_of_row(reader, offsets, at[0], count)
+        last = reader.load(groups, at[:1]).to(torch.int64).minimum(count - 1)
+        group = unchecked_indirect_index(reader, last, count)
         return reader.load(left, (at[0], *reduced)) * reader.load(right, (group, *reduced, at[1]))
 
     sizes, dtype = (rows, right.sizes[2]), left.compute_dtype

@@ -77,7 +77,10 @@ def _scaled_mm(
     bias: Definition | None,
     result_scale: Definition | None,
 ) -> LoweringResult:
-    """The product of two float8 matrices, times a scale of each matrix, or of each row and each column."""
+    """The product of two float8 matrices, times a scale of each matrix, or of each row and each column.
+
+    The matrices are in memory, where tensor cores read them: the kernel that computes scales of rows also rounds.
+    """
     check_choice(call, left, left.sizes[0])
     if not {left.dtype, right.dtype} <= FLOAT8 or call.dtype in FLOAT8 or result_scale is not None:
         raise Declined("kernels of scaled matmuls have float8 operands and wider results")
@@ -86,6 +89,9 @@ def _scaled_mm(
     for scale, sizes in scales:
         if scale.dtype is not torch.float32 or (product(scale.sizes) != 1 and scale.sizes != sizes):
             raise Declined("kernels of scaled matmuls have float32 scales of matrices, or of rows and columns")
+
+    call.in_memory.add(left)
+    call.in_memory.add(right)
 
     def element(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         return reader.load(left, (at[0], *reduced)) * reader.load(right, (*reduced, at[1]))

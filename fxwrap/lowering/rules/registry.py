@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, MutableMapping, MutableSet, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -51,7 +51,8 @@ class OperatorCall:
     sympy expressions, dtypes or sequences. `fake` is the fake tensor of the result, or a sequence of them; an unused
     gradient is None. `spec` describes the type of `device`; `may_be_zero` returns whether the ranges of symbols allow a
     size to be 0; `matmul_kernels` is the option of that name; `tunes_matmuls` is whether kernels of matmuls on the
-    device are timed beside the library's calls.
+    device are timed beside the library's calls; `shared` has definitions that several calls of the graph read, and
+    `in_memory` those that kernels load instead of computing them again.
     """
 
     name: str
@@ -64,6 +65,8 @@ class OperatorCall:
     may_be_zero: Callable[[Size], bool] = field(default=lambda size: size == 0, repr=False)
     matmul_kernels: MatmulKernels = "library"
     tunes_matmuls: bool = False
+    shared: MutableMapping[Hashable, Definition] = field(default_factory=dict, repr=False)
+    in_memory: MutableSet[Definition] = field(default_factory=set, repr=False)
 
     @property
     def operator(self) -> str:
@@ -94,6 +97,12 @@ class OperatorCall:
         """Returns a pointwise definition of a result, by default of the only one."""
         fake = self.result if result is None else result
         return pointwise(self.sizes_of(fake), fake.dtype, self.device, body)
+
+    def share(self, key: Hashable, define: Callable[[], Definition]) -> Definition:
+        """Returns the definition of a key, the same for all calls of the graph."""
+        if key not in self.shared:
+            self.shared[key] = define()
+        return self.shared[key]
 
     def bind(self) -> dict[str, Any]:
         """Returns all arguments by name, in the schema's order. Absent ones have the schema's defaults."""

@@ -346,18 +346,32 @@ class StreamingPrinter(LoopPrinter):
     def _update_targets(self, update: Update) -> list[int]:
         """Returns the values that an update's address and its conditions are computed from."""
         store = self.kernel.operations[update.position]
-        used = {*operands(store)} - {update.value}
-        if isinstance(store, Store) and store.mask is not None:
-            used.discard(store.mask)
+        assert isinstance(store, Store)
+        used = {*operands(store)} - {store.value, store.mask}
         return sorted({*used, *update.conditions})
 
     def _print_update(self, update: Update, known: EmittedValues) -> None:
-        """Adds the values of a tile to memory, those of one address for all rows as their sum."""
+        """Writes the values of a tile to memory, or adds them, those of one address for all rows as their sum."""
+        store = self.kernel.operations[update.position]
+        assert isinstance(store, Store)
         with self._key_loop():
             values = dict(known)
             self._hoist(self._update_targets(update), [*self.outer, *self.parts.axes], values)
             values[update.value] = self._element(f"weights_{update.value}")
-            self._print_additions([update], values)
+            if store.mode == "add":
+                self._print_additions([update], values)
+            else:
+                self._print_stores(update, store, values)
+
+    def _print_stores(self, update: Update, store: Store, known: EmittedValues) -> None:
+        """Writes the values of the rows of a tile to memory."""
+        row, size = self.parts.row.name, print_size(self.parts.row.size)
+        self.writer.line(f"const int64_t lanes = fxwrap::min<int64_t>({self.lanes}, {size} - {row}_0);")
+        with self.writer.nest(["for (int64_t lane = 0; lane < lanes; ++lane)"], "#pragma omp simd"):
+            self.writer.line(f"const int64_t {row} = {row}_0 + lane;")
+            self.statements.write([store.value, *self._update_targets(update)], known)
+            text = f"{store.buffer}[{self.statements.index(known)(store.index)}] = {known[store.value]};"
+            self.writer.line(self._conditions(update.conditions, known) + text)
 
     def _print_additions(self, updates: Sequence[Update], known: EmittedValues) -> None:
         """Adds the values of the rows of a tile to memory."""
@@ -429,7 +443,7 @@ class StreamingPrinter(LoopPrinter):
         parts, row = self.parts, self.parts.row
         groups: dict[frozenset[Axis], list[Store]] = {}
         for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store) and operation.mode == "set":
+            if isinstance(operation, Store) and operation.mode == "set" and not self.kernel.varying[position]:
                 columns = self.kernel.value_axes[position].intersection(parts.columns)
                 groups.setdefault(columns, []).append(operation)
         values = {**known, **{item.position: f"sums_{item.position}[lane]" for item in parts.sums}}

@@ -1,5 +1,6 @@
 """The Triton printer: loop IR kernels as Triton kernels, their configurations, and combo kernels."""
 
+from fxwrap.printers.triton.candidates import *
 from fxwrap.printers.triton.combo_kernel import *
 from fxwrap.printers.triton.configuration import *
 from fxwrap.printers.triton.scheduled_kernel import *

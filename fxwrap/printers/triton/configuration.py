@@ -1,7 +1,7 @@
 """Configurations of Triton kernels: tiles, blocks, warps and pipeline stages.
 
-The first configuration of a kernel is the default; autotuning times all. The heuristics come from sweeps over
-memory-bound kernels on an H200.
+`candidates.py` returns the configurations of a kernel. The heuristics come from sweeps over memory-bound kernels on an
+H200.
 """
 
 from __future__ import annotations
@@ -12,26 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from fxwrap.loop_ir import (
-    HALF_PRECISION,
-    ONE,
-    OPERATIONS,
-    Axis,
-    Compute,
-    Constant,
-    ContractionForm,
-    IndirectIndex,
-    Kernel,
-    Load,
-    Operation,
-    Reduce,
-    ReductionResult,
-    Store,
-    find_contraction,
-    find_grouped_contraction,
-    operands,
-)
-from fxwrap.symbolic import Size, evaluate, product
+from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
+from fxwrap.symbolic import Size
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
@@ -41,34 +23,6 @@ MAX_PERSISTENT_ELEMENTS = 16384
 
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
-
-_MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
-"""Columns, elements of a column, warps and stages of products with one row."""
-
-_MAX_PERSISTENT_MATVEC = 8192
-"""The longest row of a product that is read at once."""
-
-MIN_DOT_BLOCK = 16
-"""The smallest size of a block that Triton's dot multiplies."""
-
-_MAX_FEW_ROWS = 64
-_LONG_COLUMN = 8192
-_MIN_DOT_PROGRAMS = 110
-"""Number of programs with few rows that reach the bandwidth of a large GPU."""
-_MAX_SUMMED_ROWS = 2
-"""The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
-
-_FEW_ROWS_TILES = (
-    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
-    (64, 256, 4, 3), (16, 128, 2, 5),
-)  # fmt: skip
-"""Columns, elements of a column, warps and stages of products with few rows."""
-
-_DOT_TILES = (
-    (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
-    (128, 128, 32, 4, 4),
-)  # fmt: skip
-"""Rows, columns, elements of a row, warps and stages of products with many rows."""
 
 _WAVE = 264
 """Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
@@ -81,7 +35,8 @@ class Configuration:
     Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
     elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
     The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
-    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands.
+    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
+    then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
     """
 
     x: tuple[Axis, ...] = ()
@@ -93,36 +48,14 @@ class Configuration:
     num_warps: int = 4
     num_stages: int = 1
     dot: bool = False
-
-
-def _default_hint(size: Size) -> int:
-    """Returns a size for symbols of 1024."""
-    return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
-
-
-def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
-    """Returns candidate configurations of a kernel, the default one first; all are correct."""
-    hint = hint or _default_hint
-    contraction = find_contraction(kernel)
-    if not kernel.reduced:
-        candidates = _pointwise_configurations(kernel, hint)
-    elif contraction is not None and contraction.rows and can_use_dot(contraction):
-        candidates = _dot_configurations(contraction, hint)
-    elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
-        candidates = _grouped_configurations(grouped, hint)
-    elif contraction is not None and not contraction.rows and not _is_outer_reduction(kernel, hint):
-        candidates = _matvec_configurations(contraction, hint)
-    elif _is_outer_reduction(kernel, hint):
-        candidates = _outer_reduction_configurations(kernel, hint)
-    else:
-        candidates = _inner_reduction_configurations(kernel, hint)
-    return tuple(dict.fromkeys(candidates))
+    band: int = 0
 
 
 # --- pointwise ------------------------------------------------------------------------------------------------------
 
 
-def _pointwise_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def pointwise_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Returns configurations of a kernel without reduced axes, the default one first."""
     if not kernel.axes:
         return [Configuration(num_warps=1)]
     inner, other = _contiguous_axes(kernel, hint)
@@ -194,7 +127,7 @@ def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: 
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def _inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
     size, count = kernel.reduced_count, hint(kernel.count)
     block = next_power_of_2(hint(size))
@@ -234,14 +167,14 @@ def _inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configur
 
 def _elements_per_thread(kernel: Kernel, count: int) -> int:
     """Returns the number of elements of a row in a thread: fewer if it also has elements of several vectors."""
-    vectors = _count_varying_loads(kernel) - len(_full_tile_loads(kernel))
+    vectors = _count_varying_loads(kernel) - len(full_tile_loads(kernel))
     bytes_per_element = _bytes_per_element(kernel)
     if _count_varying_loads(kernel) > 1 and (vectors or bytes_per_element > 4):
         return 16
     return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and count >= _WAVE else 32
 
 
-def _outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded."""
     inner, _ = _contiguous_axes(kernel, hint, reduced=False)
     size = kernel.reduced_count
@@ -255,7 +188,7 @@ def _outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configur
             candidates.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     whole = list(candidates)
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
-    if len(_full_tile_loads(kernel)) > 1:
+    if len(full_tile_loads(kernel)) > 1:
         shapes = [shapes[3], *shapes[:3]]
     for width, height, stages in shapes:
         block = min(width, widest)
@@ -267,95 +200,11 @@ def _outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configur
     return candidates
 
 
-def _is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
+def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
     """Whether most accesses are contiguous along a parallel axis, as in a sum of columns."""
     scores = _contiguity_scores(kernel, hint)
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
     return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
-
-
-# --- contractions -----------------------------------------------------------------------------------------------------
-
-
-def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums."""
-    return contraction.dtype is torch.float32
-
-
-def _matvec_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
-
-    Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
-    """
-    kernel = contraction.kernel
-    plain = _inner_reduction_configurations(kernel, hint)
-    longest = next_power_of_2(hint(kernel.reduced_count))
-    blocks = [
-        Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
-        for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
-    ]  # fmt: skip
-    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(contraction.sums) > 1
-    preferred: list[Configuration] = []
-    if is_long != has_several and all(load.dtype.itemsize == 2 for load in _full_tile_loads(kernel)):
-        preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
-        blocks = [item for item in blocks if item not in preferred]
-    return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
-
-
-def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
-    rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
-    columns, few = contraction.columns, contraction.rows
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK)
-    if rows > _MAX_FEW_ROWS:
-        return [
-            Configuration(columns, few, x_block, y_block, min(r_block, longest), True, warps, stages, True)
-            for y_block, x_block, r_block, warps, stages in _DOT_TILES
-        ]
-    padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
-    wanted = _columns_of_program(contraction, hint)
-    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
-    dots = [
-        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in tiles
-    ]
-    if rows > _MAX_SUMMED_ROWS:
-        return dots
-    summed = [
-        Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
-        for stages in (3, 1)
-    ]
-    return [*dots[:1], *summed, *dots[1:]]
-
-
-def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few."""
-    assert contraction.group is not None
-    kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
-    in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
-    block = min(max(next_power_of_2(in_group), MIN_DOT_BLOCK), 128)
-    longest = max(next_power_of_2(hint(kernel.reduced_count)), MIN_DOT_BLOCK)
-    wide = [
-        Configuration(columns, rows, x_block, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, x_block, r_block, warps, stages in _DOT_TILES if y_block <= block
-    ]  # fmt: skip
-    narrow = [
-        Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
-    ]  # fmt: skip
-    single = [] if _is_outer_reduction(kernel, hint) else _matvec_configurations(contraction, hint)
-    return [*single, *narrow] if in_group <= _MAX_SUMMED_ROWS else [*wide, *narrow]
-
-
-def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
-    """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
-    columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
-    if hint(contraction.kernel.reduced_count) >= _LONG_COLUMN:
-        columns //= 2
-    block = MIN_DOT_BLOCK
-    while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:
-        block *= 2
-    return block
 
 
 # --- properties of kernels ------------------------------------------------------------------------------------------
@@ -375,7 +224,7 @@ def _count_varying_loads(kernel: Kernel) -> int:
     return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
 
 
-def _full_tile_loads(kernel: Kernel) -> list[Load]:
+def full_tile_loads(kernel: Kernel) -> list[Load]:
     """Returns the loads that vary along all axes."""
     whole = {*kernel.axes, *kernel.reduced}
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
@@ -384,7 +233,7 @@ def _full_tile_loads(kernel: Kernel) -> list[Load]:
 
 def _bytes_per_element(kernel: Kernel) -> int:
     """Returns the bytes that are loaded for each element of the iteration space."""
-    return sum(item.dtype.itemsize for item in _full_tile_loads(kernel))
+    return sum(item.dtype.itemsize for item in full_tile_loads(kernel))
 
 
 def _is_multi_pass(kernel: Kernel) -> bool:
@@ -424,77 +273,3 @@ def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[
     others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
     wide = [axis for axis in others if hint(axis.size) >= 16]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
-
-
-_ERROR_PRESERVING = frozenset({"mul", "div", "neg", "abs", "where", "reciprocal", "sqrt", "rsqrt"})
-"""Operations that do not amplify the relative error of their operands."""
-
-
-def fast_math_operations(kernel: Kernel) -> frozenset[int]:
-    """Returns the operations whose results need at most about 20 correct bits."""
-    users: dict[int, list[int]] = {}
-    for position, operation in enumerate(kernel.operations):
-        for used in operands(operation):
-            users.setdefault(used, []).append(position)
-    half = reads_half_precision(kernel)
-    fast: set[int] = set()
-    for position, operation in reversed(list(enumerate(kernel.operations))):
-        using = [(user, kernel.operations[user]) for user in users.get(position, [])]
-        if using and all(_allows_fast_math(item, user in fast, operation, half) for user, item in using):
-            fast.add(position)
-    return frozenset(fast)
-
-
-def _allows_fast_math(user: Operation, fast_math: bool, operation: Operation, half: bool) -> bool:
-    if isinstance(user, Compute):
-        return (user.name == "cast" and user.dtype in HALF_PRECISION) or (fast_math and user.name in _ERROR_PRESERVING)
-    exponential = isinstance(operation, Compute) and operation.name == "exp"
-    return isinstance(user, Reduce) and user.kind == "sum" and exponential and half
-
-
-def fast_erf_operations(kernel: Kernel, fast_math: frozenset[int]) -> frozenset[int]:
-    """Returns the erf operations that are only added to constants of about 1 in fast-math operations, as in gelu.
-
-    These sums have an absolute error of 1e-7 themselves.
-    """
-    erfs = {p for p, item in enumerate(kernel.operations) if isinstance(item, Compute) and item.name == "erf"}
-    if not erfs:
-        return frozenset()
-    for position, operation in enumerate(kernel.operations):
-        for used in erfs.intersection(operands(operation)):
-            beside = [kernel.operations[other] for other in operands(operation) if other != used]
-            constant = any(isinstance(item, Constant) and abs(item.value) >= 0.5 for item in beside)
-            if not (isinstance(operation, Compute) and operation.name == "add" and constant and position in fast_math):
-                erfs.discard(used)
-    return frozenset(erfs)
-
-
-def is_sum_of_exponentials(kernel: Kernel, position: int) -> bool:
-    """Whether an operation is the divisor of a softmax, which is in the range of fast division."""
-    operation = kernel.operations[position]
-    if isinstance(operation, ReductionResult):
-        source = kernel.operations[operation.operation]
-        return isinstance(source, Reduce) and source.kind == "softmax" and operation.position == 1
-    if not isinstance(operation, Reduce) or operation.kind != "sum":
-        return False
-    summed = kernel.operations[operation.operands[0]]
-    return isinstance(summed, Compute) and summed.name == "exp"
-
-
-def reads_half_precision(kernel: Kernel) -> bool:
-    """Whether all floating-point loads that vary along rows have half precision."""
-    loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies]
-    types = [item.dtype for item in loads if isinstance(item, Load) and item.dtype.is_floating_point]
-    return bool(types) and all(dtype in HALF_PRECISION for dtype in types)
-
-
-def allows_fast_softmax(kernel: Kernel) -> bool:
-    """Whether the exponentials of `softmax` reductions may be fast: if all other exponentials are."""
-    fast_math = fast_math_operations(kernel)
-    exact = [
-        position
-        for position, operation in enumerate(kernel.operations)
-        if isinstance(operation, Compute) and operation.name == "exp" and kernel.varying[position]
-        if position not in fast_math
-    ]
-    return reads_half_precision(kernel) and not exact

@@ -9,7 +9,6 @@ import torch
 from fxwrap.loop_ir import (
     FLOAT8,
     HALF_PRECISION,
-    Axis,
     Compute,
     ContractionForm,
     IndirectIndex,
@@ -24,15 +23,22 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
+from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
+
+_DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
+"""The helper that converts codes of each float8 dtype of tensor cores to an operand of a dot."""
+
+_IMPRECISE_PRODUCTS = 128
+"""The number of float8 products that tensor cores add with fewer bits than float32 has."""
 
 
-class DotPrinter(TritonPrinter):
+class DotPrinter(ContractionLoadPrinter):
     """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
 
     Operands are blocks of (y, r) and (r, x), results blocks of (y, x). The current one of these three determines the
-    dimensions of the values that are printed.
+    dimensions of the values that are printed. Row reductions combine the results of a block, which has all columns that
+    they reduce.
     """
 
     def __init__(
@@ -42,6 +48,9 @@ class DotPrinter(TritonPrinter):
         contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
+        summed = frozenset(contraction.summed)
+        self.is_summed = [not summed.isdisjoint(axes) for axes in kernel.value_axes]
+        self.float8_operands = self._find_float8_operands()
         self.whole = self.tile
         self.side = ""
         self.zero_filled = frozenset([item for item in self._sources() if self._is_plain_load(item)])
@@ -52,22 +61,42 @@ class DotPrinter(TritonPrinter):
         if self.use_int64:
             self._emit_int64_symbols()
         y, x = [self._dimension(name) for name in "yx"]
-        parts: list[Dimension | Axis] = [y, x, *reversed(self.whole.outer)]
         program = self.names.create_name("program")
         self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
         self._enter("yx")
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            blocks = self.index_printer.size_operand(part.blocks if isinstance(part, Dimension) else part.size)
-            offset = program if last else f"{program} % {blocks}"
-            if isinstance(part, Axis):
-                self._line(f"{self.axis_names[part]} = {offset}")
-            else:
-                start = f"{offset if last else parenthesize(offset)} * {part.block_constant}"
-                self._emit_block_offsets(part, start)
-            if not last:
-                self._line(f"{program} = {program} // {blocks}")
+        blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
+        if self.whole.outer:
+            program = self._emit_outer_axes(program, f"({blocks[y]} * {blocks[x]})")
+        for item, offset in self._block_numbers(program, y, x, blocks).items():
+            self._emit_block_offsets(item, f"{parenthesize(offset)} * {item.block_constant}")
         self.dimension_masks = {self.tile.dimensions[number].name: name for number, name in self.masks.items()}
+
+    def _emit_outer_axes(self, program: str, tiles: str) -> str:
+        """Prints the positions along the axes with one element a program, and returns the number of its tile."""
+        tile, rest = self.names.create_name("tile"), self.names.create_name("rest")
+        self._line(f"{tile} = {program} % {tiles}")
+        self._line(f"{rest} = {program} // {tiles}")
+        *inner, last = reversed(self.whole.outer)
+        for axis in inner:
+            size = self.index_printer.size_operand(axis.size)
+            self._line(f"{self.axis_names[axis]} = {rest} % {size}")
+            self._line(f"{rest} = {rest} // {size}")
+        self._line(f"{self.axis_names[last]} = {rest}")
+        return tile
+
+    def _block_numbers(
+        self, program: str, y: Dimension, x: Dimension, blocks: Mapping[Dimension, str]
+    ) -> dict[Dimension, str]:
+        """Returns the numbers of a program's blocks. Programs go through a band of rows for each block of columns."""
+        band = self.configuration.band
+        if not band:
+            return {y: f"{program} % {blocks[y]}", x: f"{program} // {blocks[y]}"}
+        rows, columns = (y, x) if self._rows_are_first() else (x, y)
+        first, height, within = [self.names.create_name(name) for name in ("band", "height", "within")]
+        self._line(f"{first} = {program} // ({band} * {blocks[columns]}) * {band}")
+        self._line(f"{height} = tl.minimum({blocks[rows]} - {first}, {band})")
+        self._line(f"{within} = {program} % ({band} * {blocks[columns]})")
+        return {rows: f"{first} + {within} % {height}", columns: f"{within} // {height}"}
 
     def _dimension(self, name: str) -> Dimension:
         return next(item for item in self.whole.dimensions if item.name == name)
@@ -90,7 +119,7 @@ class DotPrinter(TritonPrinter):
         prologues = [self._prologue(operands) for operands in targets]
         of_group = self._of_group(prologues)
         for position in sorted(set().union(*prologues) - of_group):
-            if not kernel.varying[position]:
+            if not self.is_summed[position]:
                 self._operation(position, looped=True)
         for item in sums:
             (name,) = self._result_names(item.reduction)
@@ -104,9 +133,13 @@ class DotPrinter(TritonPrinter):
         self._enter("yx")
         done = set().union(*prologues) | {item.reduction for item in sums}
         for position in range(len(kernel.operations)):
-            if position not in done and not kernel.varying[position]:
+            if position not in done and not self.is_summed[position]:
                 self._operation(position, looped=True)
         self.tile = self.whole
+
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether row reductions combine results along a dimension: that of all columns that they reduce."""
+        return dimension.axes == self.contraction.reduced_columns
 
     def _of_group(self, prologues: Sequence[set[int]]) -> frozenset[int]:
         """Returns the operations of column operands that depend on the group."""
@@ -144,7 +177,7 @@ class DotPrinter(TritonPrinter):
         saved = dict(self.dimension_masks)
         self._enter("rx" if column_name == "x" else "yr")
         for item in sorted(of_group):
-            if not self.kernel.varying[item]:
+            if not self.is_summed[item]:
                 self._operation(item, looped=True)
         self.dimension_masks[row_name] = members
         self._emit_sums(targets, prologues, steps)
@@ -162,8 +195,7 @@ class DotPrinter(TritonPrinter):
         for item in self.contraction.sums:
             (name,) = self._result_names(item.reduction)
             first, second = self._left_right(item)
-            precision = "" if self._dot_dtype(item) in HALF_PRECISION else ', input_precision="ieee"'
-            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{precision})"
+            text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{self._dot_options(item)})"
             self._line(text, self.kernel.operations[item.reduction].origin)
         self.depth -= 1
         self.origin = ""
@@ -179,7 +211,7 @@ class DotPrinter(TritonPrinter):
             self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
         )
         self._emit_block_offsets(r, start)
-        varying = [position for position in sorted(prologue) if self.kernel.varying[position]]
+        varying = [position for position in sorted(prologue) if self.is_summed[position]]
         for position in varying:
             self.results.pop(position, None)
             self._operation(position, looped=True)
@@ -187,13 +219,20 @@ class DotPrinter(TritonPrinter):
         texts = {}
         for target in targets:
             text, dtype = self._operand(target)
-            if dtype is not operation_dtype(self.kernel.operations[self._source(target)]):
+            source = self._source(target)
+            is_float8 = target in self.float8_operands
+            if not is_float8 and dtype is not operation_dtype(self.kernel.operations[source]):
                 text = f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
             mask = self._mask(self._filled_dimensions(r), None)
-            if mask and self._source(target) not in self.zero_filled:
-                text = f"tl.where({mask}, {text}, 0.0)"
-            if len(self.varying_dimensions[self._source(target)]) < 2:
+            if mask and source not in self.zero_filled:
+                text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
+            if len(self.varying_dimensions[source]) < 2:
                 text = f"tl.broadcast_to({text}, {shape})"
+            text = self._use_float8(source, text) if is_float8 else text
+            if sum(target in (item.row_operand, item.column_operand) for item in self.contraction.sums) > 1:
+                name = self._stable_name(f"operand{target}")
+                self._line(f"{name} = {text}")
+                text = name
             texts[target] = text
         self.side = ""
         return texts
@@ -209,30 +248,54 @@ class DotPrinter(TritonPrinter):
     def _dot_dtype(self, item: ProductSum) -> torch.dtype:
         """Returns the dtype of products: half precision if an operand is in memory so, as a matmul's operands are.
 
-        Two float8 operands are multiplied in half precision, which is exact.
+        Two float8 operands of which one is computed are multiplied in half precision, which is exact.
         """
         for operand in (item.row_operand, item.column_operand):
             dtype = operation_dtype(self.kernel.operations[self._source(operand)])
             if dtype in HALF_PRECISION:
                 return dtype
-        if self._widens_float8(item.row_operand) and self._widens_float8(item.column_operand):
+        if None not in (self._float8_source(item.row_operand), self._float8_source(item.column_operand)):
             return torch.float16
         return operation_dtype(self.kernel.operations[item.reduction])
+
+    def _dot_options(self, item: ProductSum) -> str:
+        """Returns the keywords of a dot. Tensor cores' sums of float8 are added in float32 after 128 products."""
+        if item.row_operand in self.float8_operands and item.column_operand in self.float8_operands:
+            return f", max_num_imprecise_acc={min(_IMPRECISE_PRODUCTS, self.configuration.r_block)}"
+        return "" if self._dot_dtype(item) in HALF_PRECISION else ', input_precision="ieee"'
 
     def _source(self, operand: int) -> int:
         """Returns the load that an operand widens, or the operand itself."""
         operation = self.kernel.operations[operand]
         if isinstance(operation, Compute) and operation.name == "cast":
             source = self.kernel.operations[operation.operands[0]]
-            if isinstance(source, Load) and source.dtype in HALF_PRECISION:
+            is_widened = operation_dtype(source) in HALF_PRECISION or operand in self.float8_operands
+            if isinstance(source, Load) and is_widened:
                 return operation.operands[0]
         return operand
 
-    def _widens_float8(self, operand: int) -> bool:
+    def _float8_source(self, operand: int) -> int | None:
+        """Returns the float8 value that an operand widens, or None."""
         operation = self.kernel.operations[operand]
         if not isinstance(operation, Compute) or operation.name != "cast":
-            return False
-        return operation_dtype(self.kernel.operations[operation.operands[0]]) in FLOAT8
+            return None
+        (source,) = operation.operands
+        return source if operation_dtype(self.kernel.operations[source]) in FLOAT8 else None
+
+    def _find_float8_operands(self) -> frozenset[int]:
+        """Returns the operands that are loaded in a dtype of `_DOT_FLOAT8` and multiplied with such operands only."""
+        pairs = [(item.row_operand, item.column_operand) for item in self.contraction.sums]
+        others = {operand for pair in pairs if not all(map(self._is_float8_load, pair)) for operand in pair}
+        return frozenset([operand for pair in pairs for operand in pair]) - others
+
+    def _is_float8_load(self, operand: int) -> bool:
+        source = self._float8_source(operand)
+        operation = None if source is None else self.kernel.operations[source]
+        return isinstance(operation, Load) and operation.dtype in _DOT_FLOAT8
+
+    def _use_float8(self, source: int, codes: str) -> str:
+        """Returns the text of codes as float8."""
+        return f"{self._use(_DOT_FLOAT8[operation_dtype(self.kernel.operations[source])])}({codes})"
 
     def _sources(self) -> list[int]:
         sums = self.contraction.sums
@@ -266,4 +329,4 @@ class DotPrinter(TritonPrinter):
             self._dimension(name).blocks == 1 and not axes.isdisjoint(self._dimension(other).axes)
             for name, other in ("xy", "yx")
         ]
-        return "evict_first" if any(is_streamed) and not axes.isdisjoint(self.kernel.reduced) else ""
+        return "evict_first" if any(is_streamed) and not axes.isdisjoint(self.contraction.summed) else ""

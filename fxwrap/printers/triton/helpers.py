@@ -189,16 +189,35 @@ def digamma(x):
 
 
 def from_float8_e4m3fn(code):
-    """The float32 number of an e4m3fn code, whose bits are those of a 256th in half precision."""
-    bits = (code.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385
-    number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    nan = tl.where((code & 127) == 127, 2143289344, 0)
-    return (number.to(tl.int32, bitcast=True) | nan).to(tl.float32, bitcast=True)
+    """The float32 number of an e4m3fn code. Without an instruction, its bits are those of a 256th in half precision."""
+    if has_float8():
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    else:
+        bits = (code.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -16385
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        nan = tl.where((code & 127) == 127, 2143289344, 0)
+        return (number.to(tl.int32, bitcast=True) | nan).to(tl.float32, bitcast=True)
 
 
 def from_float8_e5m2(code):
     """The float32 number of an e5m2 code, which is the upper half of a half-precision number."""
     return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+def dot_float8_e4m3fn(code):
+    """An operand of a dot: the numbers of e4m3fn codes in float8, without tensor cores for it in half precision."""
+    if has_float8():
+        return code.to(tl.float8e4nv, bitcast=True)
+    else:
+        return from_float8_e4m3fn(code).to(tl.float16)
+
+
+def dot_float8_e5m2(code):
+    """An operand of a dot: the numbers of e5m2 codes in float8, without tensor cores for it in half precision."""
+    if has_float8():
+        return code.to(tl.float8e5, bitcast=True)
+    else:
+        return from_float8_e5m2(code).to(tl.float16)
 
 
 def from_float8_fnuz(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
@@ -231,6 +250,30 @@ def to_float8(
     return (code | sign).to(tl.uint8)
 
 
+def saturated_to_float8(saturated, x, BEYOND: tl.constexpr, OVERFLOW: tl.constexpr, NAN: tl.constexpr):
+    """The code of a float32 number: of the conversion that saturates, of floats whose bits exceed `BEYOND`, of NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 2147483647
+    special = tl.where(magnitude > 2139095040, NAN, OVERFLOW) | ((bits >> 24) & 128)
+    return tl.where(magnitude > BEYOND, special.to(tl.uint8), saturated.to(tl.uint8, bitcast=True))
+
+
+def to_float8_e4m3fn(x, OVERFLOW: tl.constexpr):
+    """The code of a float32 number in e4m3fn."""
+    if has_float8():
+        return saturated_to_float8(x.to(tl.float8e4nv), x, 1139277824 if OVERFLOW == 127 else 2139095040, OVERFLOW, 127)
+    else:
+        return to_float8(x, 3, 7, 126, OVERFLOW, 127, False)
+
+
+def to_float8_e5m2(x):
+    """The code of a float32 number in e5m2."""
+    if has_float8():
+        return saturated_to_float8(x.to(tl.float8e5), x, 1198522367, 124, 127)
+    else:
+        return to_float8(x, 2, 15, 123, 124, 127, False)
+
+
 def maximum_or_nan(a, b):
     """The larger, or NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -259,7 +302,17 @@ _GENERATED = [
     _LOG_ADD_EXP,
 ]
 
-HELPERS: Mapping[str, str] = {
+_HAS_FLOAT8 = '''
+def has_float8(_semantic=None):
+    """Whether the GPU for which the kernel is compiled converts and multiplies float8; not in Triton's interpreter."""
+    return tl.constexpr(_semantic is not None and "fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
+
+
+has_float8.__triton_builtin__ = True
+'''.strip()
+"""A function of Triton's compiler, which calls it with the options of the compilation."""
+
+HELPERS: Mapping[str, str] = {"has_float8": _HAS_FLOAT8} | {
     match.group(1): "@triton.jit\n" + match.group(0).strip()
     for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(_GENERATED), re.MULTILINE | re.DOTALL)
 }

@@ -30,7 +30,7 @@ from fxwrap.loop_ir import (
     float8_format,
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.printers.triton.configuration import fast_erf_operations, fast_math_operations, is_sum_of_exponentials
+from fxwrap.printers.triton.fast_math import fast_erf_operations, fast_math_operations, is_sum_of_exponentials
 from fxwrap.printers.triton.helpers import HELPERS
 
 TRITON_DTYPES = {
@@ -40,7 +40,8 @@ TRITON_DTYPES = {
 }  # fmt: skip
 """Triton's name of each dtype of kernels. Float8 is computed with as its codes.
 
-Triton has float8 types, but converts to them with another overflow than torch's, and not for all GPUs.
+Triton has float8 types, but not for all GPUs, and converts to them with another overflow than torch's. Helpers convert
+codes with the GPU's instructions where it has them.
 """
 
 _LIBDEVICE = (
@@ -202,8 +203,14 @@ def _from_float8(code: str, dtype: torch.dtype) -> str:
 def _to_float8(value: str, dtype: torch.dtype) -> str:
     """Returns the code of a float32 number rounded to float8."""
     form = float8_format(dtype)
-    codes = ", ".join([str(item) for item in (form.largest, form.overflow, form.nan)])
-    return f"to_float8({value}, {form.mantissa_bits}, {form.bias}, {codes}, {form.unsigned_zero})"
+    match dtype:
+        case torch.float8_e4m3fn:
+            return f"to_float8_e4m3fn({value}, {form.overflow})"
+        case torch.float8_e5m2:
+            return f"to_float8_e5m2({value})"
+        case _:
+            codes = ", ".join([str(item) for item in (form.largest, form.overflow, form.nan)])
+            return f"to_float8({value}, {form.mantissa_bits}, {form.bias}, {codes}, {form.unsigned_zero})"
 
 
 def literal_text(value: float | int | bool, dtype: torch.dtype) -> str:

@@ -35,7 +35,8 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
-from fxwrap.printers.triton.configuration import Configuration, allows_fast_softmax
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import (
     BodyParameters,
@@ -110,8 +111,8 @@ class TritonPrinter:
         self.varying_dimensions: dict[int, frozenset[int]] = {}
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.zero_filled: frozenset[int] = frozenset()
-        self.row_position = ""
-        self.row_lanes = ""
+        self.positions: dict[str, str] = {}
+        self.row_lanes = self.row_start = ""
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -165,13 +166,14 @@ class TritonPrinter:
 
     def _analyze_dimensions(self) -> None:
         """Computes for each operation the dimensions of the tile that its value varies along."""
-        r = self.tile.reduced
         for position, operation in enumerate(self.kernel.operations):
             varying = frozenset[int]().union(*[self.varying_dimensions[used] for used in operands(operation)])
             for index in indices(operation):
                 varying |= {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
-            if r is not None and isinstance(operation, Reduce | Scan):
-                varying = varying - {r} if isinstance(operation, Reduce) else varying | {r}
+            if isinstance(operation, Reduce):
+                varying -= {self.dimension_of.get(axis) for axis in self.kernel.reduced_by(operation)}
+            elif isinstance(operation, Scan) and self.tile.reduced is not None:
+                varying |= {self.tile.reduced}
             self.varying_dimensions[position] = varying
 
     def _emit_program_offsets(self) -> None:
@@ -212,12 +214,13 @@ class TritonPrinter:
         lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
         self._line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
         if not single:
-            self._unflatten(dimension.axes, flat)
+            self._unflatten(dimension.axes, flat, self.axis_names)
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
+        self.positions[dimension.name] = flat
         if dimension.name == "r":
-            self.row_position, self.row_lanes = flat, lanes
+            self.row_lanes, self.row_start = lanes, start
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
@@ -225,21 +228,32 @@ class TritonPrinter:
             self.stable_names[wanted] = self.names.create_name(wanted)
         return self.stable_names[wanted]
 
-    def _unflatten(self, axes: tuple[Axis, ...], flat: str) -> None:
+    def _unflatten(self, axes: tuple[Axis, ...], flat: str, names: Mapping[Axis, str]) -> None:
+        """Prints the positions along axes of the positions along all of them."""
         step = as_index(1)
         for axis in reversed(axes):
             divided = flat if step.constant == 1 else f"{flat} // {parenthesize(self.index_printer(step))}"
             first = axis == axes[0]
             text = divided if first else f"{divided} % {self.index_printer.size_operand(axis.size)}"
-            self._line(f"{self.axis_names[axis]} = {text}")
+            self._line(f"{names[axis]} = {text}")
             step = step * as_index(axis.size)
 
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether reductions and scans combine elements along a dimension."""
+        return dimension.name == "r"
+
+    @property
+    def _row_dimension(self) -> int | None:
+        """The position of the dimension of the tile along which reductions and scans combine elements."""
+        return next((number for number, item in enumerate(self.tile.dimensions) if self._is_row(item)), None)
+
     def _row(self) -> RowContext:
-        r = self.tile.reduced
+        r = self._row_dimension
         assert r is not None, "a kernel with reductions has reduced axes"
         dimension = self.tile.dimensions[r]
+        position = self.positions[dimension.name]
         return RowContext(
-            r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), self.row_position, dimension.size,
+            r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), position, dimension.size,
             self.index_printer.size_operand(dimension.size), dimension.block_constant, dimension.block,
             self.row_lanes, self._exp_in_softmax(), self.names.create_name, self._use,
         )  # fmt: skip
@@ -402,7 +416,7 @@ class TritonPrinter:
         used = operation.operands[0]
         value = self._value(used)
         tile = frozenset(range(len(self.tile.dimensions)))
-        r = self.tile.reduced
+        r = self._row_dimension
         if r not in self.varying_dimensions[used] or (
             isinstance(operation, Scan) and self.varying_dimensions[used] != tile
         ):
@@ -426,13 +440,16 @@ class TritonPrinter:
         return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
-        text = self.index_printer(index)
+        text = self._index_text(index)
         if not own >= span:
             shape = [item.block_constant if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
             if index.constant is not None:  # Triton broadcasts no plain number
                 text = f"tl.full((), {index.constant}, {'tl.int64' if self.use_int64 else 'tl.int32'})"
             text = f"tl.broadcast_to({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
+
+    def _index_text(self, index: Index) -> str:
+        return self.index_printer(index)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
@@ -453,9 +470,9 @@ class TritonPrinter:
         mask = self._mask(span, operation.mask)
         arguments = [address, *([f"mask={mask}"] if mask else [])]
         if operation.mask is not None:
-            arguments.append(f"other={_literal(operation.other, operation.dtype)}")
+            arguments.append(f"other={load_literal(operation.other, operation.dtype)}")
         elif mask and position in self.zero_filled:
-            arguments.append(f"other={_literal(0, operation.dtype)}")
+            arguments.append(f"other={load_literal(0, operation.dtype)}")
         again = looped and position in self.schedule.reloaded and self.tile.reduced in span
         policy = self._eviction_policy(operation, again, last_use) if span else ""
         if policy:
@@ -483,7 +500,8 @@ class TritonPrinter:
         self._line(f"tl.store({', '.join(arguments)})", operation.origin)
 
 
-def _literal(value: float | int | bool, dtype: torch.dtype) -> str:
+def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
+    """Returns a number as the literal of a loaded element that a mask excludes."""
     return literal_text(value, torch.float32 if dtype in HALF_PRECISION else dtype)
 
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxwrap.loop_ir import Kernel
+from fxwrap.loop_ir import Kernel, find_contraction
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.configuration import Configuration, configurations
+from fxwrap.printers.triton.candidates import configurations
+from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import make_tile
+from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +30,14 @@ class ScheduledKernel:
 
     def text(self, parameters: BodyParameters) -> TritonKernelText:
         """Prints the kernel."""
-        kernel, selected = collapse_bool_casts(self.kernel), dict[int, SelectedElement]()
+        kernel = order_reduced_axes(collapse_bool_casts(self.kernel))
+        selected: dict[int, SelectedElement] = {}
         if self.configuration.dot:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
-        return TritonPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
+        printer = TritonPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
+        return printer(kernel, self.configuration, self.limits, selected, parameters).print()
 
     @cached_property
     def template(self) -> tuple[TritonKernelText, list[int]]:

@@ -7,7 +7,7 @@ on splits it into two loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -23,54 +23,34 @@ from fxwrap.loop_ir import (
     Kernel,
     KernelError,
     Load,
-    Operation,
     RunningMaximum,
     Store,
     Update,
     assume,
-    map_operation,
     operands,
-    renumber_index,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
-from fxwrap.printers.triton.blocks import BlockPrinter, Scope
-from fxwrap.printers.triton.configuration import next_power_of_2
+from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
-from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts
+from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
-from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, streaming_parts
+from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration
+from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
 
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
-_LOG2_E = 1.4426950408889634
 
 
-class StreamingTritonPrinter(BlockPrinter):
+class StreamingTritonPrinter(StreamingValuePrinter):
     """Prints one streaming reduction."""
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
-        self.parts = parts = streaming_parts(kernel)
-        self.configuration = configuration
-        self.outer = [axis for axis in kernel.axes if axis != parts.row and axis not in parts.columns]
-        self.leading, self.streamed = parts.axes[:-2], parts.axes[-2:]
-        self.inner = parts.axes[-1]
-        self.widths = tuple(dict.fromkeys([axis for item in parts.products for axis in item.axes]))
-        if any(len(item.axes) != 1 for item in parts.products):
-            raise KernelError("its streaming reduction has products over several axes")
-        if not all(isinstance(axis.size, int) for axis in (*self.widths, *parts.columns)):
-            raise KernelError("the width of its streaming reduction is symbolic")
-        self.block_names = {parts.row: "ROW_BLOCK", self.inner: "KEY_BLOCK"}
-        constants = {"ROW_BLOCK": configuration.row_block, "KEY_BLOCK": configuration.key_block}
-        for name, axes in (("WIDTH_BLOCK", self.widths), ("COLUMN_BLOCK", parts.columns)):
-            for number, axis in enumerate(axes):
-                self.block_names[axis] = name if number == 0 else f"{name}_{number}"
-                constants[self.block_names[axis]] = _dot_extent(axis)
-        super().__init__(kernel, limits, constants)
-        self.dtype = TRITON_DTYPES[self.operation_dtype(parts.products[0].position)]
-        self.is_half = any(self._factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
+        super().__init__(kernel, configuration, limits)
+        self.outer = [axis for axis in kernel.axes if axis != self.parts.row and axis not in self.parts.columns]
+        self.leading, self.streamed = self.parts.axes[:-2], self.parts.axes[-2:]
         self.lefts: dict[int, str] = {}
-        self._patterns: dict[Operation, int] = {}
+        self.branch: int | None = None
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -86,9 +66,9 @@ class StreamingTritonPrinter(BlockPrinter):
         for item in parts.products:
             left = rows.inner()
             self._block(left, item.axes[0], 1)
-            self.lefts[item.position] = self._factor(item.left, left)
+            self.lefts[item.position] = self.factor(item.left, left)
         self.write(self.fixed(parts.elements, [*self.outer, parts.row], rows), rows)
-        self.line(f"log2_e = tl.full((), {_LOG2_E}, {self.dtype})")
+        self.line(f"log2_e = tl.full((), {LOG2_E}, {self.dtype})")
         if parts.softmax is not None:
             self.line(f'largest = tl.full((ROW_BLOCK, 1), float("-inf"), {self.dtype})')
         for total in parts.sums:
@@ -107,6 +87,8 @@ class StreamingTritonPrinter(BlockPrinter):
         configuration = self.configuration
         constants = {**self.constants, "LOOP_STAGES": configuration.num_stages}
         launch: dict[str, int | bool] = {"num_warps": configuration.num_warps}
+        if configuration.max_registers:
+            launch["maxnreg"] = configuration.max_registers
         if any(isinstance(item, DeviceAssert) for item in self.kernel.operations):
             launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
         kinds = {symbol: symbol_kind(symbol.name) for symbol in self.symbols}
@@ -206,6 +188,9 @@ class StreamingTritonPrinter(BlockPrinter):
             return [("0", "visits", held)]
         condition, at = split
         self.line(f"first_visits = tl.maximum(tl.minimum({self.value(at, scope)}, visits), 0).to(tl.int32)")
+        if self.configuration.branches:
+            self.branch = condition
+            return [("0", "visits", held)]
         return [
             ("0", "first_visits", {**held, condition: False}),
             ("first_visits", "visits", {**held, condition: True}),
@@ -230,6 +215,7 @@ class StreamingTritonPrinter(BlockPrinter):
         size = self.index_printer(scope).size_operand(self.inner.size)
         self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
         targets = [*parts.elements, *[item.right for item in (*parts.products, *parts.weighted_sums)]]
+        self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
         shared = [*self.outer, *parts.axes[:-1]]
         visited = self._visited_loads(targets, scope)
         texts = self._visit(visited, start, end, rows)
@@ -300,7 +286,11 @@ class StreamingTritonPrinter(BlockPrinter):
             self.line(f"sum_{total.position} = sum_{total.position} + tl.sum({weights}, 1, keep_dims=True)")
         for update in parts.updates:
             self._write_weights(update.value, scope, loaded)
-            self._add(update, f"weights_{update.value}", scope)
+            store, name = self.kernel.operations[update.position], f"weights_{update.value}"
+            if isinstance(store, Store) and store.mode == "set":
+                self._set(update, store, name, scope)
+            else:
+                self._add(update, name, scope)
 
     def _missing_products(self, targets: list[int], scope: Scope) -> list[Contraction]:
         """Returns the products that targets are computed from and that a scope does not know."""
@@ -310,7 +300,7 @@ class StreamingTritonPrinter(BlockPrinter):
     def _product(self, item: Contraction, scope: Scope, loaded: dict[int, str]) -> None:
         """Prints the product of a block of rows and one of streamed positions."""
         factor, name = self._right_factor(item, scope, loaded), f"products_{item.position}"
-        self.line(f"{name} = {self._dot(self.lefts[item.position], factor, item.left)}")
+        self.line(f"{name} = {self.dot(self.lefts[item.position], factor, item.left)}")
         scope.text[item.position] = name
 
     def _right_factor(self, item: Contraction, scope: Scope, loaded: dict[int, str]) -> str:
@@ -318,22 +308,23 @@ class StreamingTritonPrinter(BlockPrinter):
         if item.position not in loaded:
             right = scope.inner()
             self._block(right, item.axes[0], 0)
-            loaded[item.position] = self._factor(item.right, right)
+            loaded[item.position] = self.factor(item.right, right)
         return loaded[item.position]
 
     def _softmax(self, softmax: RunningMaximum, scope: Scope) -> None:
-        """Prints the weights of a block, and rescales the sums of weights."""
-        self.write([softmax.scores], scope)
-        scores = self.value(softmax.scores, scope)
-        if self.inner in scope.masks:
-            scores = f'tl.where({scope.masks[self.inner]}, {scores}, float("-inf"))'
-        self.line(f"scores = tl.broadcast_to({scores}, (ROW_BLOCK, KEY_BLOCK))")
-        self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
+        """Prints the weights of a block, and rescales the sums of weights.
+
+        In half precision, the running maximum is in units in which weights are powers of 2.
+        """
+        self._elements("scores", softmax.scores, float("-inf"), scope, self.score_text)
         if self.is_half:
-            self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest * log2_e)')
-            self.line("factor = tl.exp2(largest * log2_e - shift)  # equal rounding: exactly 1 where the maximum stays")
-            self.line("weights = tl.exp2(tl.fma(scores, tl.broadcast_to(log2_e, scores.shape), -shift))")
+            self.line(f"unit = tl.full((), {self.score_unit(softmax.scores)}, tl.float32)")
+            self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
+            self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
+            self.line("factor = tl.exp2(largest - shift)")
+            self.line(f"weights = tl.exp2({self.fma('scores', 'unit', '-shift')})")
         else:  # one operation more, and more accurate for large scores
+            self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2((largest - shift) * log2_e)")
             self.line("weights = tl.exp2((scores - shift) * log2_e)")
@@ -346,23 +337,34 @@ class StreamingTritonPrinter(BlockPrinter):
         """Prints weights that no maximum shifts, and the products that they are computed from."""
         for item in self._missing_products([position], scope):
             self._product(item, scope, loaded)
-        self.write([position], scope)
-        text, name = self.value(position, scope), f"weights_{position}"
-        if self.inner in scope.masks:
-            text = f"tl.where({scope.masks[self.inner]}, {text}, 0.0)"
-        self.line(f"{name} = tl.broadcast_to({text}, (ROW_BLOCK, KEY_BLOCK))")
+        self._elements(f"weights_{position}", position, 0.0, scope, self.element_text)
 
-    def compute_text(self, position: int, operation: Compute, scope: Scope) -> tuple[str, str]:
-        """Returns a name for the result of an operation, and its expression.
+    def _elements(
+        self, name: str, position: int, neutral: float, scope: Scope, text_of: Callable[[int, Scope], str]
+    ) -> None:
+        """Prints a matrix of elements that are neutral beyond the last streamed position.
 
-        The exponential of a difference is one operation less where weights are rounded to half precision.
+        In a loop over partial and full blocks, the elements are those of full ones, which partial ones then replace.
         """
-        if operation.name == "exp" and operation.dtype is torch.float32 and self.is_half:
-            difference = self.kernel.operations[operation.operands[0]]
-            if isinstance(difference, Compute) and difference.name == "sub":
-                left, right = [f"({self.value(item, scope)})" for item in difference.operands]
-                return "exp", f"tl.exp2({left} * log2_e - {right} * log2_e)"
-        return super().compute_text(position, operation, scope)
+        if self.branch is None:
+            self._matrix(name, text_of(position, scope), neutral, scope)
+            return
+        kernel, dependents = self.kernel, self.dependents(self.branch, scope.text.keys())
+        self.kernel = assume(kernel, {self.branch: True})
+        self._matrix(name, text_of(position, scope), neutral, scope)
+        for item in dependents:
+            scope.text.pop(item, None)
+        self.kernel = assume(kernel, {self.branch: False})
+        with self.nested("if step < first_visits * tiles:"):
+            inner = scope.inner()
+            self._matrix(name, text_of(position, inner), neutral, inner)
+        self.kernel = kernel
+        scope.text[position] = name
+
+    def _matrix(self, name: str, text: str, neutral: float, scope: Scope) -> None:
+        if self.inner in scope.masks:
+            text = f"tl.where({scope.masks[self.inner]}, {text}, {literal_text(neutral, torch.float32)})"
+        self.line(f"{name} = tl.broadcast_to({text}, (ROW_BLOCK, KEY_BLOCK))")
 
     def _weighted_sum(self, item: Contraction, weights: str, scope: Scope, loaded: dict[int, str]) -> None:
         """Prints the product of the weights of a block with values, added to the sum so far.
@@ -370,8 +372,8 @@ class StreamingTritonPrinter(BlockPrinter):
         Values that are the right factor of a product, too, are loaded once.
         """
         column = self._column(item.right)
-        pattern = None if column is None else self._pattern(item.right, column)
-        equal = [one for one in self.parts.products if self._pattern(one.right, one.axes[0]) == pattern]
+        pattern = None if column is None else self.pattern(item.right, column)
+        equal = [one for one in self.parts.products if self.pattern(one.right, one.axes[0]) == pattern]
         if equal:
             values = f"tl.trans({self._right_factor(equal[0], scope, loaded)})"
         else:
@@ -382,63 +384,12 @@ class StreamingTritonPrinter(BlockPrinter):
             for position in [*right.text]:  # values that vary along keys are rows in scores, and columns here
                 if self.inner in self.kernel.value_axes[position]:
                     del right.text[position]
-            values = self._factor(item.right, right)
-        dtype = self._factor_dtype(item.right)
+            values = self.factor(item.right, right)
+        dtype = self.factor_dtype(item.right)
         weights = weights if dtype not in HALF_PRECISION else f"{weights}.to({TRITON_DTYPES[dtype]})"
         name = f"sum_{item.position}"
         start = name if self.parts.softmax is None else f"{name} * factor"
-        self.line(f"{name} = {self._dot(weights, values, item.right, start)}")
-
-    # --- factors ----------------------------------------------------------------------------------------------------
-
-    def _dot(self, left: str, right: str, factor: int, start: str = "") -> str:
-        """Returns the product of two matrices; those of half precision have float32 sums."""
-        dtype = self._factor_dtype(factor)
-        precision = "" if dtype in HALF_PRECISION else ', input_precision="ieee"'
-        out = ", out_dtype=tl.float64" if dtype is torch.float64 else ""
-        return f"tl.dot({left}, {right}{', ' + start if start else ''}{precision}{out})"
-
-    def _factor(self, position: int, scope: Scope) -> str:
-        """Prints a factor of a product, in half precision if it has been loaded so; returns its name."""
-        source = self._factor_source(position)
-        self.write([source], scope)
-        axes = self.kernel.value_axes[source]
-        shape = [next((scope.blocks[axis] for axis in axes if scope.dimension.get(axis) == n), "") for n in (0, 1)]
-        if not all(shape):
-            raise KernelError("a factor of its streaming reduction does not vary along both axes")
-        text = self.value(source, scope)
-        masks = [scope.masks[axis] for axis in axes if axis in scope.masks]
-        if masks and not isinstance(self.kernel.operations[source], Load):
-            text = f"tl.where({' & '.join(sorted(masks))}, {text}, 0.0)"
-        return text
-
-    def _factor_source(self, position: int) -> int:
-        operation = self.kernel.operations[position]
-        if not self.configuration.half_products:
-            return position
-        if isinstance(operation, Compute) and operation.name == "cast" and operation.dtype is torch.float32:
-            if self.operation_dtype(operation.operands[0]) in HALF_PRECISION:
-                return operation.operands[0]
-        return position
-
-    def _factor_dtype(self, position: int) -> torch.dtype:
-        return self.operation_dtype(self._factor_source(position))
-
-    def _pattern(self, position: int, axis: Axis) -> int:
-        """Returns a number that values have in common which are equal but for the name of one axis."""
-        lane, known = Axis("lane", axis.size), dict[int, int]()
-
-        def number(at: int) -> int:
-            if axis not in self.kernel.value_axes[at]:
-                return at
-            if at not in known:
-                operation = map_operation(
-                    self.kernel.operations[at], number, lambda index: renumber_index(number, {axis: lane}, index)
-                )
-                known[at] = self._patterns.setdefault(operation, -1 - len(self._patterns))
-            return known[at]
-
-        return number(position)
+        self.line(f"{name} = {self.dot(weights, values, item.right, start)}")
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -446,13 +397,13 @@ class StreamingTritonPrinter(BlockPrinter):
         parts, scopes = self.parts, dict[Axis | None, Scope]()
         base = rows.inner()
         if parts.softmax is not None:
-            base.text[parts.softmax.maximum] = "largest"
+            base.text[parts.softmax.maximum] = "(largest / log2_e)" if self.is_half else "largest"
         base.text |= {item: f"sum_{item}" for item in parts.results if item not in base.text}
         for update in parts.row_updates:
             self.write([update.value], base)
             self._add(update, self.value(update.value, base), base)
         for position, operation in enumerate(self.kernel.operations):
-            if isinstance(operation, Store) and operation.mode == "set":
+            if isinstance(operation, Store) and operation.mode == "set" and not self.kernel.varying[position]:
                 column = self._column(position)
                 if column not in scopes:
                     scopes[column] = base.inner()
@@ -488,6 +439,22 @@ class StreamingTritonPrinter(BlockPrinter):
         mask += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
         self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self._use), store.origin)
 
+    def _set(self, update: Update, store: Store, value: str, scope: Scope) -> None:
+        """Writes a matrix of values to memory."""
+        inside = scope.inner()
+        inside.text[update.value] = value
+        needed = {*operands(store), *update.conditions} - {update.value}
+        self.write(sorted(needed if store.mask is None else needed - {store.mask}), inside)
+        axes = self.kernel.address_axes[update.position]
+        address, _ = self.access(store.buffer, store.index, axes, None, inside, is_matrix=True)
+        masks = [inside.masks[axis] for axis in (self.parts.row, self.inner) if axis in inside.masks]
+        masks += [
+            f"({self.value(item, inside)})" for item in update.conditions
+            if self.kernel.operations[item] != Constant(True, torch.bool)
+        ]  # fmt: skip
+        mask = f", mask={' & '.join(masks)}" if masks else ""
+        self.line(f"tl.store({address}, {self.value(store.value, inside)}{mask})", store.origin)
+
     def _use(self, helper: str) -> str:
         self.helpers.add(helper)
         return helper
@@ -496,11 +463,6 @@ class StreamingTritonPrinter(BlockPrinter):
         axes = self.kernel.value_axes[position]
         address, mask = self.access(store.buffer, store.index, axes, store.mask, scope)
         self.line(f"tl.store({address}, {self.value(store.value, scope)}{mask})", store.origin)
-
-
-def _dot_extent(axis: Axis) -> int:
-    assert isinstance(axis.size, int)
-    return max(next_power_of_2(axis.size), MIN_DOT)
 
 
 def print_streaming_triton(

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, StreamingReduction, find_streaming_reduction
+from fxwrap.loop_ir import (
+    HALF_PRECISION,
+    Compute,
+    Kernel,
+    KernelError,
+    Load,
+    StreamingReduction,
+    find_streaming_reduction,
+    operands,
+)
 from fxwrap.printers.triton.configuration import Hint, next_power_of_2
 from fxwrap.symbolic import product
 
@@ -19,12 +28,16 @@ class StreamingConfiguration:
     """The blocks and launch metadata of a streaming reduction: rows of a program, and positions of an iteration.
 
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
+    `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
+    `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
     """
 
     row_block: int
     key_block: int
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0
+    branches: bool = False
     half_products: bool = True
 
 
@@ -39,39 +52,78 @@ def streaming_configurations(
     rows = max(next_power_of_2(hint(parts.row.size)), MIN_DOT)
     keys = max(next_power_of_2(hint(parts.axes[-1].size)), MIN_DOT)
     width = next_power_of_2(max(hint(product(axis.size for axis in item.axes)) for item in parts.products))
-    is_half = all(buffer.dtype in HALF_PRECISION for buffer in kernel.outputs[:1])
-    tables = _HALF if is_half else _SINGLE
-    matrices = len(parts.products) + len(parts.weighted_sums)
-    shapes = tables[min(max(matrices, 2), 4)][min(max(width, 64), 256)]
+    matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
+    is_half = _has_half_factors(kernel, parts)
+    table = (_HALF if is_half else _SINGLE)[matrices]
+    if is_half and matrices == 2 and rows <= _FEW_ROWS:
+        table = _DECODING
+    branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and _has_bias(kernel, parts))
     candidates = [
-        StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, half_products=not interpreted)
-        for r, k, warps, stages in shapes
+        StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, choice, not interpreted)
+        for choice in dict.fromkeys([branches, False])
+        for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
     return tuple(dict.fromkeys(candidates))
 
 
-_Shapes: TypeAlias = Mapping[int, Mapping[int, Sequence[tuple[int, int, int, int]]]]
-"""Rows, positions, warps and stages, by the number of matrix products of a step and by the width of a head."""
+def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
+    """Whether products have factors that are stored in half precision."""
+    factor = kernel.operations[parts.products[0].right]
+    source = kernel.operations[factor.operands[0]] if isinstance(factor, Compute) and factor.name == "cast" else factor
+    return isinstance(source, Load) and source.dtype in HALF_PRECISION
 
-_HALF: _Shapes = {
-    2: {64: [(128, 128, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3)],
-        128: [(64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 4, 3)],
-        256: [(64, 32, 4, 3), (128, 32, 8, 2), (64, 64, 4, 2)]},
-    3: {64: [(64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2)],
-        128: [(64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 3)],
-        256: [(64, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)]},
-    4: {64: [(64, 64, 4, 3), (64, 32, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2)],
-        128: [(64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (64, 64, 8, 2)],
-        256: [(64, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)]},
+
+def _has_bias(kernel: Kernel, parts: StreamingReduction) -> bool:
+    """Whether scores are computed from another number of each row and streamed position, which takes registers."""
+    computed = {item.position for item in parts.products}
+    block = {parts.row, parts.axes[-1]}
+    for position, operation in enumerate(kernel.operations):
+        if not computed.isdisjoint(operands(operation)):
+            computed.add(position)
+        elif isinstance(operation, Compute | Load) and operation.dtype.is_floating_point:
+            if block <= kernel.value_axes[position]:
+                return True
+    return False
+
+
+_Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
+"""Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
+
+_FEW_ROWS = 32
+"""Rows that fill no block: queries of a decoding step."""
+
+_DECODING: _Table = {
+    64: [(32, 32, 4, 3, 0), (32, 64, 4, 3, 0), (32, 128, 4, 3, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
+    128: [(32, 64, 4, 3, 0), (32, 32, 4, 3, 0), (32, 128, 4, 2, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
+    256: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0), (32, 64, 4, 2, 0)],
+}
+
+_HALF: Mapping[int, _Table] = {
+    2: {64: [(64, 128, 4, 2, 168), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (128, 128, 4, 3, 0), (128, 64, 8, 3, 128)],
+        128: [(128, 64, 8, 2, 128), (128, 128, 8, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0)],
+        256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)]},
+    3: {64: [(64, 64, 4, 3, 0), (128, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0),
+             (128, 64, 8, 2, 0)],
+        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0), (64, 64, 4, 3, 0)],
+        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)]},
+    4: {64: [(64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 3, 0),
+             (64, 64, 8, 2, 0)],
+        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0),
+              (64, 64, 8, 2, 0)],
+        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)]},
 }  # fmt: skip
+"""The tables by the number of matrix products of a step.
 
-_SINGLE: _Shapes = {
-    2: {64: [(64, 32, 4, 3), (128, 32, 8, 3), (32, 64, 4, 3)], 128: [(32, 64, 4, 3), (64, 32, 4, 2)],
-        256: [(32, 32, 4, 2), (32, 16, 4, 2)]},
-    3: {64: [(64, 32, 4, 2), (32, 32, 4, 2)], 128: [(32, 32, 4, 2), (64, 16, 4, 2)],
-        256: [(32, 16, 4, 2), (16, 16, 4, 1)]},
-    4: {64: [(64, 32, 4, 2), (32, 32, 4, 2)], 128: [(32, 32, 4, 2), (32, 16, 4, 2)],
-        256: [(32, 16, 4, 1), (16, 16, 4, 1)]},
+Registers are limited so that as many programs run beside each other as shared memory has space for.
+"""
+
+_SINGLE: Mapping[int, _Table] = {
+    2: {64: [(64, 32, 4, 3, 0), (128, 32, 8, 3, 0), (32, 64, 4, 3, 0)], 128: [(32, 64, 4, 3, 0), (64, 32, 4, 2, 0)],
+        256: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0)]},
+    3: {64: [(64, 32, 4, 2, 0), (32, 32, 4, 2, 0)], 128: [(32, 32, 4, 2, 0), (64, 16, 4, 2, 0)],
+        256: [(32, 16, 4, 2, 0), (16, 16, 4, 1, 0)]},
+    4: {64: [(64, 32, 4, 2, 0), (32, 32, 4, 2, 0)], 128: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0)],
+        256: [(32, 16, 4, 1, 0), (16, 16, 4, 1, 0)]},
 }  # fmt: skip
 
 

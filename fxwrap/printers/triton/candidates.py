@@ -1,0 +1,231 @@
+"""Candidate configurations of kernels: those of contractions, and a choice among those of `configuration.py`.
+
+The first configuration of a kernel is the default; autotuning times all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fxwrap.loop_ir import (
+    FLOAT8,
+    MAX_COLUMN_BLOCK,
+    Compute,
+    ContractionForm,
+    Kernel,
+    Load,
+    Reduce,
+    find_contraction,
+    find_grouped_contraction,
+    operands,
+)
+from fxwrap.printers.triton.configuration import (
+    Configuration,
+    Hint,
+    full_tile_loads,
+    inner_reduction_configurations,
+    is_outer_reduction,
+    next_power_of_2,
+    outer_reduction_configurations,
+    pointwise_configurations,
+)
+from fxwrap.symbolic import Size, evaluate, product
+
+_MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
+"""Columns, elements of a column, warps and stages of products with one row."""
+
+_MAX_PERSISTENT_MATVEC = 8192
+"""The longest row of a product that is read at once."""
+
+MIN_DOT_BLOCK = 16
+"""The smallest size of a block that Triton's dot multiplies."""
+
+_MAX_FEW_ROWS = 64
+_LONG_COLUMN = 8192
+_MIN_DOT_PROGRAMS = 110
+"""Number of programs with few rows that reach the bandwidth of a large GPU."""
+_MAX_SUMMED_ROWS = 2
+"""The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
+
+_FEW_ROWS_TILES = (
+    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
+    (64, 256, 4, 3), (16, 128, 2, 5),
+)  # fmt: skip
+"""Columns, elements of a column, warps and stages of products with few rows."""
+
+_GROUPED_ROW_BLOCK = (4, 1024, 2)
+"""Columns, elements of a column and warps of a row that has a matrix of its own."""
+
+_DOT_TILES = (
+    (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
+    (128, 128, 32, 4, 4),
+)  # fmt: skip
+"""Rows, columns, elements of a row, warps and stages of products with many rows."""
+
+_BAND_BYTES = 16 << 20
+"""The bytes of the rows that programs read for each block of columns in turn."""
+
+
+def _default_hint(size: Size) -> int:
+    """Returns a size for symbols of 1024."""
+    return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
+
+
+def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
+    """Returns candidate configurations of a kernel, the default one first; all are correct."""
+    hint = hint or _default_hint
+    contraction = find_contraction(kernel)
+    if contraction is not None and contraction.row_reductions:
+        assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
+        candidates = _dot_configurations(contraction, hint)
+    elif not kernel.reduced:
+        candidates = pointwise_configurations(kernel, hint)
+    elif contraction is not None and contraction.rows and can_use_dot(contraction):
+        candidates = _dot_configurations(contraction, hint)
+    elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
+        candidates = _grouped_configurations(grouped, hint)
+    elif _is_row_product(kernel, contraction) and not is_outer_reduction(kernel, hint):
+        candidates = _matvec_configurations(kernel, hint)
+    elif is_outer_reduction(kernel, hint):
+        candidates = outer_reduction_configurations(kernel, hint)
+    else:
+        candidates = inner_reduction_configurations(kernel, hint)
+    return tuple(dict.fromkeys(candidates))
+
+
+def can_use_dot(contraction: ContractionForm) -> bool:
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    if contraction.row_reductions:
+        count = contraction.reduced_column_count
+        if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
+            return False
+    return contraction.dtype is torch.float32
+
+
+def _is_row_product(kernel: Kernel, contraction: ContractionForm | None) -> bool:
+    """Whether a kernel multiplies one row with matrices; the elements of an iteration may be sums of products."""
+    if contraction is not None:
+        return not contraction.rows
+    pending = [used for at in kernel.reductions for used in operands(kernel.operations[at])]
+    while pending:
+        match kernel.operations[pending.pop()]:
+            case Compute("add", terms):
+                pending += terms
+            case Compute("mul", (left, right)) if kernel.axes:
+                axes = [kernel.value_axes[used].intersection(kernel.axes) for used in (left, right)]
+                if min(map(len, axes)) > 0 or not max(axes, key=len):
+                    return False
+            case _:
+                return False
+    kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
+    return kinds == {"sum"} and not kernel.reduces_in_steps
+
+
+def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
+
+    Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
+    """
+    plain = inner_reduction_configurations(kernel, hint)
+    longest = next_power_of_2(hint(kernel.reduced_count))
+    blocks = [
+        Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
+        for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
+    ]  # fmt: skip
+    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(kernel.reductions) > 1
+    preferred: list[Configuration] = []
+    if is_long != has_several and all(load.dtype.itemsize == 2 for load in full_tile_loads(kernel)):
+        preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
+        blocks = [item for item in blocks if item not in preferred]
+    return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
+
+
+def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
+
+    It has all columns that row reductions reduce.
+    """
+    rows, reduced = hint(contraction.row_count), hint(contraction.summed_count)
+    columns, few = contraction.reduced_columns or contraction.columns, contraction.rows
+    narrow = 2 if _has_float8_operands(contraction) else 1
+    longest, whole = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow), 0
+    if contraction.row_reductions:
+        whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
+    if rows > _MAX_FEW_ROWS:
+        tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
+        return [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+    padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
+    wanted = _columns_of_program(contraction, hint)
+    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
+    dots = [
+        Configuration(few, columns, padded, whole or y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in few_rows
+    ]
+    if rows > _MAX_SUMMED_ROWS or whole:
+        return dots
+    summed = [
+        Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
+        for stages in (3, 1)
+    ]
+    return [*dots[:1], *summed, *dots[1:]]
+
+
+def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
+
+    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
+    """
+    assert contraction.group is not None
+    kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
+    in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
+    block = min(max(next_power_of_2(in_group), MIN_DOT_BLOCK), 128)
+    longest = max(next_power_of_2(hint(kernel.reduced_count)), MIN_DOT_BLOCK)
+    wide = [
+        Configuration(columns, rows, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, x_block, r_block, warps, stages in _DOT_TILES if y_block <= block
+    ]  # fmt: skip
+    narrow = [
+        Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
+    ]  # fmt: skip
+    dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
+    if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
+        return dots
+    blocks = hint(product([axis.size for axis in columns])) // _FEW_ROWS_TILES[0][0]
+    tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
+    y_block, r_block, warps = _GROUPED_ROW_BLOCK
+    first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
+    single = [first, *_matvec_configurations(kernel, hint)]
+    return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
+
+
+def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
+    """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
+    kernel = contraction.kernel
+    block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
+    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
+    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    blocks = -(-hint(contraction.row_count) // block)
+    return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
+
+
+def _has_float8_operands(contraction: ContractionForm) -> bool:
+    """Whether all operands are loaded in float8, of which a block has twice the elements for the same bytes."""
+    kernel = contraction.kernel
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
+    loads = [kernel.operations[at] for position in used for at in contraction.prologue(position) if kernel.varying[at]]
+    return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
+
+
+def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
+    """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
+    columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
+    if hint(contraction.summed_count) >= _LONG_COLUMN:
+        columns //= 2
+    block = MIN_DOT_BLOCK
+    while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:
+        block *= 2
+    return block

@@ -1,0 +1,221 @@
+"""Loads of contractions whose elements several consecutive products share: packed weights, and scales of groups.
+
+A byte with two int4 weights, or the scale of a group of 64, is loaded once and repeated in registers. A load for each
+product would be as many instructions as for weights of half precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product as cartesian
+from operator import eq, ge, gt, le, lt, ne
+
+from fxwrap.loop_ir import (
+    Atom,
+    Axis,
+    Compute,
+    Constant,
+    Index,
+    IndexLike,
+    IndexValue,
+    IndirectIndex,
+    Kernel,
+    Load,
+    as_index,
+    find_contraction,
+)
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.printers.triton.printer import TritonPrinter, load_literal
+from fxwrap.printers.triton.schedule import Dimension
+from fxwrap.symbolic import product
+
+_MAX_JOINED = 8
+"""The longest run that joins of registers repeat; longer ones are broadcast."""
+
+_COMPARISONS = {"lt": lt, "le": le, "gt": gt, "ge": ge, "eq": eq, "ne": ne}
+
+
+def order_reduced_axes(kernel: Kernel) -> Kernel:
+    """Returns a contraction whose inner reduced axes are those along which the largest operand's elements are shared.
+
+    The order of a sum does not matter to its meaning.
+    """
+    contraction = find_contraction(kernel)
+    if contraction is None or contraction.row_reductions:
+        return kernel
+    columns = [at for item in contraction.sums for at in contraction.prologue(item.column_operand)]
+    loads = [kernel.operations[at] for at in columns if kernel.varying[at]]
+    largest = max(
+        [item for item in loads if isinstance(item, Load)],
+        key=lambda item: math.prod([axis.size for axis in item.index.axes() if isinstance(axis.size, int)]),
+        default=None,
+    )  # fmt: skip
+    if largest is None:
+        return kernel
+    own = largest.index.axes()
+    ordered = sorted(kernel.reduced, key=lambda axis: axis not in own)
+    return replace(kernel, reduced=tuple(ordered))
+
+
+def shared_run(kernel: Kernel, position: int, block: int) -> int:
+    """Returns how many consecutive elements of a block of the reduced axes share one element of a load; else 1."""
+    load = kernel.operations[position]
+    if not isinstance(load, Load) or not kernel.varying[position] or kernel.reduces_in_steps:
+        return 1
+    own = load.index.axes()
+    if any(isinstance(atom, IndirectIndex) and kernel.varying[atom.operation] for atom in load.index.atoms()):
+        return 1
+    inner: list[Axis] = []
+    for axis in reversed(kernel.reduced):
+        if axis in own:
+            break
+        inner.insert(0, axis)
+    run = product([axis.size for axis in inner])
+    if len(inner) == len(kernel.reduced) or not isinstance(run, int) or run < 2 or run & (run - 1) or block % run:
+        return 1
+    return run if load.mask is None or _holds_in_each_run(kernel, load.mask, inner) else 1
+
+
+def _holds_in_each_run(kernel: Kernel, mask: int, inner: Sequence[Axis]) -> bool:
+    """Whether a condition on the inner axes alone is true of an element of each run, which all load then."""
+    points = cartesian(*[range(int(axis.size)) for axis in inner])
+    known: list[dict[Atom, IndexLike]] = [dict(zip(inner, point, strict=True)) for point in points]
+    return any(_value(kernel, mask, axes) for axes in known)
+
+
+def _value(kernel: Kernel, position: int, axes: Mapping[Atom, IndexLike]) -> int | float | None:
+    """Returns the value of a comparison of indices at a point of some axes; None where it depends on more."""
+    operation = kernel.operations[position]
+    match operation:
+        case Constant():
+            return operation.value
+        case IndexValue():
+            return operation.index.substitute(axes).constant
+        case Compute(name="logical_and"):
+            values = [_value(kernel, item, axes) for item in operation.operands]
+            return None if None in values else int(all(values))
+        case Compute() if operation.name in _COMPARISONS:
+            left, right = [_value(kernel, item, axes) for item in operation.operands]
+            return None if left is None or right is None else int(_COMPARISONS[operation.name](left, right))
+        case _:
+            return None
+
+
+def repeat_text(value: str, shape: Sequence[str], dimension: int, run: int) -> str:
+    """Returns the text of a block in which each element along a dimension is repeated; `shape` is the result's."""
+    if dimension == len(shape) - 1 and run <= _MAX_JOINED:
+        text, count = value, 1
+        while count < run:
+            text, count = f"tl.join({text}, {text})", 2 * count
+    else:
+        subscript = ", ".join([":, None" if n == dimension else ":" for n in range(len(shape))])
+        wide = [f"{size} // {run}, {run}" if n == dimension else size for n, size in enumerate(shape)]
+        text = f"tl.broadcast_to({value}[{subscript}], ({', '.join(wide)}))"
+    return f"tl.reshape({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
+
+
+class ContractionLoadPrinter(TritonPrinter):
+    """Prints a contraction whose loads may have elements that runs of consecutive products share."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        configuration: Configuration,
+        limits: Mapping[str, int],
+        selected: Mapping[int, SelectedElement],
+        parameters: BodyParameters,
+    ) -> None:
+        super().__init__(kernel, configuration, limits, selected, parameters)
+        self.run_names: dict[int, dict[Axis, str]] = {}
+        self.runs = self._find_runs()
+
+    def _find_runs(self) -> dict[int, int]:
+        """Returns the number of elements that share each load's element, along the block."""
+        r = self.tile.reduced
+        if r is None or self.tile.dimensions[r].masked:
+            return {}
+        block = self.tile.dimensions[r].block
+        runs = {position: shared_run(self.kernel, position, block) for position in range(len(self.kernel.operations))}
+        return {position: run for position, run in runs.items() if run > 1}
+
+    def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
+        super()._emit_block_offsets(dimension, start)
+        if dimension.name == "r":
+            self.run_names = {}
+
+    def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
+        run = self.runs.get(position, 1)
+        if run > 1:
+            self._load_shared(position, operation, run, looped, last_use)
+        else:
+            super()._load(position, operation, looped, last_use)
+
+    def _index_text(self, index: Index) -> str:
+        return self._flat_row_index(index) or super()._index_text(index)
+
+    def _load_shared(self, position: int, operation: Load, run: int, looped: bool, last_use: bool) -> None:
+        """Prints a load of elements that runs along the reduced axes share, and repeats them."""
+        r = self.tile.reduced
+        assert r is not None, "only elements along reduced axes are shared"
+        own = self._index_dimensions(operation.index)
+        names = {**self.axis_names, **self._run_names(r, run)}
+        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
+        mask = self._mask(own - {r}, None)
+        arguments = [f"{self.pointers[operation.buffer]} + {printer(operation.index)}"]
+        if mask:
+            arguments += [f"mask={mask}", f"other={load_literal(0, operation.dtype)}"]
+        policy = self._eviction_policy(operation, looped and position in self.schedule.reloaded, last_use)
+        if policy:
+            arguments.append(f'eviction_policy="{policy}"')
+        value = self.names.create_name(operation.buffer)
+        self._line(f"{value} = tl.load({', '.join(arguments)})", operation.origin)
+        shape = [item.block_constant if n in own else "1" for n, item in enumerate(self.tile.dimensions)]
+        text = repeat_text(value, shape, r, run)
+        if operation.mask is not None:
+            text = f"tl.where({self._value(operation.mask)}, {text}, {load_literal(operation.other, operation.dtype)})"
+        self._assign(position, operation, operation.buffer, text)
+
+    def _run_names(self, r: int, run: int) -> dict[Axis, str]:
+        """Prints the positions of runs of a block along the reduced axes, and returns the names of the outer axes."""
+        dimension = self.tile.dimensions[r]
+        known = self.run_names.get(run)
+        if known is not None:
+            return known
+        size, axes = 1, list(dimension.axes)
+        while size < run:
+            inner = axes.pop().size
+            assert isinstance(inner, int), "a run has whole axes of constant sizes"
+            size *= inner
+        lanes = self.row_lanes.replace(dimension.block_constant, f"{dimension.block_constant} // {run}")
+        flat = self.names.create_name("run")
+        start = f"{parenthesize(self.row_start)} // {run} + " if self.row_start else ""
+        self._line(f"{flat} = {start}{lanes}")
+        self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
+        self._unflatten(tuple(axes), flat, self.run_names[run])
+        return self.run_names[run]
+
+    def _flat_row_index(self, index: Index) -> str:
+        """Returns an index by the position along all reduced axes if it is linear in that; else "".
+
+        The compiler then sees that elements are contiguous, which the axes of shared elements hide.
+        """
+        if not self.runs or self.tile.reduced is None:
+            return ""
+        axes = self.tile.dimensions[self.tile.reduced].axes
+        step = index.stride(axes[-1])
+        expected = step
+        for axis in reversed(axes):
+            if len(axes) == 1 or expected is None or expected == as_index(0) or index.stride(axis) != expected:
+                return ""
+            expected = expected * as_index(axis.size)
+        flat = Axis(self.positions["r"], 1)
+        linear = index.substitute(dict.fromkeys(axes, 0))
+        printer = TritonIndexPrinter(
+            {**self.axis_names, flat: self.positions["r"]}, self._indirect_index, self.helpers, self.parameters.integer
+        )
+        assert step is not None
+        return printer(linear + step * flat)

@@ -1,0 +1,251 @@
+"""Values of streaming reductions in Triton: factors of products, scores, and the arithmetic of half precision.
+
+Weights that are rounded to half precision allow what eager's separate kernels do not do: multiplications and additions
+of scores are contracted, and a division by a value of each row is a multiplication by its reciprocal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+
+from fxwrap.loop_ir import (
+    HALF_PRECISION,
+    Axis,
+    Compute,
+    Constant,
+    IndexValue,
+    Kernel,
+    KernelError,
+    Load,
+    Operation,
+    map_operation,
+    operands,
+    renumber_index,
+)
+from fxwrap.printers.triton.blocks import BlockPrinter, Scope
+from fxwrap.printers.triton.configuration import next_power_of_2
+from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, streaming_parts
+
+LOG2_E = 1.4426950408889634
+"""The factor of numbers whose power of 2 is the exponential."""
+
+_FLOAT_BITS, _SHORT_INDEX = 0x4B000000, 1 << 22
+"""The bits of 2**23 as float32, and a limit of indices that leaves as much for rows and keys of incomplete blocks."""
+
+
+class StreamingValuePrinter(BlockPrinter):
+    """Prints the values of one streaming reduction, whose blocks have names."""
+
+    def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
+        self.parts = parts = streaming_parts(kernel)
+        self.configuration = configuration
+        self.inner = parts.axes[-1]
+        self.widths = tuple(dict.fromkeys([axis for item in parts.products for axis in item.axes]))
+        if any(len(item.axes) != 1 for item in parts.products):
+            raise KernelError("its streaming reduction has products over several axes")
+        if not all(isinstance(axis.size, int) for axis in (*self.widths, *parts.columns)):
+            raise KernelError("the width of its streaming reduction is symbolic")
+        self.block_names = {parts.row: "ROW_BLOCK", self.inner: "KEY_BLOCK"}
+        constants = {"ROW_BLOCK": configuration.row_block, "KEY_BLOCK": configuration.key_block}
+        for name, axes in (("WIDTH_BLOCK", self.widths), ("COLUMN_BLOCK", parts.columns)):
+            for number, axis in enumerate(axes):
+                self.block_names[axis] = name if number == 0 else f"{name}_{number}"
+                constants[self.block_names[axis]] = _dot_extent(axis)
+        super().__init__(kernel, limits, constants)
+        self.dtype = TRITON_DTYPES[self.operation_dtype(parts.products[0].position)]
+        self.is_half = any(self.factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
+        self._patterns: dict[Operation, int] = {}
+
+    # --- arithmetic -------------------------------------------------------------------------------------------------
+
+    def element_text(self, position: int, scope: Scope) -> str:
+        """Prints what a value is computed from; returns its text."""
+        self.write([position], scope)
+        return self.value(position, scope)
+
+    def score_text(self, position: int, scope: Scope) -> str:
+        """Prints scores, in half precision but for final multiplications by positive constants; returns the text.
+
+        `score_unit` is the factor from the text to units in which the weight is a power of 2.
+        """
+        scaled, masked = self._scaled(position), self._masked(position)
+        if self.is_half and masked is not None:
+            condition, inside = masked
+            text = self.score_text(inside, scope)
+            return f'tl.where({self.element_text(condition, scope)}, {text}, float("-inf"))'
+        return self.element_text(position, scope) if scaled is None else self.score_text(scaled[0], scope)
+
+    def score_unit(self, position: int) -> float:
+        """Returns the factor from the text of scores to units in which the weight is a power of 2."""
+        scaled, masked = self._scaled(position), self._masked(position)
+        if masked is not None:
+            return self.score_unit(masked[1])
+        return LOG2_E if scaled is None else self.score_unit(scaled[0]) * scaled[1]
+
+    def _masked(self, position: int) -> tuple[int, int] | None:
+        """Returns the condition and the score of a masked score."""
+        operation = self.kernel.operations[position]
+        if isinstance(operation, Compute) and operation.name == "where":
+            condition, inside, other = operation.operands
+            return (condition, inside) if self._constant(other) == -math.inf else None
+        return None
+
+    def _scaled(self, position: int) -> tuple[int, float] | None:
+        """Returns the operands of a multiplication by a positive constant in half precision's kernels."""
+        operation = self.kernel.operations[position]
+        if not self.is_half or not isinstance(operation, Compute):
+            return None
+        if operation.name == "mul" and operation.dtype is torch.float32:
+            for one, other in (operation.operands, operation.operands[::-1]):
+                number = self._constant(other)
+                if number is not None and 0 < number < math.inf:
+                    return one, number
+        return None
+
+    def dependents(self, position: int, known: Collection[int]) -> set[int]:
+        """Returns the operations that are computed from one other than through known ones, and that one."""
+        found = {position}
+        for item, operation in enumerate(self.kernel.operations):
+            if item not in known and not found.isdisjoint(operands(operation)):
+                found.add(item)
+        return found
+
+    def _constant(self, position: int) -> float | None:
+        operation = self.kernel.operations[position]
+        return float(operation.value) if isinstance(operation, Constant) else None
+
+    def compute_text(self, position: int, operation: Compute, scope: Scope) -> tuple[str, str]:
+        """Returns a name for the result of an operation, and its expression."""
+        if self.is_half and operation.dtype is torch.float32:
+            text = self._half_precision_text(position, operation, scope)
+            if text is not None:
+                return operation.name, text
+        return super().compute_text(position, operation, scope)
+
+    def _half_precision_text(self, position: int, operation: Compute, scope: Scope) -> str | None:
+        """Returns an expression with fewer operations of a value that is computed in float32, if there is one."""
+        texts = {item: f"({self.value(item, scope)})" for item in operation.operands}
+        match operation.name, operation.operands:
+            case "exp", (operand,):
+                difference = self.kernel.operations[operand]
+                if isinstance(difference, Compute) and difference.name == "sub":
+                    left, right = [f"({self.value(item, scope)})" for item in difference.operands]
+                    return f"tl.exp2({self.fma(left, 'log2_e', f'-({right} * log2_e)')})"
+            case "add", (left, right):
+                for one, other in ((left, right), (right, left)):
+                    factors = self._factors_of_score(one)
+                    if factors is not None:
+                        first, second = [f"({self.value(item, scope)})" for item in factors]
+                        return self.fma(first, second, texts[other])
+            case "div", (left, right):
+                axes = self.kernel.value_axes
+                if not axes[left].isdisjoint(self.parts.columns) and axes[right].isdisjoint(self.parts.columns):
+                    return f"{texts[left]} * tl.div_rn(1.0, {texts[right]})"
+            case "cast", (operand,):
+                return self._float_difference(operand, scope)
+            case _:
+                pass
+        return None
+
+    def fma(self, left: str, right: str, addend: str) -> str:
+        """Returns left * right + addend, rounded once, of which one varies over rows and streamed positions."""
+        block = "(ROW_BLOCK, KEY_BLOCK)"
+        return f"tl.fma({', '.join([f'tl.broadcast_to({item}, {block})' for item in (left, right, addend)])})"
+
+    def _factors_of_score(self, position: int) -> tuple[int, ...] | None:
+        """Returns the operands of a multiplication of a value that varies over rows and streamed positions."""
+        operation = self.kernel.operations[position]
+        if not isinstance(operation, Compute) or operation.name != "mul":
+            return None
+        products = {item.position for item in self.parts.products}
+        return operation.operands if not products.isdisjoint(self.slice([position], ())) else None
+
+    def _float_difference(self, position: int, scope: Scope) -> str | None:
+        """Returns the float of a difference of an index of rows and one of streamed positions, if that is exact.
+
+        The bits of 2**23 plus a smaller number are those of 2**23 plus the number: the difference of two such floats
+        needs no conversion for each element, unlike that of the numbers.
+        """
+        operation = self.kernel.operations[position]
+        if not isinstance(operation, Compute) or operation.name != "sub" or operation.dtype.is_floating_point:
+            return None
+        sides = [{self.parts.row, self.inner} & self.kernel.value_axes[item] for item in operation.operands]
+        if [len(item) for item in sides] != [1, 1] or sides[0] == sides[1]:
+            return None
+        if not all(self._is_short_index(item) for item in operation.operands):
+            return None
+        texts = [f"tl.cast({self.value(item, scope)}, tl.int32)" for item in operation.operands]
+        return " - ".join([f"tl.cast({text} + {_FLOAT_BITS:#x}, tl.float32, bitcast=True)" for text in texts])
+
+    def _is_short_index(self, position: int) -> bool:
+        """Whether a value is an index, perhaps as another integer, that is never negative and below 2**22."""
+        operation = self.kernel.operations[position]
+        match operation:
+            case IndexValue():
+                limits = operation.index.bounds()
+                largest = None if limits is None else limits[1].constant
+                return operation.index.is_nonnegative() and largest is not None and largest < _SHORT_INDEX
+            case Compute("cast", (operand,)) if operation.dtype in (torch.int32, torch.int64):
+                return self._is_short_index(operand)
+            case _:
+                return False
+
+    # --- factors ----------------------------------------------------------------------------------------------------
+
+    def dot(self, left: str, right: str, factor: int, start: str = "") -> str:
+        """Returns the product of two matrices; those of half precision have float32 sums."""
+        dtype = self.factor_dtype(factor)
+        precision = "" if dtype in HALF_PRECISION else ', input_precision="ieee"'
+        out = ", out_dtype=tl.float64" if dtype is torch.float64 else ""
+        return f"tl.dot({left}, {right}{', ' + start if start else ''}{precision}{out})"
+
+    def factor(self, position: int, scope: Scope) -> str:
+        """Prints a factor of a product, in half precision if it has been loaded so; returns its name."""
+        source = self._factor_source(position)
+        self.write([source], scope)
+        axes = self.kernel.value_axes[source]
+        shape = [next((scope.blocks[axis] for axis in axes if scope.dimension.get(axis) == n), "") for n in (0, 1)]
+        if not all(shape):
+            raise KernelError("a factor of its streaming reduction does not vary along both axes")
+        text = self.value(source, scope)
+        masks = [scope.masks[axis] for axis in axes if axis in scope.masks]
+        if masks and not isinstance(self.kernel.operations[source], Load):
+            text = f"tl.where({' & '.join(sorted(masks))}, {text}, 0.0)"
+        return text
+
+    def _factor_source(self, position: int) -> int:
+        operation = self.kernel.operations[position]
+        if not self.configuration.half_products:
+            return position
+        if isinstance(operation, Compute) and operation.name == "cast" and operation.dtype is torch.float32:
+            if self.operation_dtype(operation.operands[0]) in HALF_PRECISION:
+                return operation.operands[0]
+        return position
+
+    def factor_dtype(self, position: int) -> torch.dtype:
+        return self.operation_dtype(self._factor_source(position))
+
+    def pattern(self, position: int, axis: Axis) -> int:
+        """Returns a number that values have in common which are equal but for the name of one axis."""
+        lane, known = Axis("lane", axis.size), dict[int, int]()
+
+        def number(at: int) -> int:
+            if axis not in self.kernel.value_axes[at]:
+                return at
+            if at not in known:
+                operation = map_operation(
+                    self.kernel.operations[at], number, lambda index: renumber_index(number, {axis: lane}, index)
+                )
+                known[at] = self._patterns.setdefault(operation, -1 - len(self._patterns))
+            return known[at]
+
+        return number(position)
+
+
+def _dot_extent(axis: Axis) -> int:
+    assert isinstance(axis.size, int)
+    return max(next_power_of_2(axis.size), MIN_DOT)
