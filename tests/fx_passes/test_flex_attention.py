@@ -446,3 +446,31 @@ def test_training_on_a_gpu() -> None:
     references = torch.autograd.grad(expected.square().sum(), copies)
     for item, reference in zip((result, *gradients), (expected, *references), strict=True):
         torch.testing.assert_close(item.cpu(), reference.to(item.dtype), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(300, 64), (300, 128), (1, 128)])
+def test_half_precision_on_a_gpu(rows: int, width: int) -> None:
+    """Partial and full blocks, grouped heads, a bias and a cap, in training and in a decoding step."""
+    shapes = (2, 4, rows, width), (2, 2, 300, width), (2, 2, 300, width)
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=rows > 1) for shape in shapes]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh((score + 0.1 * (k - q - 300 + rows)) / 20) * 20
+
+    def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + 300 - rows >= k
+
+    mask = create_block_mask(late, None, None, rows, 300, device="cuda")
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
+    result = compiled(*inputs, score_mod, mask, scale=0.25, enable_gqa=True)
+    copies = [item.detach().cpu().double().requires_grad_() for item in inputs]
+    expected, _ = formula(*copies, score_mod, late)
+    pairs = [(result, expected)]
+    if rows > 1:
+        weights = torch.randn_like(result)
+        gradients = torch.autograd.grad(result, inputs, weights)
+        pairs += zip(gradients, torch.autograd.grad(expected, copies, weights.cpu().double()), strict=True)
+    for value, reference in pairs:
+        assert float((value.cpu().double() - reference).norm() / reference.norm()) < 1e-2
