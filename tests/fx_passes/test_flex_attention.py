@@ -473,4 +473,4 @@ def test_half_precision_on_a_gpu(rows: int, width: int) -> None:
         gradients = torch.autograd.grad(result, inputs, weights)
         pairs += zip(gradients, torch.autograd.grad(expected, copies, weights.cpu().double()), strict=True)
     for value, reference in pairs:
-        assert float((value.cpu().double() - reference).norm() / reference.norm()) < 1e-2
+        assert ((value.cpu().double() - reference).norm() / reference.norm()).item() < 1e-2
