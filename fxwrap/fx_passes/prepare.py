@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from fxwrap.events import EventLog
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
+from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.fake_propagation import fake_values
@@ -80,6 +81,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "slice_matmuls", "compute the slices of packed matmuls that become kernels by themselves",
         slice_matmuls, "fuse", _fuses,
+    ),
+    Step(
+        "fill_concatenations", "let matmuls that become kernels store their parts of a concatenation",
+        fill_concatenations, "fuse", _fuses,
     ),
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",

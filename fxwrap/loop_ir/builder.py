@@ -358,9 +358,9 @@ class OperationCopier:
         """Adds an operation of `OPERATIONS`."""
         return self.add(Compute(name, used, dtype, self.origin))
 
-    def reduce(self, kind: str, value: int, dtype: torch.dtype) -> int:
-        """Adds a reduction."""
-        return self.add(Reduce(kind, (value,), dtype, self.origin))
+    def reduce(self, kind: str, value: int, dtype: torch.dtype, axes: tuple[Axis, ...] = ()) -> int:
+        """Adds a reduction over some reduced axes, by default all."""
+        return self.add(Reduce(kind, (value,), dtype, self.origin, axes))
 
     def constant(self, value: Number, dtype: torch.dtype) -> int:
         """Adds a number."""

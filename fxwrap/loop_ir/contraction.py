@@ -2,12 +2,12 @@
 
 A matmul is a contraction: `sum_k left[m, k] * right[k, n]`. It is an ordinary kernel of the loop IR; printers may
 compute it in tiles of rows and columns, which load each element of an operand once per tile instead of once per
-product.
+product. Reductions along columns, such as the statistics of a norm, may follow in the same kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,9 +30,10 @@ class ProductSum:
 class ContractionForm:
     """The form of a kernel that is a contraction.
 
-    The parallel axes are split into those that no operand or both operands vary along (`batch`), those of the row
+    The axes of results are split into those that no operand or both operands vary along (`batch`), those of the row
     operand alone and those of the column operand alone; `columns` has the most points, and `rows` may be empty. All
-    `sums` have the same axes. Operations outside of the sums run once per element of the parallel axes: epilogues. In a
+    `sums` have the same axes and are over the axes `summed`. Operations outside of the sums run once per element of the
+    other axes: epilogues. `row_reductions` are reductions of these elements over the `reduced_columns`. In a
     grouped contraction the column operands depend on the rows through the index `group` alone: the matrix of a row.
     """
 
@@ -40,8 +41,25 @@ class ContractionForm:
     batch: tuple[Axis, ...]
     rows: tuple[Axis, ...]
     columns: tuple[Axis, ...]
+    summed: tuple[Axis, ...]
     sums: tuple[ProductSum, ...]
+    row_reductions: tuple[int, ...] = ()
     group: IndirectIndex | None = None
+
+    @property
+    def reduced_columns(self) -> tuple[Axis, ...]:
+        """The columns that row reductions reduce, in the kernel's order."""
+        return tuple([axis for axis in self.kernel.reduced if axis in self.columns])
+
+    @property
+    def summed_count(self) -> Size:
+        """The number of products of a sum."""
+        return product(axis.size for axis in self.summed)
+
+    @property
+    def reduced_column_count(self) -> Size:
+        """The number of columns that row reductions reduce; 1 without any."""
+        return product(axis.size for axis in self.reduced_columns)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,45 +93,94 @@ class ContractionForm:
 def find_contraction(kernel: Kernel) -> ContractionForm | None:
     """Returns the form of a kernel that is a contraction, or None.
 
-    Every reduction is a sum of floating-point products, no operand depends on another reduction, and nothing is written
-    per element of the reduced axes.
+    Every first reduction is a sum of floating-point products, no operand depends on another reduction, and nothing is
+    written per element of the summed axes. Later reductions are over columns.
     """
-    if not kernel.reductions or kernel.scans or kernel.reduces_in_steps:
+    if not kernel.reductions or kernel.scans or any(store.mode != "set" for store in kernel.stores):
         return None
-    if any(store.mode != "set" for store in kernel.stores):
+    first = [position for position in kernel.reductions if kernel.stages[position] == 0]
+    later = tuple([position for position in kernel.reductions if kernel.stages[position] != 0])
+    summed = {_reduced_axes(kernel, position) for position in first}
+    over = {_reduced_axes(kernel, position) for position in later}
+    if len(summed) != 1 or len(over) > 1:
         return None
-    dependent = _dependent_axes(kernel)
-    forms: set[tuple[frozenset[Axis], frozenset[Axis]]] = set()
-    sums = []
-    for position in kernel.reductions:
-        summed = kernel.operations[position]
-        assert isinstance(summed, Reduce)
-        multiplied = kernel.operations[summed.operands[0]]
-        if summed.kind != "sum" or not summed.dtype.is_floating_point or kernel.stages[position] != 0:
+    (over_sums,), over_rows = summed, next(iter(over), ())
+    if len(over_sums) + len(over_rows) != len(kernel.reduced) or not {*over_sums}.isdisjoint(over_rows):
+        return None
+    sums = _ProductSums(kernel, frozenset((*kernel.axes, *over_rows)), frozenset(over_rows)).find(first)
+    if sums is None or _writes_along(kernel, over_sums) or not _reduces_products(kernel, sums, later):
+        return None
+    results = [*kernel.axes, *over_rows]
+    return ContractionForm(
+        kernel,
+        tuple([axis for axis in results if axis not in sums.rows and axis not in sums.columns]),
+        tuple([axis for axis in results if axis in sums.rows]),
+        tuple([axis for axis in results if axis in sums.columns]),
+        over_sums,
+        sums.items,
+        later,
+    )
+
+
+def _reduced_axes(kernel: Kernel, position: int) -> tuple[Axis, ...]:
+    operation = kernel.operations[position]
+    assert isinstance(operation, Reduce)
+    return kernel.reduced_by(operation)
+
+
+@dataclass(frozen=True)
+class _FoundSums:
+    items: tuple[ProductSum, ...]
+    rows: frozenset[Axis]
+    columns: frozenset[Axis]
+
+
+@dataclass(frozen=True)
+class _ProductSums:
+    """Finds the sums of products of a kernel whose results have the axes `results`, of which `reduced` are columns."""
+
+    kernel: Kernel
+    results: frozenset[Axis]
+    reduced: frozenset[Axis]
+
+    def find(self, positions: Sequence[int]) -> _FoundSums | None:
+        """Returns the sums at these positions if all are sums of products with the same rows and columns."""
+        dependent = _dependent_axes(self.kernel, self.results)
+        items = [self._product_sum(position, dependent) for position in positions]
+        forms = {(rows, columns) for rows, columns, _ in [item for item in items if item is not None]}
+        if None in items or len(forms) != 1:
+            return None
+        ((rows, columns),) = forms
+        if not columns or not self.reduced <= columns:
+            return None
+        return _FoundSums(tuple([item[2] for item in items if item is not None]), rows, columns)
+
+    def _product_sum(
+        self, position: int, dependent: Sequence[frozenset[Axis]]
+    ) -> tuple[frozenset[Axis], frozenset[Axis], ProductSum] | None:
+        kernel = self.kernel
+        total = kernel.operations[position]
+        assert isinstance(total, Reduce)
+        multiplied = kernel.operations[total.operands[0]]
+        if total.kind != "sum" or not total.dtype.is_floating_point:
             return None
         if not isinstance(multiplied, Compute) or multiplied.name != "mul":
             return None
         left, right = multiplied.operands
-        if not (kernel.varying[left] and kernel.varying[right]):
+        summed = frozenset(kernel.reduced_by(total))
+        if any(summed.isdisjoint(kernel.value_axes[operand]) for operand in (left, right)):
             return None
         (rows, row_operand), (columns, column_operand) = sorted(
             ((dependent[left] - dependent[right], left), (dependent[right] - dependent[left], right)),
-            key=lambda item: _order(kernel, item[0]),
+            key=lambda item: (not self.reduced.isdisjoint(item[0]), *_order(kernel, item[0])),
         )
-        sums.append(ProductSum(position, row_operand, column_operand))
-        forms.add((rows, columns))
-    if len(forms) != 1:
-        return None
-    ((rows, columns),) = forms
-    if not columns or _writes_reduced(kernel):
-        return None
-    return ContractionForm(
-        kernel,
-        tuple([axis for axis in kernel.axes if axis not in rows and axis not in columns]),
-        tuple([axis for axis in kernel.axes if axis in rows]),
-        tuple([axis for axis in kernel.axes if axis in columns]),
-        tuple(sums),
-    )
+        return rows, columns, ProductSum(position, row_operand, column_operand)
+
+
+def _reduces_products(kernel: Kernel, sums: _FoundSums, later: Sequence[int]) -> bool:
+    """Whether the operands of later reductions vary along axes of the sums alone."""
+    axes = frozenset[Axis]().union(*[kernel.value_axes[item.reduction] for item in sums.items])
+    return all(kernel.value_axes[operands(kernel.operations[position])[0]] <= axes for position in later)
 
 
 def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
@@ -123,7 +190,7 @@ def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
     that know the group of a tile of rows load the elements of its matrix once for all of them.
     """
     form = find_contraction(kernel)
-    if form is None or form.rows:
+    if form is None or form.rows or form.row_reductions:
         return None
     columns = set[int]().union(*[form.prologue(item.column_operand) for item in form.sums])
     indirect = {
@@ -134,7 +201,7 @@ def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
         if isinstance(atom, IndirectIndex) and not kernel.varying[atom.operation]
     }
     for group in sorted(indirect, key=lambda atom: atom.operation):
-        through_group = _dependent_axes(kernel, leaves=(group.operation,))
+        through_group = _dependent_axes(kernel, frozenset(kernel.axes), leaves=(group.operation,))
         own = frozenset[Axis]().union(*[through_group[item.column_operand] for item in form.sums])
         rows = tuple([axis for axis in form.batch if axis not in own])
         if rows and not _shares_matrices(form, group.operation, columns):
@@ -170,27 +237,27 @@ def _order(kernel: Kernel, axes: frozenset[Axis]) -> tuple[float, int]:
     count = product([size for size in sizes if isinstance(size, int)]) if sizes else 0
     symbolic = any(not isinstance(size, int) for size in sizes)
     assert isinstance(count, int)
-    inner = max([kernel.axes.index(axis) for axis in axes], default=-1)
+    space = [*kernel.axes, *kernel.reduced]
+    inner = max([space.index(axis) for axis in axes], default=-1)
     return (0.5 if symbolic else float(count), inner)
 
 
-def _dependent_axes(kernel: Kernel, leaves: Collection[int] = ()) -> list[frozenset[Axis]]:
-    """Returns the parallel axes that each operation's value depends on, other than through the `leaves`."""
+def _dependent_axes(kernel: Kernel, results: frozenset[Axis], leaves: Collection[int] = ()) -> list[frozenset[Axis]]:
+    """Returns which of the axes `results` each operation's value depends on, other than through the `leaves`."""
     dependent: list[frozenset[Axis]] = []
-    parallel = frozenset(kernel.axes)
     for position, operation in enumerate(kernel.operations):
         if position in leaves:
             dependent.append(frozenset())
             continue
         axes = frozenset([axis for index in indices(operation) for axis in index.axes()])
         axes = axes.union(*[dependent[operand] for operand in operands(operation)])
-        dependent.append(axes & parallel)
+        dependent.append(axes & results)
     return dependent
 
 
-def _writes_reduced(kernel: Kernel) -> bool:
-    """Whether a store or an assertion runs per element of the reduced axes."""
+def _writes_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
+    """Whether a store or an assertion runs per element of some axes."""
     return any(
-        varies and isinstance(operation, Store | DeviceAssert)
-        for operation, varies in zip(kernel.operations, kernel.varying, strict=True)
+        isinstance(operation, Store | DeviceAssert) and not varying.isdisjoint(axes)
+        for operation, varying in zip(kernel.operations, kernel.value_axes, strict=True)
     )

@@ -38,7 +38,7 @@ _MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch
 _MIN_INNER_PART = 2048  # elements of a part of a contiguous row
 _MIN_OUTER_PART = 64
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
-_KINDS_WITH_IDENTITY = ("sum", "prod", "any", "all", "max", "min")
+_KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def split_reductions(kernel: Kernel, hint: Callable[[Size], int], programs: int 
 def _split(
     kernel: Kernel, hint: Callable[[Size], int], programs: int, reserved_names: frozenset[str]
 ) -> SplitKernel | None:
-    if not kernel.reductions or kernel.scans:
+    if not kernel.reductions or kernel.scans or kernel.reduces_in_steps:
         return None
     plan = _plan_split(kernel, hint, programs)
-    split = None if plan is None else _ReductionSplitter(kernel, plan, reserved_names).run()
+    split = None if plan is None else ReductionSplitter(kernel, plan, reserved_names).run()
     if split is None or len(split.kernels) < 3:
         return split
     names = reserved_names | {buffer.name for buffer in split.temporaries}
@@ -78,13 +78,14 @@ def _split(
 
 
 @dataclass(frozen=True)
-class _SplitPlan:
-    """A split of the reduced axes into parts of `size` elements, over the axes `reduced`.
+class SplitPlan:
+    """A split of the reduced axes `split` into parts of `size` elements, over the axes `reduced`.
 
     `mapping` expresses the old axes by the new ones. `inside` is the position in the row, which needs a bounds check
     where the parts are not equal, else None.
     """
 
+    split: tuple[Axis, ...]
     part: Axis
     reduced: tuple[Axis, ...]
     mapping: dict[Atom, IndexLike]
@@ -92,7 +93,7 @@ class _SplitPlan:
     inside: Index | None
 
 
-def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _SplitPlan | None:
+def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> SplitPlan | None:
     count, size = hint(kernel.count), hint(kernel.reduced_count)
     across = _is_outer_reduction(kernel)
     busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
@@ -106,14 +107,14 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> _
         part, rest = Axis("part", parts), Axis("inner", int(outer.size) // parts)
         position = as_index(part) * rest.size + rest
         reduced = (rest, *kernel.reduced[1:])
-        return _SplitPlan(part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
+        return SplitPlan(kernel.reduced, part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
     equal = _closest_divisor(whole, wanted)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
     old = delinearize_index(position, [axis.size for axis in kernel.reduced])
     mapping: dict[Atom, IndexLike] = dict(zip(kernel.reduced, old, strict=True))
-    return _SplitPlan(part, (each,), mapping, each.size, position if equal is None else None)
+    return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
 
 
 def _closest_divisor(size: Size, wanted: int) -> int | None:
@@ -149,12 +150,20 @@ class _PartCopier(OperationCopier):
         self.add(Store(buffer.name, index, value, origin=self.origin))
 
 
-class _ReductionSplitter:
-    def __init__(self, kernel: Kernel, plan: _SplitPlan, reserved_names: frozenset[str]) -> None:
+class ReductionSplitter:
+    """Splits the reductions over some reduced axes of a kernel; those over other axes belong to their operands."""
+
+    def __init__(self, kernel: Kernel, plan: SplitPlan, reserved_names: frozenset[str] = frozenset()) -> None:
         self.kernel = kernel
         self.plan = plan
         self.reserved_names = reserved_names | {item.name for item in (*kernel.inputs, *kernel.outputs)}
-        self.first = [position for position in kernel.reductions if kernel.stages[position] == 0]
+        split = frozenset(plan.split)
+        self.varying = [not split.isdisjoint(axes) for axes in kernel.value_axes]
+        self.reductions = [
+            item for item in kernel.reductions if not split.isdisjoint(kernel.reduced_by(self._reduce(item)))
+        ]
+        self.stages = self._stages()
+        self.first = [position for position in self.reductions if self.stages[position] == 0]
         self.temporaries: dict[str, Buffer] = {}
         self.partials: dict[int, list[Buffer]] = {}
         self.results: dict[tuple[int, int], Buffer] = {}
@@ -162,9 +171,22 @@ class _ReductionSplitter:
         self.row = linearize_index(kernel.axes, sizes)
         self.element = as_index(plan.part) * kernel.count + self.row
 
+    def _reduce(self, position: int) -> Reduce:
+        operation = self.kernel.operations[position]
+        assert isinstance(operation, Reduce)
+        return operation
+
+    def _stages(self) -> list[int]:
+        """Returns for each operation the number of successive split reductions that must complete before it."""
+        stages: list[int] = []
+        for operation in self.kernel.operations:
+            stages.append(max([stages[used] + (used in self.reductions) for used in operands(operation)], default=0))
+        return stages
+
     def run(self) -> SplitKernel | None:
-        kinds = {item.kind for item in self.kernel.operations if isinstance(item, Reduce)}
-        if self.plan.inside is not None and not kinds <= {*_KINDS_WITH_IDENTITY}:
+        """Returns the kernels, or None where parts of different sizes do not combine, or a kernel reads another's."""
+        kinds = {self._reduce(position).kind for position in self.reductions}
+        if self.plan.inside is not None and not kinds <= _KINDS_WITH_IDENTITY:
             return None
         parts = self._partial_kernel()
         rest = self._later_kernel()
@@ -206,25 +228,26 @@ class _ReductionSplitter:
         kernel, body = self.kernel, _PartCopier(self.kernel, self.plan.mapping)
         inside = self._bounds_mask(body)
         for position, operation in enumerate(kernel.operations):
-            if kernel.stages[position] > 0:
+            if self.stages[position] > 0:
                 continue
-            if isinstance(operation, Reduce):
+            if position in self.first:
                 body.origin = operation.origin
-                self._add_partial_reduction(body, position, operation, inside)
+                self._add_partial_reduction(body, position, self._reduce(position), inside)
             elif isinstance(operation, Store | DeviceAssert):
-                if kernel.varying[position]:
+                if self.varying[position]:
                     self._mask_last_operation(body, body.copy(position), inside)
             else:
                 new = body.copy(position)
-                if isinstance(operation, Load) and kernel.varying[position]:
+                if isinstance(operation, Load) and self.varying[position]:
                     self._mask_last_operation(body, new, inside)
                     body.new[position] = len(body.operations) - 1
-        return self._finish(body, (self.plan.part, *kernel.axes), self.plan.reduced)
+        others = tuple([axis for axis in kernel.reduced if axis not in self.plan.split])
+        return self._finish(body, (self.plan.part, *kernel.axes), (*self.plan.reduced, *others))
 
     def _bounds_mask(self, body: _PartCopier) -> int | None:
         if self.plan.inside is None:
             return None
-        whole = self.kernel.reduced_count
+        whole = product(axis.size for axis in self.plan.split)
         position = body.add(IndexValue(self.plan.inside))
         limit = (
             Constant(whole, torch.int64)
@@ -251,7 +274,8 @@ class _ReductionSplitter:
         if inside is not None:
             neutral = body.add(Constant(_identity(operation.kind, dtype), dtype))
             value = body.compute("where", inside, value, neutral, dtype=dtype)
-        results = self._results(body, operation.kind, value, dtype)
+        axes = () if self.plan.split == self.kernel.reduced else self.plan.reduced
+        results = self._results(body, operation.kind, value, dtype, axes)
         if operation.kind in ORDERED_REDUCTIONS:
             start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
             results[1] = body.compute("add", results[1], start, dtype=torch.int64)
@@ -262,9 +286,11 @@ class _ReductionSplitter:
         for buffer, item in zip(self.partials[position], results, strict=True):
             body.store(buffer, self.element, item)
 
-    def _results(self, body: _PartCopier, kind: str, value: int, dtype: torch.dtype) -> list[int]:
+    def _results(
+        self, body: _PartCopier, kind: str, value: int, dtype: torch.dtype, axes: tuple[Axis, ...] = ()
+    ) -> list[int]:
         """Adds a reduction; returns its results."""
-        whole = body.reduce(kind, value, dtype)
+        whole = body.reduce(kind, value, dtype, axes)
         count = REDUCTIONS[kind].results
         if count == 1:
             return [whole]
@@ -289,7 +315,7 @@ class _ReductionSplitter:
             elif isinstance(operation, ReductionResult) and (operation.operation, operation.position) in results:
                 body.new[position] = results[operation.operation, operation.position]
                 reached.add(position)
-            elif not kernel.varying[position] and all(used in reached for used in operands(operation)):
+            elif not self.varying[position] and all(used in reached for used in operands(operation)):
                 if not isinstance(operation, Reduce):
                     body.copy(position)
                     reached.add(position)
@@ -331,8 +357,8 @@ class _ReductionSplitter:
         later = [
             position
             for position, operation in enumerate(kernel.operations)
-            if kernel.stages[position] > 0 and isinstance(operation, Store | DeviceAssert | Reduce)
-            if kernel.varying[position] or isinstance(operation, Reduce)
+            if self.stages[position] > 0 and isinstance(operation, Store | DeviceAssert | Reduce)
+            if self.varying[position] or isinstance(operation, Reduce)
         ]
         if not later:
             return None
@@ -346,7 +372,7 @@ class _ReductionSplitter:
                 body.origin = operation.origin
                 body.new[position] = body.load(self._result_buffer(source, part, operation_dtype(operation)), self.row)
             elif isinstance(operation, Store | DeviceAssert):
-                if position in later or (not kernel.varying[position] and position in after):
+                if position in later or (not self.varying[position] and position in after):
                     body.copy(position)
             else:
                 body.copy(position)
@@ -382,5 +408,5 @@ def _identity(kind: str, dtype: torch.dtype) -> float | int | bool:
         number = 0 if kind == "sum" else 1
         return float(number) if dtype.is_floating_point else number
     if dtype.is_floating_point:
-        return -float("inf") if kind == "max" else float("inf")
-    return torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max
+        return float("inf") if kind in ("min", "argmin") else -float("inf")
+    return torch.iinfo(dtype).max if kind in ("min", "argmin") else torch.iinfo(dtype).min

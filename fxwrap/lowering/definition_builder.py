@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import (
     FLEX_OPERATORS,
     aliased_operands,
@@ -33,6 +32,7 @@ from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
 from fxwrap.lowering.control.collectives import in_flight_operands, received_operands
+from fxwrap.lowering.decline_reasons import Arguments, DeclineRules
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
@@ -65,9 +65,6 @@ from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, stor
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
 
-Arguments: TypeAlias = tuple[tuple[DefinitionOperand, ...], tuple[tuple[str, DefinitionOperand], ...]]
-"""The arguments and the keyword arguments of a call, with definitions for tensors."""
-
 
 class DefinitionBuilder:
     """Defines a graph's nodes in order."""
@@ -75,8 +72,7 @@ class DefinitionBuilder:
     def __init__(self, builder: Builder, request: LoweringRequest, reinplacing: ReinplacePlan) -> None:
         self.builder = builder
         self.options = request.options
-        self.declined_nodes = request.declined_nodes
-        self.library_calls, self.tuned_devices = request.library_calls, request.tuned_devices
+        self.tuned_devices = request.tuned_devices
         self.reinplacing = reinplacing
         self.operands: dict[Node, DefinitionOperand] = {}
         self.shared: dict[Hashable, Definition] = {}
@@ -93,6 +89,7 @@ class DefinitionBuilder:
         self._scalars = CpuScalarReads(builder.state.symbols.fresh, self._operator_of)
         self._read: set[ScalarRead] = set()
         self._specs = request.options.device_specs()
+        self._decline_rules = DeclineRules(request, self._specs)
 
     def result(self) -> GraphDefinitions:
         """Returns the definitions of the nodes so far."""
@@ -197,7 +194,7 @@ class DefinitionBuilder:
         if base is not None:
             arguments = ((base, *arguments[0][1:]), arguments[1])
         arguments, reads = self._replace_cpu_scalars(node, fake, arguments)
-        reason = self._decline_reason(node, schema, fake, arguments)
+        reason = self._decline_rules.reason(self.builder.qualified(node), node.target, schema, fake, arguments)
         if reason is not None:
             return reason
         first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
@@ -241,50 +238,8 @@ class DefinitionBuilder:
         tensors = [item for part in fakes for item in (part if isinstance(part, tuple | list) else (part,))]
         return any(isinstance(item, torch.Tensor) and storage_identity(item) == storage for item in tensors)
 
-    def _decline_reason(self, node: Node, schema: OperatorSchema, fake: FakeValue, arguments: Arguments) -> str | None:
-        if not self.options.fuse:
-            return "fusion is off"
-        if self.builder.qualified(node) in self.declined_nodes:
-            if schema.name in MATMUL_RULES:
-                return "a library call: no schedule of a kernel fits it"
-            return "its kernel could not be generated"
-        if self.builder.qualified(node) in self.library_calls:
-            return "a library call: it was measured to be faster than a kernel"
-        if str(node.target) in self.options.lowerings:
-            return "a user's lowering replaces it"
-        if schema.name in self.options.preserve_ops:
-            return "the options preserve it"
-        has_rule = schema.name in RULES or schema.name in MATMUL_RULES
-        library_call = None if has_rule else library_call_reason(schema.name)
-        if library_call is not None:  # attention may draw random numbers, too
-            return library_call
-        if not schema.is_pure:
-            return "it writes its operands, draws random numbers or has another effect"
-        if not has_rule:
-            return "it has no lowering rule yet"
-        results = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
-        tensors = [*results, *definitions_in(arguments)]
-        devices = {item.device for item in tensors}
-        if len(devices) != 1:
-            return "its tensors are on several devices"
-        device = next(iter(devices))
-        if schema.name in MATMUL_RULES and not self._has_matmul_kernels(device):
-            return library_call_reason(schema.name)
-        if not self._has_kernels(device) or schema.name in self._specs[device.type].prefer_extern_ops:
-            return "the device has no kernels for it"
-        return None
-
-    def _has_kernels(self, device: torch.device) -> bool:
-        """Whether the device's type is registered with a kernel language."""
-        spec = self._specs.get(device.type)
-        return spec is not None and bool(spec.kernel_language)
-
-    def _has_matmul_kernels(self, device: torch.device) -> bool:
-        """Whether a kernel may compute a matmul on a device: as text, not as a region."""
-        return self._has_kernels(device) and not language_traits(self._specs[device.type].kernel_language).takes_regions
-
     def _can_fuse(self, node: Node) -> bool:
-        return self.options.fuse and self.builder.qualified(node) not in self.declined_nodes
+        return self._decline_rules.can_fuse(self.builder.qualified(node))
 
     def _arguments(self, node: Node, target: OpOverload) -> tuple[OperatorSchema, Arguments]:
         schema = operator_schema(target)
@@ -440,7 +395,7 @@ class DefinitionBuilder:
         computed = not isinstance(unwrap_views(value), Stored)
         if not computed or not {target.dtype, value.dtype} <= KERNEL_DTYPES or target.device != value.device:
             return False
-        if not self._has_kernels(target.device) or self._may_overlap(target):
+        if not self._decline_rules.has_kernels(target.device) or self._may_overlap(target):
             return False
         if FLOAT8 & {target.dtype, value.dtype} and not self._specs[target.device.type].float8_kernels:
             return False

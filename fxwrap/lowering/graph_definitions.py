@@ -23,6 +23,7 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
+from fxwrap.symbolic import Size
 from fxwrap.torch_compat import storage_identity
 from fxwrap.wrapper_ir import Leaf, TensorType
 
@@ -140,6 +141,15 @@ class GraphDefinitions:
         strides = dense_strides(definition.sizes)
         return TensorType(definition.dtype, definition.sizes, strides, definition.device)
 
+    def are_disjoint(self, first: Definition, second: Definition) -> bool:
+        """Whether two definitions in memory share no element: in different storages, or slices of one tensor."""
+        if second not in self.storages.aliases_of(first):
+            return True
+        if not isinstance(first, Stored) or not isinstance(second, Stored):
+            return False
+        types = [self.stored_types.get(item) for item in (first, second)]
+        return None not in types and _are_disjoint_slices(*types)  # type: ignore[arg-type]
+
     def definition(self, node: Node) -> Definition:
         """Returns the definition of a node that has one result."""
         return as_definition(self.operands[node])
@@ -161,6 +171,32 @@ class GraphDefinitions:
     def of_nodes(self, nodes: Collection[Node]) -> list[Definition]:
         """Returns the definitions of nodes."""
         return [definition for node in nodes for definition in definitions_in(self.operands[node])]
+
+
+def _are_disjoint_slices(first: TensorType, second: TensorType) -> bool:
+    """Whether two types are slices of one tensor along one dimension, at different positions, of constant sizes."""
+    numbers = (*first.sizes, *second.sizes, *first.strides, first.storage_offset, second.storage_offset)
+    if first.strides != second.strides or not all(isinstance(number, int) for number in numbers):
+        return False
+    low, high = sorted((first, second), key=lambda type_: int(type_.storage_offset))
+    distance = int(high.storage_offset) - int(low.storage_offset)
+    for dim, stride in enumerate(low.strides):
+        position, rest = divmod(distance, stride) if stride else (0, 1)
+        if not rest and position >= low.sizes[dim]:
+            sizes = [max(int(one), int(two)) for one, two in zip(low.sizes, high.sizes, strict=True)]
+            sizes[dim] = position + int(high.sizes[dim])
+            return _has_distinct_elements(sizes, low.strides)
+    return False
+
+
+def _has_distinct_elements(sizes: Sequence[int], strides: Sequence[Size]) -> bool:
+    """Whether no two indices of a tensor are one element: each stride is beyond all elements of smaller strides."""
+    reach = 0
+    for stride, size in sorted(zip(strides, sizes, strict=True), key=lambda item: int(item[0])):
+        if size > 1 and int(stride) <= reach:
+            return False
+        reach += (size - 1) * int(stride)
+    return True
 
 
 _FAMILIES = {

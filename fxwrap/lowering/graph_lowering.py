@@ -82,7 +82,9 @@ class GraphLowering:
     def _define(self) -> GraphDefinitions:
         """Defines the live nodes in order."""
         builder, preserved = self.builder, self.request.options.lowerings
-        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved)
+        # kernels of matmuls store slices without a launch of their own
+        generates = self.request.options.matmul_kernels == "generated"
+        reinplacing = plan_reinplacing(self.nodes, builder.fakes, self.returns_mutated_inputs, preserved, generates)
         definitions = DefinitionBuilder(builder, self.request, reinplacing)
         live = _live_nodes(self.nodes)
         for position, node in enumerate(self.nodes):
@@ -138,7 +140,10 @@ class GraphLowering:
     def _schedule(self, definitions: GraphDefinitions, schedules: KernelSchedules) -> Fusion:
         """Fuses definitions to kernels, and orders kernels and calls."""
         plan, aliases_of = schedules.plan, definitions.storages.aliases_of
-        fusion = Fusion(plan, schedules.hint, aliases_of, self._specs, schedules.can_join, self._segments())
+        fusion = Fusion(
+            plan, schedules.hint, aliases_of, self._specs, schedules.can_join, definitions.are_disjoint,
+            self._segments(),
+        )  # fmt: skip
         steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
         for step in sorted(steps, key=lambda step: step.position):
             if isinstance(step, DefinitionPlan):

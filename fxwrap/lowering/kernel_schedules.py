@@ -9,7 +9,7 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_reductions
+from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_columns, split_reductions
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
@@ -52,11 +52,18 @@ class KernelSchedules:
 
         Members are in memory if definitions outside of the kernel read them, though some of these may join it later.
         """
+        if mapping.columns and not self._may_reduce_rows(kernel):
+            return False
         members = {plan.definition, *[member.definition for member in kernel.members]}
         if not any(map(self.is_matmul, members)):
             return True
         stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
         return self._is_schedulable(joined_plan(kernel, mapping, plan, trace), stored, self.plan)
+
+    def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
+        """Whether a kernel may reduce rows of results: of matmuls, where the options ask for kernels of these."""
+        is_generated = self.request.options.matmul_kernels == "generated"
+        return is_generated and any(self.is_matmul(member.definition) for member in kernel.members)
 
     def has_schedule_alone(self, matmul: Definition) -> bool:
         """Whether a kernel has a schedule that computes a matmul alone, with operands in memory."""
@@ -94,4 +101,7 @@ class KernelSchedules:
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
-        return split_reductions(kernel, self.hint) if self._specs[device_type].massively_parallel else None
+        split = split_columns(kernel)
+        if split is not None or not self._specs[device_type].massively_parallel:
+            return split
+        return split_reductions(kernel, self.hint)

@@ -16,6 +16,7 @@ from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
+    can_use_dot,
     combine_triton_kernels,
     configurations,
     group_key,
@@ -124,16 +125,19 @@ def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKern
 def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns functions that print a kernel as Triton in each configuration, the default one first.
 
-    Raises ScheduleError for a matmul that is fused with other reductions.
+    Raises ScheduleError for a matmul that is fused with reductions other than those of a tile's columns.
     """
-    contraction = find_contraction(request.kernel)
-    if request.is_matmul and contraction is None:
-        raise ScheduleError("the kernel is no contraction")
     kernel, limits, name = request.kernel, request.limits, request.name
-    if contraction is not None:
-        has_rows = bool(contraction.rows) or find_grouped_contraction(kernel) is not None
+    form = find_contraction(kernel)
+    if request.is_matmul and form is None:
+        raise ScheduleError("the kernel is no contraction")
+    has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
+    if request.is_matmul and not has_tiles:
+        raise ScheduleError("no tile has all columns that a reduction of rows needs")
+    if form is not None:
+        has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
         kernel = unroll_packed_axes(kernel, separate=has_rows)
-    if kernel.reduces_in_steps:
+    if kernel.reduces_in_steps and not has_tiles:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
     return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])

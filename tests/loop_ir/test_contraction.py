@@ -37,6 +37,41 @@ def test_axes_of_both_operands_are_a_batch() -> None:
     assert [[axis.name for axis in axes] for axes in (form.batch, form.rows, form.columns)] == [["b"], ["p0"], ["p1"]]
 
 
+ROWS = MATMUL.replace("p1: 5] reduce [r0: 8]", "] reduce [p1: 5, r0: 8]").replace("p0: 3, ]", "p0: 3]").replace(
+    "sum %2", "sum %2 over r0\n  %4 = f32 reduce max %3 over p1\n  store out1[p0] %4"
+).replace("f32[15]) for", "f32[15], out1: f32[3]) for").replace("store out0", "store out0")  # fmt: skip
+
+
+def test_row_reductions_reduce_columns_of_the_results() -> None:
+    kernel = parse_kernel(ROWS)
+    assert str(parse_kernel(str(kernel))) == str(kernel)
+    form = find_contraction(kernel)
+    assert form is not None and form.row_reductions == (4,)
+    names = [[axis.name for axis in axes] for axes in (form.rows, form.columns, form.reduced_columns, form.summed)]
+    assert names == [["p0"], ["p1"], ["p1"], ["r0"]]
+    assert [(item.row_operand, item.column_operand) for item in form.sums] == [(0, 1)]
+
+
+def test_reduced_columns_are_columns_however_few_they_are() -> None:
+    form = find_contraction(parse_kernel(ROWS.replace("p0: 3", "p0: 30")))
+    assert form is not None and [axis.name for axis in form.columns] == ["p1"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("in0[8*p0 + r0]", "in0[8*p1 + r0]"),
+        ("max %3 over p1", "max %3 over p1, r0"),
+        ("store out1[p0] %4", "store out1[p0] %4\n  store out0[r0] %0"),
+        ("max %3 over p1", "max %1 over r0"),
+    ],
+    ids=["columns_on_both_sides", "all_axes", "stores_per_summed_element", "a_maximum_of_an_operand"],
+)
+def test_other_reductions_in_steps_are_no_contractions(old: str, new: str) -> None:
+    new = new.replace("p1, r0", "p1 r0")
+    assert find_contraction(parse_kernel(ROWS.replace(old, new))) is None
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

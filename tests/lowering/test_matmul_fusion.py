@@ -182,7 +182,7 @@ def test_printed_results_beside_float64(cpu_kernels: str) -> None:
 @pytest.mark.parametrize(
     ("function", "columns", "kernels"),
     [
-        (lambda x, w, b, columns: functional.linear(x, w, b).softmax(-1), 64, 2),  # the bias is in another kernel
+        (lambda x, w, b, columns: functional.linear(x, w, b).cumsum(-1), 64, 2),  # the bias is in another kernel
         (lambda x, w, b, columns: functional.linear(x, w[:, columns]), 64, 2),  # bounds of reduced indices are checked
         (lambda x, w, b, columns: functional.linear(torch.ones_like(x), w), 64, 2),  # nothing varies along the rows
         (lambda x, w, b, columns: functional.linear(x, w[columns]), 48, 1),
@@ -260,6 +260,51 @@ def test_slices_of_matmuls_beside_float64(dtype: torch.dtype, cpu_kernels: str) 
         assert result.dtype is dtype and result.stride() == eager.stride()
         allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps * want.norm()
         assert (result.double() - want).norm() <= allowed
+
+
+def concatenated(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    parts = [functional.linear(x, weight).relu(), functional.linear(x, weight * 2), functional.linear(-x, weight)]
+    return torch.cat(parts, 1)
+
+
+def concatenated_rows(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    return torch.cat([functional.linear(x, weight), functional.linear(cache[:, :32], weight * 2) + 1])
+
+
+def sliced_cache(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    cache[2:6, 8:48] = functional.gelu(functional.linear(x, weight[:40]))
+    return rows + 1
+
+
+def scattered_rows(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    cache.index_copy_(0, rows, functional.linear(x, weight))
+    return rows + 1
+
+
+def masked(x: Tensor, weight: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    return torch.ops.aten.native_dropout_backward(functional.linear(x, weight), cache[:4] > 0, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"),
+    [(concatenated, 1), (concatenated_rows, 2), (sliced_cache, 2), (scattered_rows, 2), (masked, 1)],
+)
+def test_matmuls_store_into_parts_of_a_tensor(function: Callable[..., Tensor], kernels: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    operands = [torch.randn(sizes, generator=generator) for sizes in ((4, 32), (60, 32), (9, 60))]
+    operands.append(torch.tensor([5, 0, 8, 2]))
+    exact = [item.double() if item.is_floating_point() else item for item in operands]
+    for language in ("cpp", "triton"):
+        options = GENERATED.replace(cpu_kernels=language, fallback="error")
+        graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*operands)
+        copies = [item.clone() for item in operands]
+        compiled = fxwrap.compile_graph(graph, copies, options=options)
+        lines = list(compiled.program.lines())
+        assert len([line for line in lines if isinstance(line, Launch)]) == kernels, language
+        (result,) = compiled(*copies)
+        wanted = [item.clone() for item in exact]
+        for actual, want in ((result, function(*wanted)), (copies[2], wanted[2])):
+            torch.testing.assert_close(actual, want.to(actual.dtype), rtol=1e-5, atol=1e-5)
 
 
 def normalised(x: Tensor, scale: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fxwrap.loop_ir import Kernel, parse_kernel
+from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
 from fxwrap.printers.cpp import plan_contraction
+from tests.loop_ir.test_column_parts import statistics
 from tests.printers.cpp_kernels import check
 from tests.printers.test_cpp_printer_loops import compiled_together
 
@@ -63,12 +64,53 @@ QUANTISED = """kernel(a: bf16[2*70], b: i8[9*70], scale: f32[9]) -> (out: f32[18
 """
 
 
+ROW_REDUCTIONS = """kernel(a: f32[2*5*70], b: f32[2*6*19*70], c: f32[114], d: i64[10]) \
+-> (out: f32[1140], largest: f32[60], total: f32[60], picked: f32[60], share: f32[60]) \
+for [n: 2, i: 5, g: 6] reduce [j: 19, k: 70] {
+  %0 = f32 load a[350*n + 70*i + k]
+  %1 = f32 load b[7980*n + 1330*g + 70*j + k]
+  %2 = f32 mul %0 %1
+  %3 = f32 reduce sum %2 over k
+  %4 = f32 load c[19*g + j]
+  %5 = f32 add %3 %4
+  %6 = f32 reduce softmax %5 over j
+  %7 = f32 part 0 %6
+  %8 = f32 part 1 %6
+  store largest[30*n + 6*i + g] %7
+  store total[30*n + 6*i + g] %8
+  %11 = f32 sub %5 %7
+  %12 = f32 exp %11
+  %13 = f32 div %12 %8
+  store out[570*n + 114*i + 19*g + j] %13
+  %15 = f32 mul %13 %13
+  %16 = f32 reduce sum %15 over j
+  store share[30*n + 6*i + g] %16
+  %18 = i64 load d[5*n + i]
+  %19 = i64 index j
+  %20 = bool eq %18 %19
+  %21 = f32 0.0
+  %22 = f32 where %20 %5 %21
+  %23 = f32 reduce sum %22 over j
+  store picked[30*n + 6*i + g] %23
+}
+"""
+"""Products, a softmax of each group of columns, a later sum of its squares, and one chosen column."""
+
+
+def parts(rows: int, columns: int, kind: str = "softmax") -> Kernel:
+    """The first kernel of statistics of a matmul's rows that are split along columns."""
+    split = split_columns(statistics(columns, kind, rows))
+    assert split is not None
+    return split.kernels[0]
+
+
 def kernels() -> list[Kernel]:
     """Kernels whose sizes are and are not multiples of tiles and vectors."""
     return [
         *[matmul(*case) for case in [(1, 40, 1100), (2, 9, 64), (5, 8, 33), (11, 13, 5), (8, 30, 96, "bf16")]],
         matmul(3, 17, 70, "bf16"), matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"),
-        matmul("s0", "s1", "s2"), parse_kernel(BATCHED), parse_kernel(QUANTISED),
+        matmul("s0", "s1", "s2"), parse_kernel(BATCHED), parse_kernel(QUANTISED), parse_kernel(ROW_REDUCTIONS),
+        parts(3, 300), parts(11, 512, "welford"), statistics(40, "max", 1),
     ]  # fmt: skip
 
 
@@ -92,3 +134,5 @@ def test_other_contractions_have_no_plan() -> None:
     assert plan_contraction(parse_kernel(strided)) is None, "columns are not contiguous"
     assert plan_contraction(matmul(0, 9, 33)) is None, "nothing is computed"
     assert plan_contraction(matmul(4096, 8192, 2048)) is None, "the row operand does not fit"
+    assert plan_contraction(statistics(300)) is None, "no block has all columns"
+    assert plan_contraction(statistics(40, "argmax")) is None, "row reductions have one value"

@@ -8,7 +8,7 @@ import pytest
 
 from fxwrap.loop_ir import Kernel, parse_kernel
 from fxwrap.printers.triton import Configuration, configurations
-from tests.printers.test_cpp_printer_contractions import BATCHED, QUANTISED, matmul
+from tests.printers.test_cpp_printer_contractions import BATCHED, QUANTISED, ROW_REDUCTIONS, matmul, parts
 from tests.printers.triton_kernels import check
 
 
@@ -53,6 +53,29 @@ def test_every_configuration_is_correct(rows: int) -> None:
     assert any(item.dot for item in found)
     for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
         check(kernel, item)
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+@pytest.mark.parametrize("kind", ["softmax", "argmax", "welford"])
+def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
+    kernel = parts(rows, 512 if kind == "welford" else 300, kind)
+    tiles = {(item.x_block, item.y_block): item for item in configurations(kernel)}
+    assert all(item.dot and 128 in sizes for sizes, item in tiles.items())
+    for item in list(tiles.values())[:2]:
+        check(kernel, item, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_row_reductions_of_whole_rows(rows: int) -> None:
+    kernel = parse_kernel(ROW_REDUCTIONS.replace("i: 5", f"i: {5 * rows}").replace("[2*5*70]", f"[350*{2 * rows}]"))
+    sizes = {"350*n": 350, "570*n": 570, "30*n": 30, "5*n": 5}
+    text = str(kernel)
+    for old, size in sizes.items():
+        text = text.replace(f"{old} ", f"{size * rows}*n ")
+    for size in (1140, 60, 10):
+        text = text.replace(f"[{size}]", f"[{size * rows}]")
+    kernel = parse_kernel(text)
+    assert check(kernel, configurations(kernel)[0], tolerance=1e-4).count("tl.dot") == 1
 
 
 def test_sums_in_float64_have_no_dot() -> None:

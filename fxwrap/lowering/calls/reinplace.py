@@ -81,7 +81,11 @@ class _Chain:
 
 
 def plan_reinplacing(
-    nodes: Sequence[Node], fakes: Fakes, returns_mutated_inputs: bool = False, preserved_operators: Collection[str] = ()
+    nodes: Sequence[Node],
+    fakes: Fakes,
+    returns_mutated_inputs: bool = False,
+    preserved_operators: Collection[str] = (),
+    fills_small: bool = False,
 ) -> ReinplacePlan:
     """Returns the calls of a graph that may write their operands in place. Linear in nodes; installs no guards.
 
@@ -90,11 +94,14 @@ def plan_reinplacing(
         fakes: their fake values.
         returns_mutated_inputs: whether the graph may return a mutated placeholder itself.
         preserved_operators: operators, "aten.index_put.default", whose calls and copies are unchanged.
+        fills_small: whether small new tensors are filled slice by slice, too.
     """
     copies = [node for node in nodes if node.target is torch.ops.aten.copy_.default and not node.kwargs]
     matches = [_match_chain(node, *node.args, fakes, preserved_operators) for node in copies if len(node.args) == 2]
     matches += [
-        _match_fill(node, nodes[-1], fakes, preserved_operators) for node in nodes if node.target in EMPTY_OPERATORS
+        _match_fill(node, nodes[-1], fakes, preserved_operators)
+        for node in nodes
+        if node.target in EMPTY_OPERATORS and _is_filled(fakes.get(node), fills_small)
     ]
     chains = [chain for chain in matches if chain is not None]
     if not chains:
@@ -133,11 +140,12 @@ def _match_chain(
     return _Chain(target, tuple(links), end) if links else None
 
 
+def _is_filled(fake: object, fills_small: bool) -> bool:
+    return isinstance(fake, torch.Tensor) and (fills_small or bytes_of(fake) >= MIN_FILLED_BYTES)
+
+
 def _match_fill(node: Node, output: Node, fakes: Fakes, preserved_operators: Collection[str]) -> _Chain | None:
-    """Returns the chain of calls that fill a large new tensor slice by slice, if there is one."""
-    fake = fakes.get(node)
-    if not isinstance(fake, torch.Tensor) or bytes_of(fake) < MIN_FILLED_BYTES:
-        return None
+    """Returns the chain of calls that fill a new tensor slice by slice, if there is one."""
     links: list[_FunctionalWrite] = []
     last = node
     while len(last.users) == 1:

@@ -166,14 +166,8 @@ class BlockLowering:
         binder.bind_sizes([value for value in arguments if value is not None])
         builder.buffer.lines.extend(binder.lines)
         constants = builder.constants = BlockConstants(builder, self.scope)
-
-        def lower_attribute(inner: Node) -> None:
-            payload = real_object(attribute_of(inner))
-            name = str(inner.target).replace(".", "_")
-            is_constant = isinstance(payload, torch.Tensor) or is_opaque(payload)
-            builder.env[inner] = constants.constant(payload, name) if is_constant else payload
-
         nested = BlockLowering(builder, constants, self.request, self.lower_higher_order, self.functions)
+        lower_attribute = partial(_lower_attribute, builder, constants)
         body = GraphLowering(nodes, builder, self.request, lower_attribute, partial(self.lower_higher_order, nested))
         body.lower(must_preserve=lambda value: True)
         if builder.storages.mutated & {value.name for value in arguments if value is not None}:
@@ -198,6 +192,14 @@ class BlockLowering:
             function = SharedFunction(unique, module, lowered, block.arguments, constants)
             self.functions[id(module)] = function
         return function
+
+
+def _lower_attribute(builder: Builder, constants: BlockConstants, node: Node) -> None:
+    """Lowers a `get_attr` node of a block: tensors and opaque objects are constants of the program."""
+    payload = real_object(attribute_of(node))
+    name = str(node.target).replace(".", "_")
+    is_constant = isinstance(payload, torch.Tensor) or is_opaque(payload)
+    builder.env[node] = constants.constant(payload, name) if is_constant else payload
 
 
 def _module_of(node: Node, graph: Node, operand_count: int) -> GraphModule:

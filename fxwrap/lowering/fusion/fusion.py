@@ -11,7 +11,7 @@ read the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,6 +22,7 @@ from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
+    InPlaceStore,
     InPlaceWrite,
     Pointwise,
     Scattered,
@@ -69,7 +70,8 @@ class Fusion:
 
     `aliases_of` returns the definitions that share memory with a definition, itself included; `specs` are those of the
     device types that have kernels. `can_join` returns whether printers can compute a kernel with one more
-    definition. A kernel computes nodes of one `segment`, by position.
+    definition; `are_disjoint` whether two stored definitions share no element. A kernel computes nodes of one
+    `segment`, by position.
     """
 
     plan: MaterialisationPlan
@@ -77,6 +79,7 @@ class Fusion:
     aliases_of: Callable[[Definition], Sequence[Definition]]
     specs: Mapping[str, DeviceSpec]
     can_join: Callable[[KernelPlan, IterationMapping, DefinitionPlan, Trace], bool]
+    are_disjoint: Callable[[Definition, Definition], bool]
     segment: Callable[[int], object] | None = None
     _items: list[ScheduledItem] = field(default_factory=list)
     _producer_of: dict[object, ScheduledItem] = field(default_factory=dict)
@@ -255,20 +258,34 @@ class Fusion:
         if not isinstance(definition, InPlaceWrite):
             return True
         reads_nothing = isinstance(definition, InPlaceScatter) or kernel.has_scan()
-        for alias in self.aliases_of(definition.target):
-            if alias in kernel.overwritten or (reads_nothing and alias in kernel.reads):
+        aliases = self.aliases_of(definition.target)
+        if not kernel.overwritten.isdisjoint(aliases) and not self._is_apart(kernel, definition, aliases):
+            return False
+        for alias in aliases:
+            if reads_nothing and alias in kernel.reads:
                 return False
             for at in kernel.reads.get(alias, ()):
                 if alias is not definition.target or substituted(at, mapping.kernel_axes) != mapping.at:
                     return False
         return True
 
+    def _is_apart(self, kernel: KernelPlan, definition: InPlaceWrite, aliases: Collection[Definition]) -> bool:
+        """Whether a store in place shares no element with those of a kernel, which reads nothing of their memory."""
+        written = [member.definition for member in kernel.members if isinstance(member.definition, InPlaceWrite)]
+        stores = [item for item in (*written, definition) if isinstance(item, InPlaceStore)]
+        if len(stores) <= len(written) or not kernel.reads.keys().isdisjoint(aliases):
+            return False
+        return all(self.are_disjoint(item.target, definition.target) for item in written)
+
     def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether the fused kernel has as much parallelism as two kernels.
 
         On a massively parallel device, a kernel whose reduction runs down columns, or over rows that do not fit in one
-        program, has few programs: these should not write a whole tensor too.
+        program, has few programs: these should not write a whole tensor too. Reductions of rows of a matmul's results
+        are split along columns.
         """
+        if mapping.columns:
+            return True
         spec = self.specs[kernel.device_type]
         if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True

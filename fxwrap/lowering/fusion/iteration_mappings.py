@@ -47,11 +47,13 @@ class KernelPlan:
     """A planned kernel: its axes, its members in order, and the indices at which it computes and reads definitions.
 
     `overwritten` are definitions whose memory it overwrites with other values, `operands` those that it does not read,
-    but its region does.
+    but its region does. `columns` are the reduced axes of reductions of rows, whose elements are results of reductions
+    over the other reduced axes.
     """
 
     axes: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
+    columns: tuple[Axis, ...] = ()
     members: list[Member] = field(default_factory=list)
     computed: dict[Definition, IndexTuple] = field(default_factory=dict)
     reads: dict[Definition, list[IndexTuple]] = field(default_factory=dict)
@@ -91,12 +93,14 @@ class IterationMapping:
     """A common iteration space of a kernel and a definition.
 
     `kernel_axes` maps the kernel's axes to indices in that space, those that change; `at` is the definition's point.
+    `columns` are those of the kernel.
     """
 
     axes: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
     kernel_axes: Mapping[Atom, IndexLike]
     at: IndexTuple
+    columns: tuple[Axis, ...] = ()
 
 
 def axes_of(indices: Iterable[Index]) -> set[Axis]:
@@ -118,7 +122,7 @@ def empty_plan(trace: Trace) -> KernelPlan:
 
 def rebase(kernel: KernelPlan, mapping: IterationMapping) -> None:
     """Moves a kernel to the space of a mapping."""
-    kernel.axes, kernel.reduced = mapping.axes, mapping.reduced
+    kernel.axes, kernel.reduced, kernel.columns = mapping.axes, mapping.reduced, mapping.columns
     axes = mapping.kernel_axes
     if all(axes.get(axis, axis) == as_index(axis) for axis in axes):
         return
@@ -131,7 +135,7 @@ def rebase(kernel: KernelPlan, mapping: IterationMapping) -> None:
 def joined_plan(kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> KernelPlan:
     """Returns a kernel with one more member, in the space of a mapping. It has no record of its reads."""
     members = [Member(item.plan, item.trace, item.at) for item in kernel.members]
-    joined = KernelPlan(kernel.axes, kernel.reduced, members)
+    joined = KernelPlan(kernel.axes, kernel.reduced, kernel.columns, members)
     rebase(joined, mapping)
     joined.add(Member(plan, trace, mapping.at))
     return joined
@@ -154,7 +158,9 @@ def _candidate_mappings(kernel: KernelPlan, definition: Definition, trace: Trace
     own_reduced = trace.axes[trace.parallel_rank :]
     if own_count == 0:
         return  # there are no indices to compare, and fusion saves nothing
-    if own_count == count:
+    if kernel.columns:
+        yield from _mappings_to_rows_and_columns(kernel, trace)
+    elif own_count == count:
         for at in _maps_to_kernel_axes(kernel, trace):
             if not _is_bijective(at, trace.axes) or not _preserves_axis_kinds(kernel, trace, at):
                 continue
@@ -168,6 +174,42 @@ def _candidate_mappings(kernel: KernelPlan, definition: Definition, trace: Trace
         for at in _maps_to_kernel_axes(kernel, trace):
             if _is_bijective(at, trace.axes) and axes_of(at) <= set(kernel.axes):
                 yield IterationMapping(kernel.axes, kernel.reduced, {}, at)
+    elif kernel.reduced and own_reduced and own_count == count_points(kernel.axes):
+        yield from _mappings_of_row_reductions(kernel, trace)
+
+
+def _mappings_of_row_reductions(kernel: KernelPlan, trace: Trace) -> Iterator[IterationMapping]:
+    """Yields mappings to the space of a reduction whose elements are results of the kernel's reductions.
+
+    Some of the kernel's parallel axes become reduced axes, the columns.
+    """
+    parallel, columns = trace.axes[: trace.parallel_rank], trace.axes[trace.parallel_rank :]
+    reduced = tuple([Axis(f"s{number}", axis.size) for number, axis in enumerate(kernel.reduced)])
+    own = tuple([as_index(axis) for axis in trace.axes])
+    for definition, at in trace.reads:
+        computed = kernel.computed.get(definition)
+        if computed is None:
+            continue
+        for solution in (_unify(computed, at, kernel.axes, ()), _match_reshape(definition, computed, at, kernel.axes)):
+            if solution is not None and _is_bijective(solution, kernel.axes):
+                mapping: dict[Atom, IndexLike] = dict(zip(kernel.space, (*solution, *reduced), strict=True))
+                yield IterationMapping(parallel, (*columns, *reduced), mapping, own, columns)
+
+
+def _mappings_to_rows_and_columns(kernel: KernelPlan, trace: Trace) -> Iterator[IterationMapping]:
+    """Yields mappings to the axes of a kernel with reductions of rows: to rows, or to rows and columns."""
+    rows, columns = set(kernel.axes), set(kernel.columns)
+    rank = trace.parallel_rank
+    for at in _maps_to_kernel_axes(kernel, trace):
+        own, reduced = axes_of(at[:rank]), axes_of(at[rank:])
+        is_row_reduction = bool(reduced) and reduced <= columns and own <= rows
+        is_inner = reduced <= set(kernel.reduced) - columns and own <= rows | columns
+        if (is_row_reduction or is_inner) and _is_bijective(at, trace.axes):
+            spanned = rows if not (own | reduced) & columns else rows | columns
+            if reduced and not is_row_reduction:
+                spanned = spanned | set(kernel.reduced)
+            if own | reduced == {axis for axis in spanned if axis.size != 1}:
+                yield IterationMapping(kernel.axes, kernel.reduced, {}, at, kernel.columns)
 
 
 def _mappings_into_definition_space(kernel: KernelPlan, trace: Trace) -> Iterator[IterationMapping]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir import (
     Atom,
+    Axis,
     Buffer,
     IndexLike,
     Kernel,
@@ -21,7 +22,7 @@ from fxwrap.loop_ir import (
     strided_index,
 )
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
-from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, substituted
+from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, axes_of, substituted
 from fxwrap.lowering.fusion.materialise import MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import BodyBuilder, IndexTuple
 from fxwrap.symbolic import Number, Size, maximum, product, total
@@ -132,10 +133,20 @@ class _PlannedKernelBuilder:
         key = (definition.source, at)
         if key not in self.combined:
             operand = reader.run(definition, at, member.trace.parallel_rank)
+            kind = definition.source.kind
             with reader.body.origin_scope(self.operator_of(definition)):
-                combine = reader.body.reduce if isinstance(definition, Reduced) else reader.body.scan
-                self.combined[key] = combine(definition.source.kind, operand)
+                if isinstance(definition, Scanned):
+                    self.combined[key] = reader.body.scan(kind, operand)
+                else:
+                    axes = self._reduced_axes(at[member.trace.parallel_rank :])
+                    self.combined[key] = reader.body.reduce(kind, operand, axes)
         return self.combined[key][definition.part].to(definition.compute_dtype)
+
+    def _reduced_axes(self, at: IndexTuple) -> tuple[Axis, ...]:
+        """Returns the axes that a reduction at these indices reduces; () for all, in kernels without row reductions."""
+        if not self.plan.columns:
+            return ()
+        return tuple([axis for axis in self.plan.reduced if axis in axes_of(at)])
 
     def _store(self, member: Member) -> None:
         definition, body = member.definition, self.reader.body

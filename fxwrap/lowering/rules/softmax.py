@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from fxwrap.loop_ir import IndexLike, Scalar, compute_dtype
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, pointwise
 from fxwrap.lowering.rules.indexing_common import checked_indirect_index
+from fxwrap.lowering.rules.picked_columns import PickedColumns, pick_columns
 from fxwrap.lowering.rules.reductions import (
     ReductionShape,
     build_reduction,
@@ -157,6 +159,7 @@ def _logsumexp(call: OperatorCall, x: Definition, dims: list[int]) -> LoweringRe
 
 
 _NONE, _MEAN = 0, 1
+_NOTHING_PICKED = PickedColumns({})
 
 
 @dataclass(frozen=True)
@@ -166,10 +169,16 @@ class NllLossOperands:
     Rows have the sizes of the scores without the classes. `weight` holds one number for each class; None means 1.
     """
 
+    call: OperatorCall
     scores: Definition
     target: Definition
     weight: Definition | None
     ignore_index: int
+
+    @cached_property
+    def picked(self) -> PickedColumns:
+        """The sums in place of elements of matmuls that scores are computed from."""
+        return pick_columns(self.call, self.scores, self.target_class)
 
     @property
     def dim(self) -> int:
@@ -203,7 +212,9 @@ class NllLossOperands:
         if operand is not None:
             with reader.body.masked(counted):
                 index = checked_indirect_index(reader, target_class, self.count)
-                value = reader.load(operand, self._indices(operand, row, index)).to(dtype)
+                at = self._indices(operand, row, index)
+                picked = self.picked if operand is self.scores else _NOTHING_PICKED
+                value = picked.load(reader, operand, at, row).to(dtype)
         return counted.where(value, 0.0)
 
     def _indices(self, operand: Definition, row: Indices, index: IndexLike) -> Indices:
@@ -228,7 +239,7 @@ def _forward(
     ignore_index: int,
 ) -> LoweringResult:
     _check_loss_dtypes(scores, target, weight)
-    operands = NllLossOperands(scores, target, weight, ignore_index)
+    operands = NllLossOperands(call, scores, target, weight, ignore_index)
     rows, computes = operands.rows, compute_dtype(scores.dtype)
     loss_fake, weight_fake = call.results
 
@@ -261,7 +272,7 @@ def _backward(
     total_weight: Definition,
 ) -> LoweringResult:
     _check_loss_dtypes(scores, target, weight, grad, total_weight)
-    operands = NllLossOperands(scores, target, weight, ignore_index)
+    operands = NllLossOperands(call, scores, target, weight, ignore_index)
     class_dim, computes = operands.dim, compute_dtype(call.dtype)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:

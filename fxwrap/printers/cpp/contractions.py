@@ -1,11 +1,18 @@
-"""Loops of contractions with few rows: tiles of rows and columns, whose sums stay in registers."""
+"""Loops of contractions with few rows: tiles of rows and columns, whose sums stay in registers.
+
+Where row reductions follow, the sums of all columns that they reduce are stored in a block first.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from fxwrap.loop_ir import (
+    MAX_COLUMN_BLOCK,
+    ORDERED_REDUCTIONS,
     Atom,
     Axis,
     ContractionForm,
@@ -15,6 +22,8 @@ from fxwrap.loop_ir import (
     Kernel,
     Load,
     ProductSum,
+    Reduce,
+    Store,
     as_index,
     find_contraction,
     linearize_index,
@@ -64,20 +73,32 @@ def plan_contraction(kernel: Kernel) -> ContractionPlan | None:
     if contraction is None or 0 in [axis.size for axis in (*kernel.axes, *kernel.reduced)]:
         return None
     operands = [item.column_operand for item in contraction.sums]
-    vectors = [
-        axis for axis in kernel.reduced if all(_is_contiguous(contraction, operand, axis) for operand in operands)
-    ]
-    panel = product([contraction.row_count, kernel.reduced_count, *[axis.size for axis in contraction.batch]])
-    if not vectors or (isinstance(panel, int) and panel > MAX_PANEL_ELEMENTS):
+    summed = contraction.summed
+    vectors = [axis for axis in summed if all(_is_contiguous(contraction, operand, axis) for operand in operands)]
+    panel = product([contraction.row_count, *[axis.size for axis in (*summed, *contraction.batch)]])
+    if not vectors or (isinstance(panel, int) and panel > MAX_PANEL_ELEMENTS) or not _has_row_loops(contraction):
         return None
     rows = sorted(contraction.rows, key=lambda axis: axis.size if isinstance(axis.size, int) else math.inf)
     return ContractionPlan(contraction, rows[-1] if rows else None, contraction.columns[-1], vectors[-1])
 
 
+def _has_row_loops(contraction: ContractionForm) -> bool:
+    """Whether a block has all columns that row reductions reduce, and these reductions have one value as a result."""
+    count = contraction.reduced_column_count
+    kinds = {_reduction(contraction.kernel, position).kind for position in contraction.row_reductions}
+    return isinstance(count, int) and count <= MAX_COLUMN_BLOCK and kinds.isdisjoint(ORDERED_REDUCTIONS)
+
+
+def _reduction(kernel: Kernel, position: int) -> Reduce:
+    operation = kernel.operations[position]
+    assert isinstance(operation, Reduce)
+    return operation
+
+
 def is_small_row_product(kernel: Kernel) -> bool:
     """Whether a kernel multiplies one row by small matrices with contiguous rows, which column loops read fast."""
     form = find_contraction(kernel)
-    if form is None or form.rows:
+    if form is None or form.rows or form.row_reductions:
         return False
     elements = product([*[axis.size for axis in form.columns], kernel.reduced_count])
     if not isinstance(elements, int) or not 0 < elements <= MAX_COLUMN_LOOP_ELEMENTS:
@@ -103,23 +124,39 @@ class ContractionPrinter(LoopPrinter):
         self.tiles = tiles
         self.contraction = tiles.contraction
         self.panels: dict[int, tuple[str, Index]] = {}
-        reduced = self.kernel.reduced
-        self.outer_reduced = [axis for axis in reduced if axis is not tiles.vector_axis]
+        self.outer_reduced = [axis for axis in tiles.contraction.summed if axis is not tiles.vector_axis]
 
     def print(self) -> None:
         """Writes the panels and the loops over tiles."""
-        tiles, contraction = self.tiles, self.contraction
+        contraction, reduced = self.contraction, self.contraction.reduced_columns
         for operand in dict.fromkeys(item.row_operand for item in contraction.sums):
             self.panels[operand] = self.direct_rows(operand) or self.write_panel(operand)
-        columns, (rows, rest) = tiles.column_axis, tiles.tile_rows
+        rows, _ = self.tiles.tile_rows
         self.writer.line(f"constexpr int width = tile_columns({rows});")
-        outer = [axis for axis in (*contraction.batch, *contraction.columns) if axis is not columns]
+        outer = [axis for axis in (*contraction.batch, *contraction.columns) if axis is not self.tiles.column_axis]
+        if not reduced:
+            self.print_columns(outer, self.parallel())
+            return
+        blocks = [loop_head(axis) for axis in outer if axis not in reduced]
+        with self.writer.nest(blocks, self.parallel()):
+            for item in contraction.sums:
+                kind = CPP_TYPES[self.statements.dtype(item.reduction)]
+                size = print_size(product([contraction.row_count, contraction.reduced_column_count]))
+                self.writer.line(f"PartialResults<{kind}> {self.block(item)}({size});")
+            pragma = "" if blocks else self.parallel()
+            self.print_columns([axis for axis in outer if axis in reduced], pragma)
+            with self.writer.nest([loop_head(axis) for axis in contraction.rows], pragma):
+                self.print_row()
+
+    def print_columns(self, outer: Sequence[Axis], pragma: str) -> None:
+        """Writes the loops over tiles of columns, within loops over other axes."""
+        columns, (rows, rest) = self.tiles.column_axis, self.tiles.tile_rows
         count = f"({print_size(columns.size)} + width - 1) / width"
         heads = [*[loop_head(axis) for axis in outer], f"for (int64_t tile = 0; tile < {count}; ++tile)"]
-        with self.writer.nest(heads, self.parallel()):
+        with self.writer.nest(heads, pragma):
             start = f"{columns.name}_0"
             with self.writer.block(f"const auto run = [&](auto columns, int64_t {start})", "};"):
-                others = [axis for axis in contraction.rows if axis is not tiles.row_axis]
+                others = [axis for axis in self.contraction.rows if axis is not self.tiles.row_axis]
                 with self.writer.nest([loop_head(axis) for axis in others]):
                     self.print_rows(rows, rest)
             self.writer.line("const int64_t first = tile * width;")
@@ -139,7 +176,7 @@ class ContractionPrinter(LoopPrinter):
             self.print_tile()
 
     def print_tile(self) -> None:
-        """Writes the sums of a tile, and the loops over its elements that store the results."""
+        """Writes the sums of a tile, and the loops over its elements that store the results, or the sums in blocks."""
         names = {item.reduction: f"{self.statements.name(item.reduction)}_tile" for item in self.contraction.sums}
         for item in self.contraction.sums:
             kind = CPP_TYPES[self.statements.dtype(item.reduction)]
@@ -153,8 +190,67 @@ class ContractionPrinter(LoopPrinter):
                 self.writer.line(f"const int64_t {row.name} = {row.name}_0 + i;")
             self.writer.line(f"const int64_t {column.name} = {column.name}_0 + j;")
             known: EmittedValues = {position: f"{name}.sum[i][j]" for position, name in names.items()}
+            if self.contraction.row_reductions:
+                for item in self.contraction.sums:
+                    self.writer.line(f"{self.block_element(item)} = {known[item.reduction]};")
+                return
             self.write_device_asserts(self.device_asserts, known)
             self.write_stores(self.kernel.stores, known)
+
+    # --- row reductions ---------------------------------------------------------------------------------------------
+
+    def block(self, item: ProductSum) -> str:
+        """Returns the name of the block that stores a sum for all rows and reduced columns."""
+        return f"{self.statements.name(item.reduction)}_block"
+
+    def block_element(self, item: ProductSum) -> str:
+        """Returns the element of a sum's block at the current row and column."""
+        axes = (*self.contraction.rows, *self.contraction.reduced_columns)
+        index = linearize_index(axes, [axis.size for axis in axes])
+        return f"{self.block(item)}[{self.statements.index({})(index)}]"
+
+    def print_row(self) -> None:
+        """Writes the reductions of a row, each stage of them a loop over its columns, and the stores."""
+        known: EmittedValues = {}
+        stages = self.kernel.stages
+        for stage in sorted({stages[position] for position in self.contraction.row_reductions}):
+            self.print_row_stage([item for item in self.contraction.row_reductions if stages[item] == stage], known)
+        columns = frozenset(self.contraction.reduced_columns)
+        stores = [(n, item) for n, item in enumerate(self.kernel.operations) if isinstance(item, Store)]
+        varying = [item for n, item in stores if not columns.isdisjoint(self.kernel.value_axes[n])]
+        inner = [item for item in self.device_asserts if not columns.isdisjoint(self.kernel.value_axes[item])]
+        if varying or inner:
+            with self.column_loops():
+                local = {**known, **self.sums_of_column()}
+                self.write_device_asserts(inner, local)
+                self.write_stores(varying, local)
+        self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
+        self.write_stores([item for _, item in stores if item not in varying], known)
+
+    def print_row_stage(self, reductions: Sequence[int], known: EmittedValues) -> None:
+        """Writes a loop over the columns of a row that computes reductions."""
+        operations = {position: _reduction(self.kernel, position) for position in reductions}
+        names = {position: f"{self.statements.name(position)}_row" for position in reductions}
+        for position, operation in operations.items():
+            kind = self.statements.type(position)
+            self.writer.line(f"{kind} {names[position]} = {self.identity_element(operation)};")
+        with self.column_loops():
+            local = {**known, **self.sums_of_column()}
+            self.statements.write([operation.operands[0] for operation in operations.values()], local)
+            for position, operation in operations.items():
+                value = f"combine::{operation.kind}({names[position]}, {local[operation.operands[0]]})"
+                self.writer.line(f"{names[position]} = {value};{self.statements.comment(operation)}")
+        known.update(names)
+
+    def column_loops(self) -> AbstractContextManager[None]:
+        """Opens the loops over the columns that row reductions reduce."""
+        return self.writer.nest([loop_head(axis) for axis in self.contraction.reduced_columns])
+
+    def sums_of_column(self) -> EmittedValues:
+        """Returns the texts of the sums at the current row and column."""
+        return {item.reduction: self.block_element(item) for item in self.contraction.sums}
+
+    # --- products ---------------------------------------------------------------------------------------------------
 
     def print_sum(self, item: ProductSum, tile: str) -> None:
         """Writes the call that adds the products along the vectorised axis."""

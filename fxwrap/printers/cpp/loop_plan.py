@@ -267,12 +267,12 @@ class _ReductionDecomposer(OperationCopier):
             self.origin = operation.origin
             match operation:
                 case Reduce("welford", (value,), dtype):
-                    self.welford(position, self.new[value], dtype)
+                    self.welford(position, self.new[value], dtype, operation.axes)
                 case Reduce("softmax", (value,), dtype):
-                    self.softmax(position, self.new[value], dtype)
+                    self.softmax(position, self.new[value], dtype, operation.axes)
                 case Reduce("prod", (value,), torch.float32):
                     wide = self.compute("cast", self.new[value], dtype=torch.float64)
-                    result = self.reduce("prod", wide, torch.float64)
+                    result = self.reduce("prod", wide, torch.float64, operation.axes)
                     self.new[position] = self.compute("cast", result, dtype=torch.float32)
                 case ReductionResult(source, part) if (source, part) in self.parts:
                     self.new[position] = self.parts[source, part]
@@ -298,19 +298,19 @@ class _ReductionDecomposer(OperationCopier):
         source = self.kernel.operations[result.operation]
         return isinstance(source, Reduce) and source.kind == "softmax"
 
-    def welford(self, position: int, value: int, dtype: torch.dtype) -> None:
+    def welford(self, position: int, value: int, dtype: torch.dtype, axes: tuple[Axis, ...]) -> None:
         """Adds the corrected two-pass algorithm of Chan, Golub and LeVeque (1983).
 
         The rounding error of the mean is the mean of the differences from it. Without it, rows of equal elements would
         have differences from their mean, which a division by a small standard deviation amplifies.
         """
-        divisor = self.size(self.kernel.reduced_count, dtype)
-        total = self.reduce("sum", value, dtype)
+        divisor = self.size(product([axis.size for axis in axes or self.kernel.reduced]), dtype)
+        total = self.reduce("sum", value, dtype, axes)
         mean = self.compute("div", total, divisor, dtype=dtype)
         difference = self.compute("sub", value, mean, dtype=dtype)
         square = self.compute("mul", difference, difference, dtype=dtype)
-        residual = self.reduce("sum", difference, dtype)
-        squares = self.reduce("sum", square, dtype)
+        residual = self.reduce("sum", difference, dtype, axes)
+        squares = self.reduce("sum", square, dtype, axes)
         correction = self.compute("div", residual, divisor, dtype=dtype)
         zero = self.constant(0.0, dtype)
         is_finite = self.compute("eq", self.compute("sub", mean, mean, dtype=dtype), zero, dtype=torch.bool)
@@ -320,10 +320,10 @@ class _ReductionDecomposer(OperationCopier):
         m2 = self.compute("sub", squares, excess, dtype=dtype)
         self.parts[position, 1] = self.compute("maximum", m2, zero, dtype=dtype)
 
-    def softmax(self, position: int, value: int, dtype: torch.dtype) -> None:
-        largest = self.reduce("max", value, dtype)
+    def softmax(self, position: int, value: int, dtype: torch.dtype, axes: tuple[Axis, ...]) -> None:
+        largest = self.reduce("max", value, dtype, axes)
         power = self.compute("exp", self.compute("sub", value, largest, dtype=dtype), dtype=dtype)
-        total = self.reduce("sum", power, dtype)
+        total = self.reduce("sum", power, dtype, axes)
         lowest = self.constant(-float("inf"), dtype)
         zero = self.constant(0.0, dtype)
         empty = self.compute("eq", largest, lowest, dtype=torch.bool)

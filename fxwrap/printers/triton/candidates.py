@@ -11,6 +11,7 @@ import torch
 
 from fxwrap.loop_ir import (
     FLOAT8,
+    MAX_COLUMN_BLOCK,
     Compute,
     ContractionForm,
     Kernel,
@@ -76,7 +77,10 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     """Returns candidate configurations of a kernel, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
-    if not kernel.reduced:
+    if contraction is not None and contraction.row_reductions:
+        assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
+        candidates = _dot_configurations(contraction, hint)
+    elif not kernel.reduced:
         candidates = pointwise_configurations(kernel, hint)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
         candidates = _dot_configurations(contraction, hint)
@@ -92,7 +96,11 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    if contraction.row_reductions:
+        count = contraction.reduced_column_count
+        if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
+            return False
     return contraction.dtype is torch.float32
 
 
@@ -135,24 +143,27 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
-    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot."""
-    rows, reduced = hint(contraction.row_count), hint(contraction.kernel.reduced_count)
-    columns, few = contraction.columns, contraction.rows
+    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
+
+    It has all columns that row reductions reduce.
+    """
+    rows, reduced = hint(contraction.row_count), hint(contraction.summed_count)
+    columns, few = contraction.reduced_columns or contraction.columns, contraction.rows
     narrow = 2 if _has_float8_operands(contraction) else 1
-    longest = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow)
+    longest, whole = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow), 0
+    if contraction.row_reductions:
+        whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
-        return [
-            Configuration(columns, few, x_block, y_block, min(r_block * narrow, longest), True, warps, stages, True)
-            for y_block, x_block, r_block, warps, stages in _DOT_TILES
-        ]
+        tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
+        return [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
     wanted = _columns_of_program(contraction, hint)
-    tiles = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
+    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
     dots = [
-        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in tiles
+        Configuration(few, columns, padded, whole or y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in few_rows
     ]
-    if rows > _MAX_SUMMED_ROWS:
+    if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [
         Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
@@ -212,7 +223,7 @@ def _has_float8_operands(contraction: ContractionForm) -> bool:
 def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
     """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
     columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
-    if hint(contraction.kernel.reduced_count) >= _LONG_COLUMN:
+    if hint(contraction.summed_count) >= _LONG_COLUMN:
         columns //= 2
     block = MIN_DOT_BLOCK
     while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:

@@ -37,7 +37,8 @@ class DotPrinter(ContractionLoadPrinter):
     """Prints a contraction whose tile has the dimensions y and x, one of them of rows and one of columns.
 
     Operands are blocks of (y, r) and (r, x), results blocks of (y, x). The current one of these three determines the
-    dimensions of the values that are printed.
+    dimensions of the values that are printed. Row reductions combine the results of a block, which has all columns that
+    they reduce.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class DotPrinter(ContractionLoadPrinter):
         contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
+        summed = frozenset(contraction.summed)
+        self.is_summed = [not summed.isdisjoint(axes) for axes in kernel.value_axes]
         self.float8_operands = self._find_float8_operands()
         self.whole = self.tile
         self.side = ""
@@ -116,7 +119,7 @@ class DotPrinter(ContractionLoadPrinter):
         prologues = [self._prologue(operands) for operands in targets]
         of_group = self._of_group(prologues)
         for position in sorted(set().union(*prologues) - of_group):
-            if not kernel.varying[position]:
+            if not self.is_summed[position]:
                 self._operation(position, looped=True)
         for item in sums:
             (name,) = self._result_names(item.reduction)
@@ -130,9 +133,13 @@ class DotPrinter(ContractionLoadPrinter):
         self._enter("yx")
         done = set().union(*prologues) | {item.reduction for item in sums}
         for position in range(len(kernel.operations)):
-            if position not in done and not kernel.varying[position]:
+            if position not in done and not self.is_summed[position]:
                 self._operation(position, looped=True)
         self.tile = self.whole
+
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether row reductions combine results along a dimension: that of all columns that they reduce."""
+        return dimension.axes == self.contraction.reduced_columns
 
     def _of_group(self, prologues: Sequence[set[int]]) -> frozenset[int]:
         """Returns the operations of column operands that depend on the group."""
@@ -170,7 +177,7 @@ class DotPrinter(ContractionLoadPrinter):
         saved = dict(self.dimension_masks)
         self._enter("rx" if column_name == "x" else "yr")
         for item in sorted(of_group):
-            if not self.kernel.varying[item]:
+            if not self.is_summed[item]:
                 self._operation(item, looped=True)
         self.dimension_masks[row_name] = members
         self._emit_sums(targets, prologues, steps)
@@ -204,7 +211,7 @@ class DotPrinter(ContractionLoadPrinter):
             self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
         )
         self._emit_block_offsets(r, start)
-        varying = [position for position in sorted(prologue) if self.kernel.varying[position]]
+        varying = [position for position in sorted(prologue) if self.is_summed[position]]
         for position in varying:
             self.results.pop(position, None)
             self._operation(position, looped=True)
@@ -322,4 +329,4 @@ class DotPrinter(ContractionLoadPrinter):
             self._dimension(name).blocks == 1 and not axes.isdisjoint(self._dimension(other).axes)
             for name, other in ("xy", "yx")
         ]
-        return "evict_first" if any(is_streamed) and not axes.isdisjoint(self.kernel.reduced) else ""
+        return "evict_first" if any(is_streamed) and not axes.isdisjoint(self.contraction.summed) else ""

@@ -111,7 +111,8 @@ class TritonPrinter:
         self.varying_dimensions: dict[int, frozenset[int]] = {}
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.zero_filled: frozenset[int] = frozenset()
-        self.row_position = self.row_lanes = self.row_start = ""
+        self.positions: dict[str, str] = {}
+        self.row_lanes = self.row_start = ""
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -165,13 +166,14 @@ class TritonPrinter:
 
     def _analyze_dimensions(self) -> None:
         """Computes for each operation the dimensions of the tile that its value varies along."""
-        r = self.tile.reduced
         for position, operation in enumerate(self.kernel.operations):
             varying = frozenset[int]().union(*[self.varying_dimensions[used] for used in operands(operation)])
             for index in indices(operation):
                 varying |= {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
-            if r is not None and isinstance(operation, Reduce | Scan):
-                varying = varying - {r} if isinstance(operation, Reduce) else varying | {r}
+            if isinstance(operation, Reduce):
+                varying -= {self.dimension_of.get(axis) for axis in self.kernel.reduced_by(operation)}
+            elif isinstance(operation, Scan) and self.tile.reduced is not None:
+                varying |= {self.tile.reduced}
             self.varying_dimensions[position] = varying
 
     def _emit_program_offsets(self) -> None:
@@ -216,8 +218,9 @@ class TritonPrinter:
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
+        self.positions[dimension.name] = flat
         if dimension.name == "r":
-            self.row_position, self.row_lanes, self.row_start = flat, lanes, start
+            self.row_lanes, self.row_start = lanes, start
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
@@ -235,12 +238,22 @@ class TritonPrinter:
             self._line(f"{names[axis]} = {text}")
             step = step * as_index(axis.size)
 
+    def _is_row(self, dimension: Dimension) -> bool:
+        """Whether reductions and scans combine elements along a dimension."""
+        return dimension.name == "r"
+
+    @property
+    def _row_dimension(self) -> int | None:
+        """The position of the dimension of the tile along which reductions and scans combine elements."""
+        return next((number for number, item in enumerate(self.tile.dimensions) if self._is_row(item)), None)
+
     def _row(self) -> RowContext:
-        r = self.tile.reduced
+        r = self._row_dimension
         assert r is not None, "a kernel with reductions has reduced axes"
         dimension = self.tile.dimensions[r]
+        position = self.positions[dimension.name]
         return RowContext(
-            r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), self.row_position, dimension.size,
+            r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), position, dimension.size,
             self.index_printer.size_operand(dimension.size), dimension.block_constant, dimension.block,
             self.row_lanes, self._exp_in_softmax(), self.names.create_name, self._use,
         )  # fmt: skip
@@ -403,7 +416,7 @@ class TritonPrinter:
         used = operation.operands[0]
         value = self._value(used)
         tile = frozenset(range(len(self.tile.dimensions)))
-        r = self.tile.reduced
+        r = self._row_dimension
         if r not in self.varying_dimensions[used] or (
             isinstance(operation, Scan) and self.varying_dimensions[used] != tile
         ):

@@ -233,7 +233,8 @@ def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
     chosen = configuration
     y = Dimension("y", chosen.y, chosen.y_block) if chosen.y and chosen.y_block > 1 else None
     x = Dimension("x", chosen.x, chosen.x_block) if chosen.x and (chosen.x_block > 1 or not kernel.reduced) else None
-    r = Dimension("r", kernel.reduced, chosen.r_block) if kernel.reduced else None
+    rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y)])
+    r = Dimension("r", rest, chosen.r_block) if rest else None
     order = (y, r, x) if x is not None else (y, r)
     dimensions = tuple([item for item in order if item is not None])
     inside = {axis for item in dimensions for axis in item.axes}

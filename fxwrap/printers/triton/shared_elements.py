@@ -45,7 +45,7 @@ def order_reduced_axes(kernel: Kernel) -> Kernel:
     The order of a sum does not matter to its meaning.
     """
     contraction = find_contraction(kernel)
-    if contraction is None:
+    if contraction is None or contraction.row_reductions:
         return kernel
     columns = [at for item in contraction.sums for at in contraction.prologue(item.column_operand)]
     loads = [kernel.operations[at] for at in columns if kernel.varying[at]]
@@ -64,7 +64,7 @@ def order_reduced_axes(kernel: Kernel) -> Kernel:
 def shared_run(kernel: Kernel, position: int, block: int) -> int:
     """Returns how many consecutive elements of a block of the reduced axes share one element of a load; else 1."""
     load = kernel.operations[position]
-    if not isinstance(load, Load) or not kernel.varying[position]:
+    if not isinstance(load, Load) or not kernel.varying[position] or kernel.reduces_in_steps:
         return 1
     own = load.index.axes()
     if any(isinstance(atom, IndirectIndex) and kernel.varying[atom.operation] for atom in load.index.atoms()):
@@ -212,10 +212,10 @@ class ContractionLoadPrinter(TritonPrinter):
             if len(axes) == 1 or expected is None or expected == as_index(0) or index.stride(axis) != expected:
                 return ""
             expected = expected * as_index(axis.size)
-        flat = Axis(self.row_position, 1)
+        flat = Axis(self.positions["r"], 1)
         linear = index.substitute(dict.fromkeys(axes, 0))
         printer = TritonIndexPrinter(
-            {**self.axis_names, flat: self.row_position}, self._indirect_index, self.helpers, self.parameters.integer
+            {**self.axis_names, flat: self.positions["r"]}, self._indirect_index, self.helpers, self.parameters.integer
         )
         assert step is not None
         return printer(linear + step * flat)
