@@ -133,7 +133,7 @@ class Case:
 class Call:
     """The functions of a case: by side, its call; and what float64 says about the first heads."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, options: fxwrap.Options | None = None) -> None:
         self.case, sizes = case, case.sizes
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ class Call:
         self.mask = MASKS[case.variant.partition("+")[0]]
         self.block_mask = create_block_mask(self.mask, None, None, rows, sizes.length, device=device)
         self.programs: list[fxwrap.Compiled] = []
-        own = make_backend(fxwrap.Options(), self._compile_graph)
+        own = make_backend(options or fxwrap.Options(), self._compile_graph)
         backends: dict[str, Any] = {"fxwrap": own, "inductor": "inductor"}
         self.forward: dict[str, Callable[[], Any]] = {}
         is_grouped = sizes.heads != sizes.key_heads
@@ -251,8 +251,8 @@ def measure(case: Case, arguments: argparse.Namespace) -> tuple[Row, object]:
 
 
 def sweep(case: Case, arguments: argparse.Namespace, report: Report) -> None:
-    """Reports each configuration of the kernels of a case."""
-    call = Call(case, arguments.device)
+    """Reports each configuration of the kernels of a case, which have a loop IR unless they come from a cache."""
+    call = Call(case, arguments.device, fxwrap.Options(compile_cache=False))
     call.errors()
     for name, run in configurations(call.programs, call.leaves, call.captured, call.block_mask):
         samples = milliseconds({name: run}, torch.device(arguments.device), max(3, arguments.rounds // 3))[name]
