@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxwrap.torch_compat import multiplies_bfloat16_matrices
+
 
 @dataclass(frozen=True, slots=True)
 class KernelLanguage:
@@ -171,6 +173,15 @@ class DeviceSpec:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
 
+    def generates_matmul(self, dtype: torch.dtype, rows: object, matrix_bytes: object = None) -> bool:
+        """Whether kernels are faster than a library for so many rows times one matrix of so many bytes.
+
+        `matrix_bytes` is None for other matmuls, such as batches of matrices.
+        """
+        if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
+            return False
+        return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_matmul_bytes)
+
     def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
         if matmul_kernels != "auto" or not isinstance(rows, int) or not isinstance(groups, int):
@@ -217,7 +228,8 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
-    generated_matmul_rows=((torch.float32, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
+    generated_matmul_bytes=1 << 18,
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),

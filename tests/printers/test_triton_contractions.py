@@ -88,6 +88,8 @@ def _sums(count: int) -> str:
     body = "".join([f"  {line}\n" for line in [*lines, f"store out[16384*i + j] %{total}"]])
     signature = f"kernel(a: bf16[8*4096], {matrices}) -> (out: f32[8*16384])"
     return f"{signature} for [i: 8, j: 16384] reduce [k: 4096] {{\n{body}}}\n"
+
+
 @pytest.mark.parametrize("rows", [5, 100])
 @pytest.mark.parametrize("kind", ["softmax", "argmax", "welford"])
 def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:

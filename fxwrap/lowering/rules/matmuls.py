@@ -87,12 +87,8 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
         return False
     if call.tunes_matmuls:
         return rows <= MAX_TUNED_ROWS
-    if rows > dict(call.spec.generated_matmul_rows).get(left.dtype, 0):
-        return False
-    if rows == 1 or right is None:
-        return rows == 1
-    size = product(right.sizes[-2:]) * right.dtype.itemsize
-    return isinstance(size, int) and size >= call.spec.generated_matmul_bytes
+    matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
