@@ -42,6 +42,8 @@ _aten = torch.ops.aten
 
 _SMALL = "two matmuls and a kernel between them are faster for these sizes"
 
+_WIDE = "two matmuls and a kernel between them are faster for heads of this width"
+
 _WHOLE = 1 << 30
 """The block size of FlexAttention without a block mask."""
 
@@ -123,6 +125,10 @@ class AttentionRewriter:
         spec = self.specs.get(fakes[formula.output].device.type)
         if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
             raise UnsupportedScoresError(_SMALL)
+        query: Any = formula.query_key.args[-2]
+        widths = fakes[query].shape[-1], fakes[formula.output].shape[-1]
+        if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
+            raise UnsupportedScoresError(_WIDE)
         order = {node: position for position, node in enumerate(copy.node_map)}
         if any(order[item.node] > order[formula.output] for item in functions.reads):
             raise UnsupportedScoresError("its backward reads a bias or mask of its own")

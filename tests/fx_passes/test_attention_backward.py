@@ -307,7 +307,9 @@ def test_small_attention_stays(fresh_dynamo: None) -> None:
     """The device says from which size kernels are faster; an option preserves the operators."""
     inputs = _gradient_and(_operands(), _attend)
     small = dataclasses.replace(ANY_SIZE, streaming_attention_backward_sizes=((torch.float32, 8),))
-    for options in (STRICT.replace(devices=(small,)), OPTIONS.replace(preserve_ops=("aten._softmax.default",))):
+    narrow = dataclasses.replace(ANY_SIZE, streaming_attention_backward_width=7)
+    preserved = OPTIONS.replace(preserve_ops=("aten._softmax.default",))
+    for options in (STRICT.replace(devices=(small,)), STRICT.replace(devices=(narrow,)), preserved):
         planned = plan(make_fx(_step(_attend))(*inputs), inputs, options)
         assert planned.calls.count("aten.bmm.default") == 6
 
