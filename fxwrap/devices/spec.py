@@ -96,6 +96,7 @@ class DeviceSpec:
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
         streaming_attention_backward_sizes: the same for forward and backward of training together.
         streaming_attention_backward_width: the widest heads with which that is so.
+        streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
@@ -148,6 +149,7 @@ class DeviceSpec:
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
+    streaming_attention_dropout: bool = False
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
@@ -223,6 +225,7 @@ CPU = DeviceSpec(
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
+    streaming_attention_dropout=True,
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,
