@@ -129,8 +129,13 @@ class Dropout:
     @property
     def scale(self) -> float:
         """The factor of weights that stay."""
+        return 1.0 / self.kept_probability
+
+    @property
+    def kept_probability(self) -> float:
+        """The probability that a weight stays."""
         probability: Any = self.node.args[1]
-        return 1.0 / (1.0 - probability)  # type: ignore[no-any-return]
+        return 1.0 - probability  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -186,12 +186,20 @@ class AttentionRewriter:
             copy.substitute(node, result, "fused")
 
     def _draw_mask(self, dropout: Dropout, name: str) -> None:
-        """Replaces the mask of dropped weights by that of another tensor of their sizes: the same random numbers."""
+        """Replaces the mask of dropped weights by one of the same random numbers, drawn without these weights.
+
+        On CPUs `native_dropout` draws it as `bernoulli` of booleans; elsewhere it drops elements of another tensor.
+        """
         copy, fake = self.copy, self.fakes[dropout.weights]
         before = copy.node_map[dropout.node]
-        keywords = {"dtype": fake.dtype, "device": fake.device}
+        is_on_cpu = fake.device.type == "cpu"
+        keywords = {"dtype": torch.bool if is_on_cpu else fake.dtype, "device": fake.device}
         sizes = copy.size_arguments(before, fake.shape)
         unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
+        if is_on_cpu:
+            mask = copy.call(before, _aten.bernoulli.p, (unused, dropout.kept_probability), name)
+            copy.substitute(dropout.mask, mask, "fused")
+            return
         call = copy.call(before, _aten.native_dropout.default, (unused, *dropout.node.args[1:]), name)
         copy.substitute(dropout.mask, copy.call(before, operator.getitem, (call, 1), name), "fused")
 
