@@ -177,7 +177,9 @@ class _AttentionBuilder(ScoreBuilder):
         shift = largest.equals(-math.inf).where(0.0, largest)
         weights = (scores - shift).exp()
         (total,) = body.reduce("sum", weights, keys)
-        (weighted,) = body.reduce("sum", weights * self.load_key(call.value, key, self.columns), keys)
+        factor = self.weight_factor(query, key)
+        scaled = weights if factor is None else weights * factor
+        (weighted,) = body.reduce("sum", scaled * self.load_key(call.value, key, self.columns), keys)
         results = (weighted, total, largest)
         if self.split is None:
             results = _results(call, weighted, total, largest, shift)
