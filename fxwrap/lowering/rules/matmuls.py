@@ -85,8 +85,8 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
     if call.tunes_matmuls:
         return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    is_matrix = right is not None and len(right.sizes) == 2
-    return call.spec.generates_matmul(left.dtype, rows, product(right.sizes) if is_matrix else None)
+    elements = product(right.sizes) if right is not None and len(right.sizes) == 2 else None
+    return call.spec.generates_matmul(left.dtype, rows, elements)
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
