@@ -325,6 +325,8 @@ class DotPrinter(ContractionLoadPrinter):
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         """Returns the policy of a load: elements that one program reads leave the cache first."""
         axes = operation.index.axes()
+        if not axes.issuperset(self.whole.outer):
+            return ""
         is_streamed = [
             self._dimension(name).blocks == 1 and not axes.isdisjoint(self._dimension(other).axes)
             for name, other in ("xy", "yx")
