@@ -155,7 +155,8 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
         tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
-        return [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+        many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+        return [replace(item, band=_band(contraction, item, hint)) for item in many]
     padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
     wanted = _columns_of_program(contraction, hint)
     few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
@@ -205,9 +206,10 @@ def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint
     """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
     kernel = contraction.kernel
     block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
-    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
-    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
-    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand)}
+    summed = frozenset(contraction.summed)
+    loads = [kernel.operations[at] for at in used if not summed.isdisjoint(kernel.value_axes[at])]
+    row_bytes = hint(contraction.summed_count) * sum(item.dtype.itemsize for item in loads if isinstance(item, Load))
     blocks = -(-hint(contraction.row_count) // block)
     return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
 
