@@ -67,9 +67,11 @@ def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
 
 @pytest.mark.parametrize("band", [0, 2, 9])
 def test_programs_go_through_bands_of_rows(band: int) -> None:
-    for kernel in (parts(80, 300), matmul(80, 100, 24, "f16")):
-        rows, columns = kernel.axes[-1:] if kernel.reduces_in_steps else kernel.axes[:1], kernel.reduced[:1]
-        columns, block = (columns, 128) if kernel.reduces_in_steps else (kernel.axes[1:], 32)
+    split, whole = parts(80, 300), matmul(80, 100, 24, "f16")
+    for kernel, columns, rows, block in (
+        (split, split.reduced[:1], split.axes[1:], 128),
+        (whole, whole.axes[1:], whole.axes[:1], 32),
+    ):
         check(kernel, Configuration(columns, rows, block, 16, 16, looped=True, dot=True, band=band), tolerance=1e-2)
 
 
