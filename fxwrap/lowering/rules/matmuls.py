@@ -17,6 +17,7 @@ from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
     MATMUL_RULES,
+    MAX_TUNED_ROWS,
     Declined,
     LoweringResult,
     NumberOrSymbol,
@@ -25,8 +26,11 @@ from fxwrap.lowering.rules.registry import (
 )
 from fxwrap.symbolic import Size
 
-MAX_TUNED_ROWS = 16
-"""The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
+MAX_TUNED_PRODUCTS = 2048
+"""The largest number of products of a sum in matmuls of many rows that are timed beside the library.
+
+The library is faster for longer sums by more than a pass over the results takes.
+"""
 
 Element = Callable[[Indices, Indices], Indices]
 """The indices of an operand's element by those of the result's element and those of the reduced axis."""
@@ -71,7 +75,9 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
 def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
     if call.tunes_matmuls:
-        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
+        products = left.sizes[-1]
+        has_short_sums = isinstance(products, int) and products <= MAX_TUNED_PRODUCTS
+        return isinstance(rows, int) and (rows <= MAX_TUNED_ROWS or (call.spec.massively_parallel and has_short_sums))
     return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
 
 
