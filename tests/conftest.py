@@ -8,8 +8,9 @@ import logging
 import os
 import traceback
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,7 +30,9 @@ import torch._export.utils
 import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
 import torch._ops
 import torch._subclasses.fake_tensor
+import torch.fx._symbolic_trace
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
 from tests.support.long_form import LONG, covering
@@ -84,6 +87,20 @@ torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py
 assert torch._subclasses.fake_tensor.traceback is traceback
 torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
 
+# The tracer of make_fx replaces two methods of all modules by functions that do the same. To set attributes of a
+# class with thousands of subclasses takes milliseconds, and transformers has so many.
+_patch_method = torch.fx._symbolic_trace._Patcher.patch_method
+
+
+def _patch_other_methods(patcher: Any, owner: type, name: str, function: Callable[..., Any], **flags: bool) -> None:
+    variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if owner is torch.nn.Module and type(variables["self"].cell_contents) is PythonKeyTracer:
+        return
+    _patch_method(patcher, owner, name, function, **flags)
+
+
+torch.fx._symbolic_trace._Patcher.patch_method = _patch_other_methods
+
 # Files of the cache are synced, so that they survive a machine that stops: 7 ms each. Those of tests need not.
 os.fsync = lambda _file: None
 
@@ -136,7 +153,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
+# Tests that take half a minute run first, or one core would wait for the other at the end.
+_LONGEST = ("test_conformance.py", "test_native_threads.py", "test_cmake_export.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONGEST)
     if not LONG:
         _mark_combinations_long(items)
     for item in items:

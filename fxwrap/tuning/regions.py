@@ -23,7 +23,7 @@ from fxwrap.loop_ir import FLOAT8
 from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.runtime.native import cpu_description
 from fxwrap.tuning.task import argument_set_count
-from fxwrap.wrapper_ir import Program
+from fxwrap.wrapper_ir import Program, Value
 
 MIN_GAIN = 0.03
 """The relative gain over the library that a generated matmul must have, beyond the spread of the samples."""
@@ -59,12 +59,20 @@ def matmul_regions(program: Program, graph: Graph) -> list[MatmulRegion]:
     for line in program.lines():
         if not isinstance(line, Launch) or line.origin is None or names.isdisjoint(line.origin.nodes):
             continue
+        if not _reads_numbers(line):
+            continue  # it counts the rows of groups
         matmuls = frozenset(names.intersection(line.origin.nodes))
         key = hashes[line.kernel]
         first = regions.get(key)
         nodes, known = (line.origin.nodes, frozenset[str]()) if first is None else (first.nodes, first.matmuls)
         regions[key] = MatmulRegion(key, nodes, known | matmuls)
     return list(regions.values())
+
+
+def _reads_numbers(line: Launch) -> bool:
+    """Whether a launch reads a floating-point tensor, as each matmul does."""
+    tensors = [item.tensor_type for item in line.arguments if isinstance(item, Value)]
+    return any(item.dtype.is_floating_point for item in tensors)
 
 
 def region_graph(graph: Graph, fakes: Callable[[Node], object], names: Collection[str]) -> GraphModule | None:
@@ -125,8 +133,21 @@ def region_inputs(part: GraphModule) -> list[list[torch.Tensor]]:
     else:
         cache, free = _CPU_CACHE_BYTES, 4 * _CPU_CACHE_BYTES + 4 * needed
     first = [_random(fake) for fake in fakes]
+    for node, ends in _group_ends(part).items():
+        first[[*part.graph.find_nodes(op="placeholder")].index(node)].copy_(ends)
     count = argument_set_count(needed, cache, free)
     return [first, *[[torch.clone(item) for item in first] for _ in range(count - 1)]]
+
+
+def _group_ends(part: GraphModule) -> dict[Node, torch.Tensor]:
+    """Returns the ends of groups of equal size, for the inputs that have the ends of a grouped matmul's groups."""
+    ends: dict[Node, torch.Tensor] = {}
+    for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
+        left, offsets = node.args[0], node.args[2] if len(node.args) > 2 else None
+        if isinstance(offsets, Node) and offsets.op == "placeholder":
+            count, rows = offsets.meta["val"].shape[0], left.meta["val"].shape[0]
+            ends[offsets] = torch.arange(1, count + 1) * rows // count
+    return ends
 
 
 def _extent(fake: torch.Tensor) -> int:

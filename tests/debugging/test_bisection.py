@@ -172,7 +172,7 @@ def test_the_iteration_of_a_loop_is_named(patch: pytest.MonkeyPatch) -> None:
     assert (bisection.divergence.part, bisection.divergence.culprit) == ("lowering", "of aten.tanh")
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [long_only(False), True])
 def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch: pytest.MonkeyPatch) -> None:
     """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first.
 

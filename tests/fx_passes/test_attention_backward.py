@@ -23,7 +23,7 @@ from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from tests.fx_passes.test_recognize_attention import BATCH, DTYPES, QUIET, Formula
 from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
-from tests.support.long_form import sample_size
+from tests.support.long_form import long_only, sample_size
 
 _SIZES = tuple([(dtype, 1) for dtype in DTYPES])
 ANY_SIZE = dataclasses.replace(
@@ -269,10 +269,7 @@ def _returned(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return weights @ value + weights.sum(-1, keepdim=True)
 
 
-STAYING = {
-    _with_dropout: "its weights have dropout",
-    _returned: "the gradient of its weights is no matmul",
-}
+STAYING = {_with_dropout: "its weights have dropout", _returned: "the gradient of its weights is no matmul"}
 
 
 @pytest.mark.parametrize("function", STAYING, ids=lambda function: function.__name__)
@@ -344,7 +341,9 @@ def _gpt_neox() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.GPTNeoXModel(config), _tokens(slice(9, None))
 
 
-@pytest.mark.parametrize("make_model", [_bert, _vit, _gpt_neox], ids=lambda function: function.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "make_model", [_bert, *map(long_only, (_vit, _gpt_neox))], ids=lambda function: function.__name__.strip("_")
+)
 def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor]]], fresh_dynamo: None) -> None:
     """Each layer's attention is kernels in forward and backward, and gradients are as near to float64 as eager's."""
     torch.manual_seed(0)

@@ -104,8 +104,7 @@ def test_bias_gradients(function: Callable[..., Tensor], operands: list[Tensor],
 
 
 @pytest.mark.parametrize(
-    ("function", "operands"),
-    [(_expanded, _operands(key_heads=2)), (_repeated, _operands(HEADS, 1, KEYS, key_heads=2))],
+    ("function", "operands"), [(_expanded, _operands(key_heads=2)), (_repeated, _operands(HEADS, 1, KEYS, key_heads=2))]
 )
 def test_grouped_keys(function: Callable[..., Tensor], operands: list[Tensor]) -> None:
     """The kernel sums gradients over the query heads of a group: nothing has the repeated keys' size."""

@@ -184,7 +184,7 @@ def test_random_formulas(formula: Formula) -> None:
     assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(exact.norm())
 
 
-@pytest.mark.parametrize(("language", "count"), [("cpp", 10), ("triton", 10)])
+@pytest.mark.parametrize(("language", "count"), [("cpp", sample_size(10)), ("triton", sample_size(10))])
 def test_printed_kernels(language: str, count: int) -> None:
     """Kernels of each language have the evaluator's results."""
     drawn: list[tuple[Formula, Planned]] = []

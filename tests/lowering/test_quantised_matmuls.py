@@ -122,6 +122,26 @@ def test_dequantisation_is_part_of_generated_matmuls(
         assert len(launched(program)) <= 2
 
 
+@pytest.mark.parametrize(
+    ("function", "operands", "rows", "calls"),
+    [
+        (int8_formula, (0, 1, 4), ROWS, {}),
+        (float8_weight, (0, 3, 4), ROWS, {}),
+        (int4_grouped, (0, 2, 5, 6), ROWS, {}),
+        (int8_formula, (0, 1, 4), ROWS - 1, {"mm": 1}),
+        (lambda x, w: functional.linear(x, w + 1), (0, 7), ROWS, {"mm": 1}),
+    ],
+    ids=["int8", "float8", "int4", "more_rows", "no_smaller_in_memory"],
+)
+def test_devices_say_for_how_many_rows_dequantisation_is_part_of_a_matmul(
+    function: Callable[..., Tensor], operands: tuple[int, ...], rows: int, calls: Mapping[str, int]
+) -> None:
+    known = [*quantised_inputs(), random(COLUMNS, WIDTH)]
+    inputs = [known[position] for position in operands]
+    device = dataclasses.replace(CPU, generated_dequantised_rows=((BF16, rows),))
+    assert called(compiled(function, inputs, matmul_kernels="auto", cpu_kernels="triton", devices=[device])) == calls
+
+
 def permuted_experts(x: Tensor, tokens: Tensor, offsets: Tensor, gates: Tensor, into: Tensor, out: Tensor) -> Tensor:
     """Experts of tokens that are sorted by expert: gathered, multiplied, weighted."""
     hidden = functional.silu(torch._grouped_mm(x[tokens], into.transpose(1, 2), offsets))
@@ -183,6 +203,23 @@ def test_every_emitter_agrees_on_experts() -> None:
     for matmul_kernels in ("auto", "generated"):
         options = {"matmul_kernels": matmul_kernels}
         assert_emitters_agree(permuted_experts, expert_inputs(BF16), options=options)
+
+
+def batched_experts(x: Tensor, experts: Tensor, into: Tensor) -> Tensor:
+    """Experts of tokens by batched matmuls, as transformers writes them."""
+    gate, up = torch.bmm(into[experts], x[..., None])[..., 0].chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_matrices_that_are_gathered_for_each_row_are_not_copied(cpu_kernels: str) -> None:
+    experts = torch.randint(0, EXPERTS, (16,), generator=torch.Generator().manual_seed(3))
+    inputs = [random(16, WIDTH), experts, random(EXPERTS, COLUMNS, WIDTH)]
+    program = compiled(batched_experts, inputs, matmul_kernels="auto", cpu_kernels=cpu_kernels)
+    assert called(program) == {}
+    gate, up = torch.einsum("mk,mnk->mn", inputs[0].double(), inputs[2][experts].double()).chunk(2, -1)
+    want = functional.silu(gate) * up
+    assert (program(*inputs)[0].double() - want).norm() < 0.02 * want.norm()
 
 
 def other_grouped(

@@ -24,7 +24,7 @@ CASES = [
     pytest.param(case, id=case.name, marks=[] if case.name in REPRESENTATIVE else [pytest.mark.long])
     for case in MODELS.values()
 ]
-IN_SUITE = ("llama", "t5", "resnet")
+IN_SUITE = ("llama", "resnet")
 """Models whose training without dropout the short form has. An encoder alone is a part of T5, and GPT-2 has dropout."""
 DROPOUT = ("gpt2", "bert", "t5")
 """The others drop the same: attention weights, embeddings, weights in plain operators."""

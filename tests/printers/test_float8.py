@@ -13,6 +13,7 @@ from fxwrap.printers.triton import print_triton
 from fxwrap.runtime.kernels import load_kernel
 from tests.printers.test_triton_printer_compile import compiled
 from tests.printers.triton_kernels import check
+from tests.support.long_form import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -86,6 +87,8 @@ def test_every_code_is_read_as_torch_reads_it(dtype: torch.dtype, language: str)
 @pytest.mark.parametrize("source", [item for item in WIDE if item is not torch.bool], ids=str)
 def test_floats_are_rounded_as_torch_rounds_them(source: torch.dtype, language: str) -> None:
     x = torch.cat([floats(dtype) for dtype in DTYPES])
+    if language == "triton":  # interpreted; each source has others
+        x = x[sampled(range(x.numel()), WIDE.index(source), part=4)]
     x = x.nan_to_num(0, 0, 0).clamp(-1e6, 1e6).to(source) if source is torch.int32 else x.to(source)
     outs = run(cast_kernel(source, DTYPES, x.numel()), x, language)
     for dtype, out in zip(DTYPES, outs, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.compile import compiler
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from fxwrap.tuning import Tuner, TuningRecords, is_faster, region_graph, time_alternatives
 
@@ -30,22 +32,31 @@ class RegionTimer:
     def __init__(self, *seconds: tuple[float, float]) -> None:
         self.seconds = list(seconds)
         self.regions = 0
+        self.inputs: Sequence[torch.Tensor] = ()
 
     def __call__(self, programs: Sequence[Callable[..., Any]], inputs: Sequence[Sequence[torch.Tensor]]) -> Any:
+        self.inputs = inputs[0]
         results = [program(*inputs[0])[0] for program in programs]
         torch.testing.assert_close(*results)
         self.regions += 1
         return [[seconds] * 3 for seconds in self.seconds.pop(0)]
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch, folder: Path, timer: RegionTimer, **options: Any) -> fxwrap.Compiled:
+def compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    timer: RegionTimer,
+    function: Callable[..., torch.Tensor] = two_layers,
+    inputs: Sequence[torch.Tensor] = INPUTS,
+    **options: Any,
+) -> fxwrap.Compiled:
     tuner = Tuner(lambda tasks: [], lambda _: None, TuningRecords(folder), time_regions=timer)
     monkeypatch.setattr(compiler, "gpu_tuner", lambda: tuner)
-    graph = make_fx(two_layers)(*INPUTS)
+    graph = make_fx(function)(*inputs)
     result = fxwrap.compile_graph(
-        graph, INPUTS, options=Options(**{"autotune": True, "compile_cache": False, **options})
+        graph, inputs, options=Options(**{"autotune": True, "compile_cache": False, **options})
     )
-    torch.testing.assert_close(result(*INPUTS)[0], two_layers(*INPUTS))
+    torch.testing.assert_close(result(*inputs)[0], function(*inputs))
     return result
 
 
@@ -63,6 +74,18 @@ def test_each_region_is_timed_once_and_recorded(monkeypatch: pytest.MonkeyPatch,
     assert str(again.program) == str(first.program)
     assert "tuning" in dict(first.program.header)
     assert timer.regions == 2
+
+
+def test_grouped_matmuls_are_timed_with_equal_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def experts(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch._grouped_mm(x, w.transpose(1, 2), ends))
+
+    inputs = [torch.randn(12, 32), torch.randn(4, 24, 32), torch.tensor([1, 1, 5, 12], dtype=torch.int32)]
+    device = dataclasses.replace(CPU, generated_grouped_rows=((torch.float32, 3),))
+    timer = RegionTimer((2.0, 1.0))
+    program = compiled(monkeypatch, tmp_path, timer, experts, inputs, devices=[device]).program
+    assert (timer.regions, called(program)) == (1, ["aten._grouped_mm.default"])
+    assert [3, 6, 9, 12] in [item.tolist() for item in timer.inputs]
 
 
 def test_records_of_another_device_are_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

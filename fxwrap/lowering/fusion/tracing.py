@@ -34,8 +34,9 @@ from fxwrap.lowering.fusion.definitions import (
     Stored,
     Viewed,
     fills_a_copy,
+    unwrap_views,
 )
-from fxwrap.symbolic import Number, Size
+from fxwrap.symbolic import Number, Size, product
 
 IndexTuple: TypeAlias = tuple[Index, ...]
 """One index per dimension."""
@@ -198,6 +199,27 @@ class Tracer:
         trace = self.trace(definition)
         inlines = any(access_of(other) == "inlined" for other, _ in trace.reads)
         return trace_with(definition, access_of) if inlines else trace
+
+
+def read_bytes(definition: Definition) -> int | None:
+    """Returns the bytes in memory from which the elements of a definition are computed; None for symbolic sizes.
+
+    Results of pointwise operators count as computed from their operands, all others as in memory.
+    """
+    tracer, pending, seen, total = Tracer(), [definition], set[Definition](), 0
+    while pending:
+        other = unwrap_views(pending.pop())
+        if other in seen:
+            continue
+        seen.add(other)
+        if isinstance(other, Pointwise):
+            pending += [base for base, _ in tracer.trace(other).reads]
+            continue
+        count = product(other.sizes)
+        if not isinstance(count, int):
+            return None
+        total += count * other.dtype.itemsize
+    return total
 
 
 def shared_source(definition: Definition) -> Definition | ReductionSource | ScanSource:

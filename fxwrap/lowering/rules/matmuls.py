@@ -12,7 +12,17 @@ from collections.abc import Callable
 import torch
 
 from fxwrap.loop_ir import Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Reduced, broadcast_indices, reduction
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    Pointwise,
+    Reduced,
+    broadcast_indices,
+    reduction,
+    unwrap_views,
+)
+from fxwrap.lowering.fusion.tracing import read_bytes
 from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
@@ -24,7 +34,7 @@ from fxwrap.lowering.rules.registry import (
     OperatorCall,
     lowering_rule,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 MAX_TUNED_PRODUCTS = 2048
 """The largest number of products of a sum in matmuls of many rows that are timed beside the library.
@@ -54,12 +64,15 @@ def _sum_of_products(
     return total
 
 
-def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
-    """Declines a product that stays a library call. `rows` is the number of rows that multiply one matrix."""
+def check_choice(call: OperatorCall, left: Definition, rows: Size, right: Definition | None = None) -> None:
+    """Declines a product that stays a library call.
+
+    `rows` is the number of rows that multiply one matrix, `right` the matrix, if it is an operand of the call as it is.
+    """
     match call.matmul_kernels:
         case "library":
             raise Declined(library_call_reason(call.name) or "a library call")
-        case "auto" if not _is_candidate(call, left, rows):
+        case "auto" if not _is_candidate(call, left, rows) and not _is_dequantised(call, rows, right):
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
@@ -67,7 +80,7 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size) -> None:
 
 def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
     """Declines a product that stays a library call, or whose operands and result have several dtypes."""
-    check_choice(call, left, rows)
+    check_choice(call, left, rows, right)
     if left.dtype is not right.dtype or left.dtype is not call.dtype:
         raise Declined("its operands and its result are of several dtypes")
 
@@ -81,10 +94,27 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
     return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
 
 
+def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
+    """Whether a matrix is computed from tensors of at most 3/4 of its bytes, and few rows multiply it.
+
+    A library's call would read a copy of the matrix, which a kernel writes.
+    """
+    if right is None or not isinstance(rows, int):
+        return False
+    count, read = product(right.sizes), None
+    if rows <= dict(call.spec.generated_dequantised_rows).get(right.dtype, 0):
+        read = read_bytes(right)
+    return read is not None and isinstance(count, int) and 4 * read <= 3 * count * right.dtype.itemsize
+
+
 def _matrix_product(call: OperatorCall, left: Definition, right: Definition) -> Reduced:
-    """Returns the product of two matrices, or of two batches of matrices."""
+    """Returns the product of two matrices, or of two batches of matrices.
+
+    A computed matrix times one column is one row: a library's call would read a copy, as of the experts of each token.
+    """
     batch, (rows, _), (_, columns) = left.sizes[:-2], left.sizes[-2:], right.sizes[-2:]
-    _check(call, left, right, rows)
+    is_copied = columns == 1 and isinstance(unwrap_views(left), Pointwise)
+    _check(call, left, right, 1 if is_copied else rows)
     return _sum_of_products(
         call, left, right, (*batch, rows, columns),
         lambda at, reduced: (*at[:-1], *reduced), lambda at, reduced: (*at[:-2], *reduced, at[-1]),
@@ -149,7 +179,7 @@ def _grouped_mm(
     bias: Definition | None,
     out_dtype: torch.dtype | None,
 ) -> LoweringResult:
-    """Rows times the matrix of their group, which ends at its offset; rows beyond the last end have any value."""
+    """Rows times the matrix of their group, which ends at the group's offset; rows beyond the last end: any value."""
     if bias is not None or not left.dtype.is_floating_point:
         raise Declined("kernels of grouped matmuls have floating-point operands and no bias")
     if offsets is None:

@@ -24,7 +24,7 @@ from fxwrap.lines import CORE_LINES
 from fxwrap.symbolic import SymbolInfo, evaluate
 from fxwrap.torch_compat import FakeTensor, storage_identity, triton_kernel_at
 from tests.support.capture import capture_graphs
-from tests.support.long_form import sample_size
+from tests.support.long_form import long_only, sample_size
 from tests.support.models import SHALLOW
 from tests.support.sample import DmaCopy, Sample, contents
 from tests.support.samples import SAMPLES
@@ -128,7 +128,7 @@ def test_metadata_matches_node_results(sample: Sample) -> None:
     assert checked or sample.name == "empty"
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet"])
+@pytest.mark.parametrize("name", ["bert", long_only("resnet")])
 def test_metadata_uses_the_models_fake_mode(name: str, fresh_dynamo: None) -> None:
     for captured in capture_graphs(SHALLOW[name], training=True):
         compiled = fxwrap.compile_graph(captured.graph_module, captured.example_inputs)

@@ -18,6 +18,7 @@ import fxwrap
 from fxwrap.torch_compat import storage_identity
 from fxwrap.wrapper_ir import Ownership, live_bytes
 from tests.support.capture import capture_graphs
+from tests.support.long_form import long_only
 from tests.support.models import MODELS, SHALLOW, train_step
 
 
@@ -42,7 +43,7 @@ class _Live(TorchDispatchMode):
         return outputs
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", long_only("resnet")])
 def test_memory_is_released_at_the_programs_frees(name: str, fresh_dynamo: None) -> None:
     for captured in capture_graphs(SHALLOW[name], training=True):
         placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
@@ -70,7 +71,7 @@ def _ones(fake: torch.Tensor) -> torch.Tensor:
 
 OPTIONS = {"emitter": "fx"}
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-THROUGH_THE_BACKEND = ("gpt2", "resnet")
+THROUGH_THE_BACKEND = ("gpt2", long_only("resnet"))
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_BACKEND)
