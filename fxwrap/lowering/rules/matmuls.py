@@ -36,10 +36,10 @@ from fxwrap.lowering.rules.registry import (
 )
 from fxwrap.symbolic import Size, product
 
-MAX_TUNED_PRODUCTS = 2048
+MAX_TUNED_PRODUCTS = 1024
 """The largest number of products of a sum in matmuls of many rows that are timed beside the library.
 
-The library is faster for longer sums by more than a pass over the results takes.
+The library is faster for long sums by more than a pass over the results takes.
 """
 
 Element = Callable[[Indices, Indices], Indices]
@@ -88,10 +88,15 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
 def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
     if call.tunes_matmuls:
-        products = left.sizes[-1]
-        has_short_sums = isinstance(products, int) and products <= MAX_TUNED_PRODUCTS
-        return isinstance(rows, int) and (rows <= MAX_TUNED_ROWS or (call.spec.massively_parallel and has_short_sums))
+        return isinstance(rows, int) and (rows <= MAX_TUNED_ROWS or _has_short_sums(call, left))
     return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
+
+
+def _has_short_sums(call: OperatorCall, left: Definition) -> bool:
+    """Whether a pass over the results of a matrix product takes a large part of the product's time, on a GPU."""
+    products = left.sizes[-1]
+    is_short = isinstance(products, int) and products <= MAX_TUNED_PRODUCTS
+    return is_short and len(left.sizes) == 2 and call.spec.massively_parallel
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
