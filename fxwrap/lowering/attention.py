@@ -161,9 +161,7 @@ class _AttentionBuilder(ScoreBuilder):
         self.head_index = self.key_head_index * group.size + as_index(row) // self.query_count
         return [row], Positions(as_index(row) % self.query_count, None)
 
-    def build(
-        self, outputs: Sequence[Value | None], hint: Callable[[Size], int]
-    ) -> tuple[Kernel, tuple[Value, ...]]:
+    def build(self, outputs: Sequence[Value | None], hint: Callable[[Size], int]) -> tuple[Kernel, tuple[Value, ...]]:
         call, body, blocks = self.call, self.body, self.call.key_blocks
         rows, query = self.rows(blocks, self.query_count)
         if self.group is not None and self._merges_group(self.group, hint):
