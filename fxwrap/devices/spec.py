@@ -243,6 +243,7 @@ CUDA = DeviceSpec(
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
     generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    generated_dequantised_rows=((torch.bfloat16, 16),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
