@@ -262,6 +262,7 @@ CUDA = DeviceSpec(
     unfused_bias_dtypes=frozenset({torch.float32}),
     generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
     generated_matmul_bytes=8 << 20,
+    generated_dequantised_rows=((torch.bfloat16, 16),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
