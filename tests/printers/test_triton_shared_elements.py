@@ -93,9 +93,7 @@ def test_every_configuration_is_correct() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "block"),
-    [("q: 4", "q: 3", 64), ("q: 4", "q: 4", 4)],
-    ids=["no_power_of_two", "blocks_within_a_run"],
+    ("old", "new", "block"), [("q: 4", "q: 3", 64), ("q: 4", "q: 4", 4)], ids=["no_power_of_two", "blocks_within_a_run"]
 )
 def test_other_elements_are_loaded_for_each_product(old: str, new: str, block: int) -> None:
     kernel = parse_kernel(WORDS.format(rows=1).replace(old, new))
