@@ -117,6 +117,17 @@ def test_the_default_generates_products_of_one_row_where_the_device_prefers_that
     assert called(programs_of(function, [row, rows, w], matmul_kernels="library")) == ["aten.mm.default"] * 2
 
 
+@pytest.mark.parametrize("size", [255, 256])
+def test_the_default_generates_products_of_few_rows_of_large_matrices(size: int) -> None:
+    x, w = random(F32, 8, 256), random(F32, size, 256)
+    compiled = programs_of(lambda x, w: torch.relu(x @ w.t()), [x, w], matmul_kernels="auto")
+    assert called(compiled) == (["aten.mm.default"] if size < 256 else [])
+    many = [random(F32, 9, 256), w]
+    assert called(programs_of(lambda x, w: x @ w.t(), many, matmul_kernels="auto")) == ["aten.mm.default"]
+    batch = [random(F32, 2, 8, 256), random(F32, 2, 256, 256)]
+    assert called(programs_of(lambda x, w: x @ w.mT, batch, matmul_kernels="auto")) == ["aten.bmm.default"]
+
+
 def test_a_symbolic_number_of_rows() -> None:
     w = random(F32, 24, 40)
     graph = make_fx(lambda x, w: x @ w.t(), tracing_mode="symbolic")(random(F32, 5, 40), w)

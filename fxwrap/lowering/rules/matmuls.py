@@ -68,7 +68,7 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size, right: Defini
     match call.matmul_kernels:
         case "library":
             raise Declined(library_call_reason(call.name) or "a library call")
-        case "auto" if not _is_candidate(call, left, rows) and not _is_dequantised(call, rows, right):
+        case "auto" if not _is_candidate(call, left, rows, right) and not _is_dequantised(call, rows, right):
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
@@ -81,11 +81,14 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
         raise Declined("its operands and its result are of several dtypes")
 
 
-def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
+def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
+    if not isinstance(rows, int):
+        return False
     if call.tunes_matmuls:
-        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
+        return rows <= MAX_TUNED_ROWS
+    matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:
