@@ -48,7 +48,7 @@ import torch
 
 from benchmarks.dashboard_jobs import MODE_OPTIONS, DashboardJob
 from benchmarks.dashboard_models import Sizes, names
-from benchmarks.dashboard_rows import RowFile, exhausted_memory, table_cells
+from benchmarks.dashboard_rows import RowFile, exhausted_memory, is_complete, table_cells
 from benchmarks.dashboard_tables import INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
 from benchmarks.results import REPOSITORY, add_record_option, cell_text, environment, result_path
@@ -166,7 +166,8 @@ class Dashboard:
             output, errors = process.communicate()
         if process.returncode and not failure:
             failure = f"exit code {process.returncode}: {([''] + errors.strip().splitlines())[-1][:160]}"
-        return _measures(output), failure
+        measures = _measures(output)
+        return measures, "" if is_complete(measures, sides) else failure
 
     def limits(self, gpu: int) -> dict[str, str]:
         """Returns the environment of a process that has one device, and its part of the processors for compilation."""

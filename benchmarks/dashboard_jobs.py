@@ -2,7 +2,9 @@
 
 Each line of its output is a JSON object with one measurement of one side, so that a process reports until it dies:
 
-    {"side": ..., "measure": "compile" | "accuracy" | "memory" | "time" | "failure", ...}
+    {"side": ..., "measure": "compile" | "accuracy" | "memory" | "time" | "failure", "at": SECONDS, ...}
+
+"at" is the time since the process imported its modules.
 
     python benchmarks/dashboard_jobs.py JOB_AS_JSON
 """
@@ -13,6 +15,7 @@ import contextlib
 import copy
 import gc
 import json
+import os
 import sys
 import time
 import warnings
@@ -29,8 +32,8 @@ from torch._dynamo.utils import same
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import gpu_jobs
 from benchmarks.dashboard_models import DashboardModel, Sizes, dashboard_model
-from benchmarks.gpu_jobs import report
 from benchmarks.measure_kernels import Contender, first_line, interleaved_host_times, leaves, synchronize
 from benchmarks.model_jobs import exclusive_lock
 from benchmarks.sweep_models import Inputs
@@ -52,6 +55,14 @@ MODE_OPTIONS: Mapping[str, Mapping[str, object]] = {
     "freezing": {"freeze": True},
 }
 """fxwrap's options by mode of a side."""
+
+
+START = time.monotonic()
+
+
+def report(**measurement: Any) -> None:
+    """Prints a measurement, with its time."""
+    gpu_jobs.report(**measurement, at=round(time.monotonic() - START, 1))
 
 
 @dataclass(frozen=True)
@@ -285,3 +296,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # compile workers end with this process; to wait for them takes seconds
