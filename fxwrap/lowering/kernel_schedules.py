@@ -21,6 +21,7 @@ from fxwrap.lowering.fusion.tracing import Trace
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request
 from fxwrap.lowering.rules import MATMUL_RULES
+from fxwrap.lowering.rules.registry import may_reduce_rows
 from fxwrap.printers import has_schedule
 from fxwrap.symbolic import Size, product
 from fxwrap.wrapper_ir import Value
@@ -76,9 +77,12 @@ class KernelSchedules:
         return [kernel] if language_traits(spec.kernel_language).takes_regions else independent_parts(kernel)
 
     def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
-        """Whether a kernel may reduce rows of results: of matmuls, where the options ask for kernels of these."""
-        is_generated = self.request.options.matmul_kernels == "generated"
-        return is_generated and any(self.is_matmul(member.definition) for member in kernel.members)
+        """Whether a kernel may reduce rows of its results, which are those of matmuls."""
+        sizes = [item.definition.sizes for item in kernel.members if self.is_matmul(item.definition)]
+        rows = [item[-2] if len(item) > 1 else 1 for item in sizes]
+        options, is_tuned = self.request.options, kernel.device_type in self.request.tuned_devices
+        spec = self._specs[kernel.device_type]
+        return bool(rows) and may_reduce_rows(options.matmul_kernels, is_tuned, spec, rows[0])
 
     def has_schedule_alone(self, matmul: Definition) -> bool:
         """Whether a kernel has a schedule that computes a matmul alone, with operands in memory."""

@@ -97,7 +97,17 @@ def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
     tiles = {(item.x_block, item.y_block): item for item in configurations(kernel)}
     assert all(item.dot and 128 in sizes for sizes, item in tiles.items())
     for item in list(tiles.values())[:2]:
-        check(kernel, item, tolerance=1e-4)
+        check(kernel, replace(item, band=2), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("band", [0, 2, 9])
+def test_programs_go_through_bands_of_rows(band: int) -> None:
+    split, whole = parts(80, 300), matmul(80, 100, 24, "f16")
+    for kernel, columns, rows, block in (
+        (split, split.reduced[:1], split.axes[1:], 128),
+        (whole, whole.axes[1:], whole.axes[:1], 32),
+    ):
+        check(kernel, Configuration(columns, rows, block, 16, 16, looped=True, dot=True, band=band), tolerance=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

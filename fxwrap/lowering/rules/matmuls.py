@@ -27,6 +27,7 @@ from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
     MATMUL_RULES,
+    MAX_TUNED_ROWS,
     Declined,
     LoweringResult,
     NumberOrSymbol,
@@ -35,8 +36,11 @@ from fxwrap.lowering.rules.registry import (
 )
 from fxwrap.symbolic import Size, product
 
-MAX_TUNED_ROWS = 16
-"""The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
+MAX_TUNED_PRODUCTS = 1024
+"""The largest number of products of a sum in matmuls of many rows that are timed beside the library.
+
+The library is faster for long sums by more than a pass over the results takes.
+"""
 
 Element = Callable[[Indices, Indices], Indices]
 """The indices of an operand's element by those of the result's element and those of the reduced axis."""
@@ -86,9 +90,16 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
     if not isinstance(rows, int):
         return False
     if call.tunes_matmuls:
-        return rows <= MAX_TUNED_ROWS
+        return rows <= MAX_TUNED_ROWS or _has_short_sums(call, left)
     matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
     return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
+
+
+def _has_short_sums(call: OperatorCall, left: Definition) -> bool:
+    """Whether a pass over the results of a matrix product takes a large part of the product's time, on a GPU."""
+    products = left.sizes[-1]
+    is_short = isinstance(products, int) and products <= MAX_TUNED_PRODUCTS
+    return is_short and len(left.sizes) == 2 and call.spec.massively_parallel
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:

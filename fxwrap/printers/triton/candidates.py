@@ -168,16 +168,15 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     if contraction.row_reductions:
         whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
-        return [
-            Configuration(columns, few, whole or x, y, min(r * narrow, longest), True, warps, stages, True)
-            for y, x, r, warps, stages in _DOT_TILES
-        ]
+        tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
+        many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+        return [replace(item, band=_band(contraction, item, hint)) for item in many]
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
-    is_wide = hint(product([axis.size for axis in (*contraction.batch, *columns)])) >= _WIDE_COLUMNS
+    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
     wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
     few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
-    tiles = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
-    fitting = [tile for tile in tiles if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
+    blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
+    fitting = [tile for tile in blocks if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
     dots = [
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in fitting
@@ -224,9 +223,10 @@ def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint
     """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
     kernel = contraction.kernel
     block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
-    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
-    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
-    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand)}
+    summed = frozenset(contraction.summed)
+    loads = [kernel.operations[at] for at in used if not summed.isdisjoint(kernel.value_axes[at])]
+    row_bytes = hint(contraction.summed_count) * sum(item.dtype.itemsize for item in loads if isinstance(item, Load))
     blocks = -(-hint(contraction.row_count) // block)
     return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
 
