@@ -9,7 +9,8 @@ A mode is STEP-PRECISION-BATCH, such as training-amp-static. Each model and mode
 one process, times in interleaved rounds. Rows are in one result file, written again after each; rows that are there are
 not measured again, so that the same command continues a run that was stopped, until it prints "all rows done". A
 process that crashes or takes longer than `--limit` seconds leaves a row with what it had reported. Several processes
-share a device: while one measures times, others compile. Each has a part of the processors, the same for all sides.
+share a device: while one measures times, others compile, at a lower priority if the run may set it (as root), and with
+a part of the processors each that is the same for all sides.
 Measures, as on the dashboard:
 
 - accuracy: `torch._dynamo.utils.same` with its tolerances, against eager and eager in float64, for inputs that the
