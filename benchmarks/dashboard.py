@@ -9,7 +9,8 @@ A mode is STEP-PRECISION-BATCH, such as training-amp-static. Each model and mode
 one process, times in interleaved rounds. Rows are in one result file, written again after each; rows that are there are
 not measured again, so that the same command continues a run that was stopped, until it prints "all rows done". A
 process that crashes or takes longer than `--limit` seconds leaves a row with what it had reported. Several processes
-share a device: while one measures times, others compile. Each has a part of the processors, the same for all sides.
+share a device: while one measures times, others compile, at a lower priority if the run may set it (as root), and with
+a part of the processors each that is the same for all sides.
 Measures, as on the dashboard:
 
 - accuracy: `torch._dynamo.utils.same` with its tolerances, against eager and eager in float64, for inputs that the
@@ -48,7 +49,7 @@ import torch
 
 from benchmarks.dashboard_jobs import MODE_OPTIONS, DashboardJob
 from benchmarks.dashboard_models import Sizes, names
-from benchmarks.dashboard_rows import RowFile, exhausted_memory, table_cells
+from benchmarks.dashboard_rows import RowFile, exhausted_memory, is_complete, table_cells
 from benchmarks.dashboard_tables import INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
 from benchmarks.results import REPOSITORY, add_record_option, cell_text, environment, result_path
@@ -166,7 +167,8 @@ class Dashboard:
             output, errors = process.communicate()
         if process.returncode and not failure:
             failure = f"exit code {process.returncode}: {([''] + errors.strip().splitlines())[-1][:160]}"
-        return _measures(output), failure
+        measures = _measures(output)
+        return measures, "" if is_complete(measures, sides) else failure
 
     def limits(self, gpu: int) -> dict[str, str]:
         """Returns the environment of a process that has one device, and its part of the processors for compilation."""

@@ -61,6 +61,11 @@ def table_cells(row: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Cell]
     return cells
 
 
+def is_complete(measures: Mapping[str, Mapping[str, Any]], sides: Sequence[str]) -> bool:
+    """Whether each side has its last measure or a failure, so that the end of the process does not matter."""
+    return all({"time", "failure"} & set(measures.get(side, {})) for side in sides)
+
+
 def exhausted_memory(row: Mapping[str, Any]) -> bool:
     """Whether a side ran out of memory, which other processes on the same device can cause."""
     texts = [measures["failure"]["text"] for measures in row["sides"].values() if "failure" in measures]

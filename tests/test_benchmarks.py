@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dashboard import Dashboard, parsed_arguments
-from benchmarks.dashboard_rows import RowFile, table_cells
+from benchmarks.dashboard_rows import RowFile, is_complete, table_cells
 from benchmarks.dashboard_tables import details, summary, worst
 from benchmarks.distributed import uncovered
 from benchmarks.flex_attention import Case, Sizes, run_cases
@@ -153,6 +153,13 @@ def test_dashboard_processes_have_one_device_and_a_part_of_the_processors(
     assert dashboard.limits(1) == {
         "TORCHINDUCTOR_COMPILE_THREADS": "5", "FXWRAP_COMPILE_WORKERS": "5", "CUDA_VISIBLE_DEVICES": "6",
     }  # fmt: skip
+
+
+def test_dashboard_rows_are_complete_with_the_times_of_all_sides() -> None:
+    sides = {"inductor": _measured(0.1), "fxwrap": {"failure": {"text": "RuntimeError: no"}}}
+    assert is_complete(sides, ["inductor", "fxwrap"])
+    assert not is_complete(sides, ["inductor", "fxwrap", "fxwrap:freezing"])
+    assert not is_complete({"inductor": {"compile": {"seconds": 1.0}}}, ["inductor"])
 
 
 def test_dashboard_groups_of_modes_follow_each_other(tmp_path: Path) -> None:
