@@ -97,6 +97,8 @@ class DeviceSpec:
         streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
         streaming_attention_backward_sizes: the same for forward and backward of training together.
+        streaming_attention_backward_width: the widest heads with which that is so.
+        streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
@@ -149,6 +151,8 @@ class DeviceSpec:
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
+    streaming_attention_backward_width: int = 512
+    streaming_attention_dropout: bool = False
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
@@ -234,6 +238,7 @@ CPU = DeviceSpec(
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
+    streaming_attention_dropout=True,
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,
@@ -257,8 +262,11 @@ CUDA = DeviceSpec(
     unfused_bias_dtypes=frozenset({torch.float32}),
     generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
     generated_matmul_bytes=8 << 20,
+    generated_dequantised_rows=((torch.bfloat16, 16),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
+    streaming_attention_backward_sizes=((torch.bfloat16, 32),),
+    streaming_attention_backward_width=64,
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,

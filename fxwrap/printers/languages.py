@@ -23,6 +23,7 @@ from fxwrap.printers.triton import (
     leaves_idle,
     print_streaming_triton,
     print_triton,
+    shares_packed_elements,
     streaming_configurations,
 )
 from fxwrap.regions import Region
@@ -135,7 +136,7 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
-    if form is not None:
+    if form is not None and not shares_packed_elements(kernel):
         has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
         kernel = unroll_packed_axes(kernel, separate=has_rows)
     if kernel.reduces_in_steps and not has_tiles:

@@ -182,9 +182,15 @@ def test_contractions_of_matrices(position: int) -> None:
     assert "MatrixTile" in check(matrix_kernels()[position])
 
 
-def test_contractions_of_matrices_without_matrix_instructions() -> None:
+NO_PERMISSION = """#if MATRIX_TILES
+static const int denied = (matrix_permission = 2);
+#endif
+"""
+
+
+def test_contractions_of_matrices_without_permission_for_matrix_instructions() -> None:
     for kernel in matrix_kernels()[2::3]:
-        check(kernel, preamble="#undef __AMX_TILE__\n")
+        check(kernel, preamble=NO_PERMISSION)
 
 
 def test_other_contractions_have_no_plan() -> None:
