@@ -51,8 +51,28 @@ def _linear(slopes: Tensor) -> Callable[..., Tensor]:
     return lambda score, b, h, q, k: score + slopes[h] * (k - q)
 
 
-def _identity(score: Tensor, *_: Tensor) -> Tensor:
-    return score
+def _relative(table: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: score + table[h, q - k + table.shape[1] // 2]
+
+
+def _capped(cap: Tensor) -> Callable[..., Tensor]:
+    return lambda score, b, h, q, k: torch.tanh(score / cap) * cap
+
+
+def score_function(variant: str, sizes: Sizes, device: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Returns the score function of a variant and the tensors that it captures."""
+    match variant.partition("+")[2]:
+        case "bias":
+            captured = 2.0 ** (-8.0 * torch.arange(1, sizes.heads + 1, device=device) / sizes.heads)
+            return _linear(captured), [captured]
+        case "relative":
+            captured = torch.randn(sizes.heads, 2 * sizes.length, device=device)
+            return _relative(captured), [captured]
+        case "cap":
+            captured = torch.tensor(20.0, device=device)
+            return _capped(captured), [captured]
+        case _:
+            return lambda score, *_: score, []
 
 
 MASKS: dict[str, Callable[..., Any]] = {
@@ -67,7 +87,7 @@ CALLS = 5
 HEADS = 2
 """Heads whose results are compared with float64."""
 
-VARIANTS = ("causal", "causal+bias", "window", "documents", "full")
+VARIANTS = ("causal", "causal+bias", "causal+relative", "causal+cap", "window", "documents", "full")
 PASSES = ("forward", "backward", "decode")
 
 
@@ -113,7 +133,7 @@ class Case:
 class Call:
     """The functions of a case: by side, its call; and what float64 says about the first heads."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str, options: fxwrap.Options | None = None) -> None:
         self.case, sizes = case, case.sizes
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -122,13 +142,11 @@ class Call:
         self.leaves = [
             torch.randn(sizes.batch, heads, length, sizes.width, device=device, dtype=dtype) for heads, length in shapes
         ]
-        self.slopes = 2.0 ** (-8.0 * torch.arange(1, sizes.heads + 1, device=device) / sizes.heads)
-        self.has_bias = case.variant.endswith("+bias")
-        self.score_mod = _linear(self.slopes) if self.has_bias else _identity
-        self.mask = MASKS[case.variant.removesuffix("+bias")]
+        self.score_mod, self.captured = score_function(case.variant, sizes, device)
+        self.mask = MASKS[case.variant.partition("+")[0]]
         self.block_mask = create_block_mask(self.mask, None, None, rows, sizes.length, device=device)
         self.programs: list[fxwrap.Compiled] = []
-        own = make_backend(fxwrap.Options(), self._compile_graph)
+        own = make_backend(options or fxwrap.Options(), self._compile_graph)
         backends: dict[str, Any] = {"fxwrap": own, "inductor": "inductor"}
         self.forward: dict[str, Callable[[], Any]] = {}
         is_grouped = sizes.heads != sizes.key_heads
@@ -233,11 +251,10 @@ def measure(case: Case, arguments: argparse.Namespace) -> tuple[Row, object]:
 
 
 def sweep(case: Case, arguments: argparse.Namespace, report: Report) -> None:
-    """Reports each configuration of the kernels of a case."""
-    call = Call(case, arguments.device)
+    """Reports each configuration of the kernels of a case, which have a loop IR unless they come from a cache."""
+    call = Call(case, arguments.device, fxwrap.Options(compile_cache=False))
     call.errors()
-    slopes = call.slopes if call.has_bias else None
-    for name, run in configurations(call.programs, call.leaves, slopes, call.block_mask):
+    for name, run in configurations(call.programs, call.leaves, call.captured, call.block_mask):
         samples = milliseconds({name: run}, torch.device(arguments.device), max(3, arguments.rounds // 3))[name]
         report.add({**case.head, "configuration": name, "ms": statistics.median(samples)}, raw=samples)
 

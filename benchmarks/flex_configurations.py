@@ -33,32 +33,35 @@ def kernel_usage(programs: Sequence[fxwrap.Compiled]) -> dict[str, dict[str, int
 
 
 def configurations(
-    programs: Sequence[fxwrap.Compiled], leaves: Sequence[Tensor], slopes: Tensor | None, mask: Any
+    programs: Sequence[fxwrap.Compiled], leaves: Sequence[Tensor], captured: Sequence[Tensor], mask: Any
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields launches of the kernels of attention in each configuration that compiles."""
     for definition in [kernel for program in programs for kernel in program.program.kernels]:
-        kernel, operands = definition.loop_ir, _operands(definition, leaves, slopes, mask)
+        kernel, operands = definition.loop_ir, _operands(definition, leaves, captured, mask)
         dtypes = [item.dtype for item in operands]
         if not isinstance(kernel, Kernel) or [item.dtype for item in kernel.inputs] != dtypes:
             continue
         kind = definition.name.rpartition("_")[0]
-        outputs = [torch.empty_like(leaves[0]) for _ in kernel.outputs]
+        outputs = [torch.empty(int(item.extent), dtype=item.dtype, device=mask.kv_indices.device)
+                   for item in kernel.outputs]  # fmt: skip
         candidates = streaming_configurations(kernel, int)
         with ThreadPoolExecutor(8) as pool:
             runs = pool.map(partial(_launch, kernel, [*operands, *outputs]), candidates)
         yield from [(f"{kind}: {item}", run) for item, run in zip(candidates, runs, strict=True) if run is not None]
 
 
-def _operands(definition: KernelDefinition, leaves: Sequence[Tensor], slopes: Tensor | None, mask: Any) -> list[Tensor]:
+def _operands(
+    definition: KernelDefinition, leaves: Sequence[Tensor], captured: Sequence[Tensor], mask: Any
+) -> list[Tensor]:
     """Returns the operands of a kernel of attention; none for another kernel."""
     keys = [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
     queries = [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
     query, key, value = [item.detach() for item in leaves]
-    bias, statistic = [] if slopes is None else [slopes], torch.ones(query.shape[:3], device=query.device)
+    statistic = torch.ones(query.shape[:3], device=query.device)
     operands = {
-        "flex_attention": [*keys, query, key, *bias, value],
-        "flex_attention_grad_query": [*keys, query, key, query, value, *bias, statistic, statistic],
-        "flex_attention_grad_key_value": [*queries, query, key, query, value, *bias, statistic, statistic],
+        "flex_attention": [*keys, query, key, *captured, value],
+        "flex_attention_grad_query": [*keys, query, key, query, value, *captured, statistic, statistic],
+        "flex_attention_grad_key_value": [*queries, query, key, query, value, *captured, statistic, statistic],
     }
     return operands.get(definition.name.rpartition("_")[0], [])
 

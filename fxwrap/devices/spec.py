@@ -86,8 +86,7 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's.
-        generated_matmul_elements: the elements of the smallest matrix for which that holds for more than one row.
+            library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
@@ -143,7 +142,7 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    generated_matmul_elements: int = 0
+    generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
@@ -174,14 +173,14 @@ class DeviceSpec:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
 
-    def generates_matmul(self, dtype: torch.dtype, rows: object, elements: object = None) -> bool:
-        """Whether kernels are faster than a library for so many rows times one matrix of so many elements.
+    def generates_matmul(self, dtype: torch.dtype, rows: object, matrix_bytes: object = None) -> bool:
+        """Whether kernels are faster than a library for so many rows times one matrix of so many bytes.
 
-        `elements` is None for other matmuls: batches of matrices, and weights that are not in `dtype`.
+        `matrix_bytes` is None for other matmuls, such as batches of matrices.
         """
         if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
             return False
-        return rows <= 1 or (isinstance(elements, int) and elements >= self.generated_matmul_elements)
+        return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_matmul_bytes)
 
     def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
@@ -230,7 +229,7 @@ CPU = DeviceSpec(
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
     generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
-    generated_matmul_elements=1 << 16,
+    generated_matmul_bytes=1 << 18,
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
@@ -256,7 +255,8 @@ CUDA = DeviceSpec(
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
-    generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
+    generated_matmul_bytes=8 << 20,
     generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),

@@ -64,7 +64,7 @@ def _benefits(matmul: Matmul, fakes: NodeValues, context: FxPassContext, frozen:
         return False
     rows, columns, terms = *result.shape, left.shape[1]
     reads_rows = transpose_operand(matmul.right) is not None  # as kernels read weights
-    is_generated = reads_rows and spec.generates_matmul(left.dtype, rows, columns * terms)
+    is_generated = reads_rows and spec.generates_matmul(left.dtype, rows, columns * terms * left.dtype.itemsize)
     return rows >= _LEAST_ROWS and not is_generated and 2 * rows * columns * terms >= _LEAST_OPERATIONS
 
 

@@ -29,7 +29,7 @@ from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
 from fxwrap.lowering.symbols.table import size_hints
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 from fxwrap.wrapper_ir import TensorType, Value
 
 
@@ -52,14 +52,14 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
     elements = ScalarKernelBuilder(builder, request.options)
     attention = _AttentionBuilder(elements, call, splits)
     if splits == 1:
-        kernel, inputs = attention.build(outputs)
+        kernel, inputs = attention.build(outputs, hint)
         emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, written)
     else:
         sizes = (*call.query.tensor_type.sizes[:3], splits)
         shapes = ((*sizes, call.value.tensor_type.sizes[3]), sizes, sizes)
         types = [TensorType.contiguous(attention.dtype, item, call.query.tensor_type.device) for item in shapes]
         parts = [builder.add_buffer(f"{node.name}_parts", type_) for type_ in types]
-        kernel, inputs = attention.build(parts)
+        kernel, inputs = attention.build(parts, hint)
         emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, parts)
         for group in (outputs[:1], outputs[1:]):  # of each column, and of each row
             if any(group):
@@ -147,11 +147,27 @@ class _AttentionBuilder(ScoreBuilder):
         self.split = None if splits == 1 else Axis("split", splits)
         self.columns = Axis("column", call.value.tensor_type.sizes[3])
 
-    def build(self, outputs: Sequence[Value | None]) -> tuple[Kernel, tuple[Value, ...]]:
+    def _merges_group(self, group: Axis, hint: Callable[[Size], int]) -> bool:
+        """Whether the rows of all query heads of a group are rows of one tile, which loads keys once."""
+        blocks = self.call.key_blocks
+        visits_alike = blocks.is_trivial or blocks.counts.tensor_type.sizes[1:] == (1, 1)
+        return self.query_count == 1 or (visits_alike and hint(product((group.size, self.query_count))) <= _ROW_TILE)
+
+    def _rows_of_group(self, group: Axis) -> tuple[list[Axis], Positions]:
+        """Returns the axis of rows of a group's query heads, instead of that of the group, and their queries."""
+        if self.query_count == 1:
+            return [], Positions(as_index(0), None)
+        row, self.group = Axis("row", product((group.size, self.query_count))), None
+        self.head_index = self.key_head_index * group.size + as_index(row) // self.query_count
+        return [row], Positions(as_index(row) % self.query_count, None)
+
+    def build(
+        self, outputs: Sequence[Value | None], hint: Callable[[Size], int]
+    ) -> tuple[Kernel, tuple[Value, ...]]:
         call, body, blocks = self.call, self.body, self.call.key_blocks
         rows, query = self.rows(blocks, self.query_count)
-        if self.group is not None and self.query_count == 1:  # the heads of a group are the rows of a tile
-            rows, query = [], Positions(as_index(0), None)
+        if self.group is not None and self._merges_group(self.group, hint):
+            rows, query = self._rows_of_group(self.group)
         parts = [item for item in (self.batch, self.key_head, self.split, self.group) if item is not None]
         keys, key, is_full = self.streamed(blocks, self.key_count, self.split)
         factors = self.load_query(call.query, query, self.width), self.load_key(call.key, key, self.width)

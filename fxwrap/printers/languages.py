@@ -20,6 +20,7 @@ from fxwrap.printers.triton import (
     combine_triton_kernels,
     configurations,
     group_key,
+    leaves_idle,
     print_streaming_triton,
     print_triton,
     streaming_configurations,
@@ -150,5 +151,5 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
 
 
-TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)
+TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels, leaves_idle)
 """Combines Triton kernels into combo kernels."""

@@ -177,6 +177,24 @@ def test_parts(batch: int, keys: int, parts: int) -> None:
     assert launch.outs[0].tensor_type.sizes[3] == parts
 
 
+@pytest.mark.parametrize("position", [-1, 300])
+def test_keys_after_the_last_unmasked_one_are_not_read(position: int) -> None:
+    """Triton kernels of parts of 64 keys in blocks of 32; a part may have none. Keys that are not read are NaN here."""
+    torch.manual_seed(0)
+    query, key, value = _operands(2, 512)
+    bias = torch.randn(512).masked_fill(torch.arange(512) > position, -torch.inf)
+    bias[:3] = -torch.inf
+    options = PARALLEL.replace(cpu_kernels="triton", compile_cache=False)
+
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend(query, key, value, attn_mask=bias.expand(2, -1))
+
+    expected = function(query, key, value, bias)
+    key[:, :, (position // 32 + 1) * 32 :] = torch.nan
+    compiled = torch.compile(function, backend=make_backend(options), fullgraph=True)
+    torch.testing.assert_close(compiled(query, key, value, bias), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "rows", "keys", "width"), [(1, 4, 1024, 128), (8, 1, 777, 64), (2, 16, 4096, 128)])
 def test_gpu(batch: int, rows: int, keys: int, width: int) -> None:

@@ -433,6 +433,30 @@ def test_numbers_in_vectorised_functions() -> None:
     assert_emitters_agree(graph, (torch.randn(3),))
 
 
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_few_rows_of_a_group_are_one_tile(language: str) -> None:
+    """Three queries of two heads that share keys are six rows, with and without a split of the keys."""
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    mask = blocks(lambda b, h, q, k: k <= q + 530, 3, 600, (128, 64))
+    inputs = operands(3, 600, kv_heads=2)
+    expected, _ = formula(*inputs, alibi, lambda b, h, q, k: k <= q + 530)
+    for is_parallel in (False, True):
+        device = dataclasses.replace(CPU, massively_parallel=is_parallel)
+        options = fxwrap.Options(cpu_kernels=language, devices=[device])
+        torch.compiler.reset()
+        compiled = torch.compile(flex_attention, backend=make_backend(options, compile_with), fullgraph=True)
+        result = compiled(*inputs, alibi, mask, scale=0.25, enable_gqa=True)
+        torch.testing.assert_close(result, expected.float(), rtol=1e-4, atol=1e-5)
+        kernel = compiles[-1].program.kernels[0].loop_ir
+        assert isinstance(kernel, Kernel)
+        assert 6 in [axis.size for axis in kernel.axes]
+
+
 @pytest.mark.gpu
 def test_training_on_a_gpu() -> None:
     inputs = [item.cuda().requires_grad_() for item in operands(kv_heads=2)]
@@ -446,3 +470,31 @@ def test_training_on_a_gpu() -> None:
     references = torch.autograd.grad(expected.square().sum(), copies)
     for item, reference in zip((result, *gradients), (expected, *references), strict=True):
         torch.testing.assert_close(item.cpu(), reference.to(item.dtype), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(300, 64), (300, 128), (1, 128), (3, 64)])
+def test_half_precision_on_a_gpu(rows: int, width: int) -> None:
+    """Partial and full blocks, grouped heads, a bias and a cap, in training and in a decoding step."""
+    shapes = (2, 4, rows, width), (2, 2, 300, width), (2, 2, 300, width)
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=rows > 3) for shape in shapes]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh((score + 0.1 * (k - q - 300 + rows)) / 20) * 20
+
+    def late(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q + 300 - rows >= k
+
+    mask = create_block_mask(late, None, None, rows, 300, device="cuda")
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, backend="fxwrap", fullgraph=True)
+    result = compiled(*inputs, score_mod, mask, scale=0.25, enable_gqa=True)
+    copies = [item.detach().cpu().double().requires_grad_() for item in inputs]
+    expected, _ = formula(*copies, score_mod, late)
+    pairs = [(result, expected)]
+    if rows > 3:
+        weights = torch.randn_like(result)
+        gradients = torch.autograd.grad(result, inputs, weights)
+        pairs += zip(gradients, torch.autograd.grad(expected, copies, weights.cpu().double()), strict=True)
+    for value, reference in pairs:
+        assert ((value.cpu().double() - reference).norm() / reference.norm()).item() < 1e-2

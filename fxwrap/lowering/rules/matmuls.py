@@ -83,10 +83,12 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
 
 def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
+    if not isinstance(rows, int):
+        return False
     if call.tunes_matmuls:
-        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    elements = product(right.sizes) if right is not None and len(right.sizes) == 2 else None
-    return call.spec.generates_matmul(left.dtype, rows, elements)
+        return rows <= MAX_TUNED_ROWS
+    matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:

@@ -31,10 +31,12 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.printers.triton.blocks import Scope
+from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
+from fxwrap.printers.triton.streaming_bounds import MAX_BOUNDED_KEYS, bounding_load
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration
 from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
@@ -222,7 +224,8 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         scope.text |= {item: self.allocator.create_name("visited") for item in visited}
         for item, text in zip(visited, texts, strict=True):
             self.line(f"{scope.text[item]} = {text}")
-        with self.nested(f"for step in tl.range({start} * tiles, {end} * tiles, num_stages=LOOP_STAGES):"):
+        last = self._last_tile(rows) or f"{end} * tiles"
+        with self.nested(f"for step in tl.range({start} * tiles, {last}, num_stages=LOOP_STAGES):"):
             first = "step"
             if len(self.streamed) == 2:
                 visit = self.streamed[0]
@@ -237,6 +240,23 @@ class StreamingTritonPrinter(StreamingValuePrinter):
                 self.line(f"{scope.text[item]} = {text}")
         self.kernel = kernel
         self.origin = ""
+
+    def _last_tile(self, rows: Scope) -> str:
+        """Prints the number of tiles up to the last key that no bias of minus infinity masks; "" if all are visited."""
+        size, bias = self.inner.size, bounding_load(self.kernel, self.parts, self.outer)
+        if bias is None or not isinstance(size, int) or not self.configuration.key_block < size <= MAX_BOUNDED_KEYS:
+            return ""
+        scope, name = rows.inner(), self.allocator.create_name("part")
+        self.constants["PART_BLOCK"] = next_power_of_2(size)
+        self.line(f"{name} = tl.arange(0, PART_BLOCK)[None, :]")
+        scope.names[self.inner], scope.dimension[self.inner], scope.blocks[self.inner] = name, 1, "PART_BLOCK"
+        if self.constants["PART_BLOCK"] != size:
+            scope.masks[self.inner] = f"({name} < {size})"
+        self.write([bias], scope)
+        masks = [scope.masks[axis] for axis in (self.parts.row, self.inner) if axis in scope.masks]
+        unmasked = " & ".join([f'({self.value(bias, scope)} != float("-inf"))', *masks])
+        self.line(f"end_key = tl.max(tl.where({unmasked}, {name} + 1, 0))")
+        return "tl.cdiv(end_key, KEY_BLOCK)"
 
     def _visited_loads(self, targets: Sequence[int], scope: Scope) -> list[int]:
         """Returns the loads that depend on the visit and on no element of its block, such as that of a block's number.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from fxwrap.loop_ir import (
@@ -59,11 +59,11 @@ def streaming_configurations(
         table = _DECODING
     branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and _has_bias(kernel, parts))
     candidates = [
-        StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, choice, not interpreted)
-        for choice in dict.fromkeys([branches, False])
+        StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
-    return tuple(dict.fromkeys(candidates))
+    other = [replace(candidates[0], branches=not branches)] if is_half else []
+    return tuple(dict.fromkeys([*candidates, *other]))
 
 
 def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
@@ -93,7 +93,7 @@ _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""
 
 _DECODING: _Table = {
-    64: [(32, 32, 4, 3, 0), (32, 64, 4, 3, 0), (32, 128, 4, 3, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
+    64: [(32, 64, 4, 3, 0), (32, 32, 4, 3, 0), (32, 128, 4, 2, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
     128: [(32, 64, 4, 3, 0), (32, 32, 4, 3, 0), (32, 128, 4, 2, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
     256: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0), (32, 64, 4, 2, 0)],
 }

@@ -133,8 +133,12 @@ class StreamingValuePrinter(BlockPrinter):
             case "exp", (operand,):
                 difference = self.kernel.operations[operand]
                 if isinstance(difference, Compute) and difference.name == "sub":
-                    left, right = [f"({self.value(item, scope)})" for item in difference.operands]
-                    return f"tl.exp2({self.fma(left, 'log2_e', f'-({right} * log2_e)')})"
+                    left, right = difference.operands
+                    scaled = self._scaled(left)
+                    score, factor = (left, 1.0) if scaled is None else scaled
+                    unit = f"tl.full((), {factor * LOG2_E}, tl.float32)"
+                    shift = f"-({self.value(right, scope)} * log2_e)"
+                    return f"tl.exp2({self.fma(self.value(score, scope), unit, shift)})"
             case "add", (left, right):
                 for one, other in ((left, right), (right, left)):
                     factors = self._factors_of_score(one)
