@@ -29,7 +29,7 @@ from fxwrap.runtime.kernels import USER_TRITON_KERNELS
 def register_builtin_devices() -> None:
     """Registers the CPU, CUDA, and the languages of user-defined Triton kernels and of regions."""
     register(CPU, printer=_cpp_configurations, runtime=CPU_RUNTIME, language=CPP)
-    combiner = KernelCombiner(_triton_group_key, _combine_triton_kernels)
+    combiner = KernelCombiner(_triton_group_key, _combine_triton_kernels, _triton_leaves_idle)
     register(CUDA, printer=_triton_configurations, combiner=combiner, runtime=CUDA_RUNTIME, language=TRITON)
     register_language(USER_TRITON, USER_TRITON_KERNELS)
     register_language(FX, KernelRuntime(load=_load_region), _region_configurations)
@@ -63,6 +63,12 @@ def _triton_group_key(kernel: Any) -> Hashable:
     from fxwrap.printers import TRITON_KERNEL_COMBINER
 
     return TRITON_KERNEL_COMBINER.group_key(kernel)
+
+
+def _triton_leaves_idle(kernel: Any) -> bool:
+    from fxwrap.printers import TRITON_KERNEL_COMBINER
+
+    return TRITON_KERNEL_COMBINER.leaves_idle(kernel)
 
 
 def _combine_triton_kernels(kernels: Sequence[Any], shared: Sequence[bool], name: str) -> Any:

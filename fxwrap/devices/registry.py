@@ -59,10 +59,13 @@ class KernelCombiner:
         combine: `combine(kernels, shared, name)` returns one kernel that does the work of independent kernels. For each
             parameter, `shared` is True if all launches pass the same argument: the combo kernel then has it once, else
             once per launch, in launch order. Scalars are shared. `name` describes the kernel.
+        leaves_idle: `leaves_idle(kernel)` returns whether a large kernel has too few programs to occupy a device, each
+            of which runs long beside the selection of its kernel.
     """
 
     group_key: Callable[[Any], Hashable]
     combine: Callable[[Sequence[Any], Sequence[bool], str], Any]
+    leaves_idle: Callable[[Any], bool] = lambda kernel: False
 
 
 @dataclass(frozen=True, eq=False)

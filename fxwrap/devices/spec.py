@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxwrap.torch_compat import multiplies_bfloat16_matrices
+
 
 @dataclass(frozen=True, slots=True)
 class KernelLanguage:
@@ -84,7 +86,7 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's.
+            library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
@@ -95,6 +97,8 @@ class DeviceSpec:
         streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
         streaming_attention_backward_sizes: the same for forward and backward of training together.
+        streaming_attention_backward_width: the widest heads with which that is so.
+        streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
@@ -140,12 +144,15 @@ class DeviceSpec:
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
+    streaming_attention_backward_width: int = 512
+    streaming_attention_dropout: bool = False
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
@@ -169,6 +176,15 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
+
+    def generates_matmul(self, dtype: torch.dtype, rows: object, matrix_bytes: object = None) -> bool:
+        """Whether kernels are faster than a library for so many rows times one matrix of so many bytes.
+
+        `matrix_bytes` is None for other matmuls, such as batches of matrices.
+        """
+        if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
+            return False
+        return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_matmul_bytes)
 
     def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
@@ -216,11 +232,13 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
-    generated_matmul_rows=((torch.float32, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
+    generated_matmul_bytes=1 << 18,
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
+    streaming_attention_dropout=True,
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,
@@ -242,9 +260,13 @@ CUDA = DeviceSpec(
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
-    generated_matmul_rows=((torch.float16, 1), (torch.bfloat16, 1)),
+    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
+    generated_matmul_bytes=8 << 20,
+    generated_dequantised_rows=((torch.bfloat16, 16),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
+    streaming_attention_backward_sizes=((torch.bfloat16, 32),),
+    streaming_attention_backward_width=64,
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,

@@ -8,6 +8,8 @@ transposed weights and the output's gradient.
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,6 +101,44 @@ class UnsupportedBackwardError(Exception):
 
 
 @dataclass(frozen=True)
+class Dropout:
+    """A call that drops some weights.
+
+    Fields:
+        node: the call of `native_dropout`.
+        output, mask: its results: the other weights times `scale`, and which ones these are.
+    """
+
+    node: Node
+    output: Node
+    mask: Node
+
+    @classmethod
+    def of(cls, node: Node) -> Dropout | None:
+        """Returns the parts of a call of `native_dropout` in training, both results of which are read."""
+        if node.target is not _aten.native_dropout.default or node.args[2] is not True or not 0 < node.args[1] < 1:  # type: ignore[operator]
+            return None
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        return cls(node, results[0], results[1]) if {*results} == {0, 1} and len(node.users) == 2 else None
+
+    @property
+    def weights(self) -> Node:
+        """The weights before."""
+        return self.node.args[0]  # type: ignore[return-value]
+
+    @property
+    def scale(self) -> float:
+        """The factor of weights that stay."""
+        return 1.0 / self.kept_probability
+
+    @property
+    def kept_probability(self) -> float:
+        """The probability that a weight stays."""
+        probability: Any = self.node.args[1]
+        return 1.0 - probability  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
 class ForwardNodes:
     """The forward whose backward is searched.
 
@@ -108,6 +148,7 @@ class ForwardNodes:
         softmax: the node of the weights.
         weights: the left operand of `output`, a view or a cast of the weights.
         output: the matmul of weights and values.
+        dropout: what drops some weights, or None.
     """
 
     query_key: Node
@@ -115,6 +156,7 @@ class ForwardNodes:
     softmax: Node
     weights: Node
     output: Node
+    dropout: Dropout | None
 
 
 def find_backward(forward: ForwardNodes, fakes: NodeValues) -> AttentionBackward | None:
@@ -175,16 +217,42 @@ class _Search:
     def _grad_output(self, start: Node) -> Node:
         """Returns the left operand of the matmul that computes the gradient of weights."""
         node: Any = start.args[0]
+        is_dropped = self.forward.dropout is None
         while node.target not in _PRODUCTS:
             self.inner.add(node)
+            factor = self._dropout_factor(node)
+            if factor is not None:
+                node, is_dropped = node.args[0], True
+                self.inner |= factor
+                continue
             if not is_tensor(node, self.fakes) or not (is_cast(node, self.fakes) or keeps_order(node, self.fakes)):
                 raise UnsupportedBackwardError("the gradient of its weights is no matmul")
             node = node.args[0]
         self.inner.add(node)
+        if not is_dropped:
+            raise UnsupportedBackwardError("the gradient of its weights has no dropout")
         left, right = node.args
         if not self._is_swapped(right, self.forward.output.args[1]):
             raise UnsupportedBackwardError("the gradient of its weights is another matmul")
         return left  # type: ignore[no-any-return]
+
+    def _dropout_factor(self, node: Node) -> set[Node] | None:
+        """Returns the nodes of the factor of a gradient of dropped weights: the mask's, times the scale."""
+        dropout, name = self.forward.dropout, name_of(node)
+        if dropout is None or name not in ("mul", "native_dropout_backward"):
+            return None
+        if name == "native_dropout_backward":
+            return set() if node.args[1] is dropout.mask and self._is_scale(node.args[2]) else None
+        product: Any = node.args[1]
+        if not isinstance(product, Node) or name_of(product) != "mul" or not self._is_scale(product.args[1]):
+            return None
+        cast: Any = product.args[0]
+        is_mask = isinstance(cast, Node) and name_of(cast) == "to_copy" and cast.args[0] is dropout.mask
+        return {product, cast} if is_mask else None
+
+    def _is_scale(self, number: object) -> bool:
+        dropout = self.forward.dropout
+        return dropout is not None and isinstance(number, float) and math.isclose(number, dropout.scale, rel_tol=1e-6)
 
     def _grad_value(self, grad_output: Node) -> Node | None:
         """Returns the matmul of transposed weights and the output's gradient."""

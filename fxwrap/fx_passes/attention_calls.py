@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.attention_backward import AttentionBackward
-from fxwrap.fx_passes.attention_formulas import AttentionFormula
+from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
+from fxwrap.fx_passes.attention_formulas import DROPOUT, AttentionFormula
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
@@ -27,7 +27,7 @@ from fxwrap.fx_passes.attention_scores import (
     score_functions,
 )
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
@@ -41,6 +41,8 @@ from fxwrap.torch_compat import (
 _aten = torch.ops.aten
 
 _SMALL = "two matmuls and a kernel between them are faster for these sizes"
+
+_WIDE = "two matmuls and a kernel between them are faster for heads of this width"
 
 _WHOLE = 1 << 30
 """The block size of FlexAttention without a block mask."""
@@ -123,10 +125,18 @@ class AttentionRewriter:
         spec = self.specs.get(fakes[formula.output].device.type)
         if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
             raise UnsupportedScoresError(_SMALL)
+        query: Any = formula.query_key.args[-2]
+        widths = fakes[query].shape[-1], fakes[formula.output].shape[-1]
+        if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
+            raise UnsupportedScoresError(_WIDE)
+        if formula.dropout is not None and not spec.streaming_attention_dropout:
+            raise UnsupportedScoresError(DROPOUT)
         order = {node: position for position, node in enumerate(copy.node_map)}
         if any(order[item.node] > order[formula.output] for item in functions.reads):
             raise UnsupportedScoresError("its backward reads a bias or mask of its own")
         before, name = copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        if formula.dropout is not None:
+            self._draw_mask(formula.dropout, name)
         stages = (operands.query, operands.key, operands.value)
         tensors = [kernel_operand(copy, before, stage, operands, name) for stage in stages]
         chain = self._split_and_copies(formula, operands)
@@ -135,7 +145,8 @@ class AttentionRewriter:
         block_mask = self._block_mask(before, functions.mask_mod, name)
         options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
         fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], len(chain) > 1)
-        forward = (*tensors, score_mod, block_mask, 1.0, options, buffers, ())
+        weight_mods = self._weight_mods(before, functions.weight_mods, name)
+        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0], buffers, ())
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
@@ -150,8 +161,8 @@ class AttentionRewriter:
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
-        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
-                     (*buffers, results[2]), ())  # fmt: skip
+        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0,
+                     options | weight_mods[1], (*buffers, results[2]), ())  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         for index, node in enumerate(nodes):
@@ -173,6 +184,34 @@ class AttentionRewriter:
             sizes = copy.size_arguments(before, fakes[node].shape)
             result = copy.call(before, _aten.view.default, (result, sizes), name)
             copy.substitute(node, result, "fused")
+
+    def _draw_mask(self, dropout: Dropout, name: str) -> None:
+        """Replaces the mask of dropped weights by one of the same random numbers, drawn without these weights.
+
+        On CPUs `native_dropout` draws it as `bernoulli` of booleans; elsewhere it drops elements of another tensor.
+        """
+        copy, fake = self.copy, self.fakes[dropout.weights]
+        before = copy.node_map[dropout.node]
+        is_on_cpu = fake.device.type == "cpu"
+        keywords = {"dtype": torch.bool if is_on_cpu else fake.dtype, "device": fake.device}
+        sizes = copy.size_arguments(before, fake.shape)
+        unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
+        if is_on_cpu:
+            mask = copy.call(before, _aten.bernoulli.p, (unused, dropout.kept_probability), name)
+            copy.substitute(dropout.mask, mask, "fused")
+            return
+        call = copy.call(before, _aten.native_dropout.default, (unused, *dropout.node.args[1:]), name)
+        copy.substitute(dropout.mask, copy.call(before, operator.getitem, (call, 1), name), "fused")
+
+    def _weight_mods(
+        self, before: Node, functions: tuple[torch.fx.GraphModule, ...] | None, name: str
+    ) -> tuple[dict[str, Any], ...]:
+        """Returns the options of forward and backward with functions of weights."""
+        if functions is None:
+            return {}, {}
+        names = (f"{name}_weights", f"{name}_backward_weights")
+        pairs = zip(names, functions, strict=True)
+        return tuple([{WEIGHT_MOD: self.copy.attribute(before, *pair)} for pair in pairs])
 
     def _gradient_fakes(
         self, tensors: Sequence[Node], backward: AttentionBackward, matrices: tuple[FakeTensor, ...]

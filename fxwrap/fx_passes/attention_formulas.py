@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_backward import AttentionBackward, ForwardNodes, UnsupportedBackwardError, find_backward
+from fxwrap.fx_passes.attention_backward import (
+    AttentionBackward,
+    Dropout,
+    ForwardNodes,
+    UnsupportedBackwardError,
+    find_backward,
+)
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, sizes_of
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
@@ -36,6 +42,7 @@ class AttentionFormula:
         scores: the nodes from `query_key` to the operand of the softmax, both included.
         output: the matmul of weights and values.
         inner: the nodes between `query_key` and `output`, which only they read.
+        dropout: the call that drops some weights, or None; only with a backward.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
         backward: the backward in the same graph, or None.
     """
@@ -47,6 +54,7 @@ class AttentionFormula:
     inner: tuple[Node, ...]
     zeroes_fully_masked_rows: bool
     backward: AttentionBackward | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True)
@@ -144,13 +152,17 @@ class _Search:
         passed, output = below
         if isinstance(output, str):
             return output
+        dropout = next((item for node in passed if (item := Dropout.of(node)) is not None), None)
         inner = (*scores[1:], *self.softmax.nodes, *passed)
         try:
-            backward = self._backward(scores, passed, output)
+            backward = self._backward(scores, passed, output, dropout)
         except UnsupportedBackwardError as error:
             return str(error)
+        if dropout is not None and backward is None:
+            return DROPOUT
         own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
-        for node in (scores[0], *inner):
+        own |= {dropout.mask} if dropout is not None else set()
+        for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
             if not own.issuperset(node.users):
                 return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
         rows, keys = self._last_two(self.softmax.operand)
@@ -158,11 +170,14 @@ class _Search:
             if self._last_two(node) != (rows, keys):
                 return "its scores are reshaped across rows and keys"
         zeroes = self.softmax.zeroes_fully_masked_rows
-        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward)
+        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout)
 
-    def _backward(self, scores: Sequence[Node], passed: Sequence[Node], output: Node) -> AttentionBackward | None:
+    def _backward(
+        self, scores: Sequence[Node], passed: Sequence[Node], output: Node, dropout: Dropout | None
+    ) -> AttentionBackward | None:
         weights = (self.weights, *passed)[-1]
-        return find_backward(ForwardNodes(scores[0], tuple(scores), self.weights, weights, output), self.fakes)
+        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout)
+        return find_backward(forward, self.fakes)
 
     def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
@@ -207,6 +222,9 @@ class _Search:
             if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
                 return passed, "its weights are no left operand of a matmul"
             return passed, product
+        dropout = next((item for user in users if (item := Dropout.of(user)) is not None), None)
+        if dropout is not None:
+            return self._product_after(dropout.output, (*passed, dropout.node, dropout.output))
         if any(_drops_out(user, node) for user in users):
             return passed, DROPOUT
         for user in users:
@@ -218,7 +236,7 @@ class _Search:
 
 
 DROPOUT = "its weights have dropout"
-"""The reason why attention with dropout stays: kernels draw other random numbers than the formula does."""
+"""The reason why attention with dropout stays: no kernel reads its mask, or the formula is faster."""
 
 _RANDOM = frozenset({"bernoulli", "native_dropout", "rand", "rand_like", "uniform"})
 

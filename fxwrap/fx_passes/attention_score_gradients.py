@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.fx_passes.attention_backward import AttentionBackward
+from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
@@ -34,6 +34,7 @@ class ScoreGradients:
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
         mask_mod: a mask that is all true.
+        weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without dropout.
         reads: the buffers of all of them, in order, but for the maxima.
     """
 
@@ -41,6 +42,7 @@ class ScoreGradients:
     relative_score_mod: GraphModule
     joint: GraphModule
     mask_mod: GraphModule
+    weight_mods: tuple[GraphModule, GraphModule] | None
     reads: tuple[ReadTensor, ...]
 
     @property
@@ -72,6 +74,7 @@ class _Builder(ScoreFunctionBuilder):
             for item in node.all_input_nodes:
                 self._add_side(item, passed)
             passed[node] = gradient = self.step(node, gradient, passed)
+        factor = None if self.formula.dropout is None else self._dropout_factor(self.formula.dropout)
         maxima = self._maxima()
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
@@ -80,8 +83,15 @@ class _Builder(ScoreFunctionBuilder):
         return ScoreGradients(
             self._part([value], (start, maxima)), self._part([relative], (start,)),
             self._part([gradient, *empty, *matrices], ()), self.all_true(),
+            None if factor is None else (
+                self._part([factor], (self.score, start, maxima)), self._part([factor], (self.score, start))
+            ),
             tuple([ReadTensor(*key) for key in self.reads]),
         )  # fmt: skip
+
+    def _dropout_factor(self, dropout: Dropout) -> Node:
+        mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
+        return self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
 
     def _matrix(self, value: Node, dtype: torch.dtype) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""

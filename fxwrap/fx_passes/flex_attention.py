@@ -28,7 +28,7 @@ from fxwrap.fx_passes.captured_gradients import CapturedGradients, UnsupportedGr
 from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label
 from fxwrap.fx_passes.fake_propagation import in_one_mode
-from fxwrap.fx_passes.flex_formulas import FlexAttention, RowLoop
+from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention, RowLoop
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
 from fxwrap.fx_passes.source import location_of
@@ -213,6 +213,9 @@ class _Call:
             self.node.args[score_position]: ([score, *indices, *attention.score_buffers], attention.score_mod),
             block_mask[-1]: ([*indices, *attention.mask_buffers], attention.mask_mod),
         }
+        if attention.weight_mod is not None:
+            options: Any = self.node.args[(joint or score_position) + 3]
+            graphs[options[WEIGHT_MOD]] = [*indices, *attention.score_buffers], attention.weight_mod
         captured = [path[1] for path in self.results if path[0] == _CAPTURED] if joint is not None else []
         if joint is not None:
             function = self.fake_arguments[joint]
@@ -249,10 +252,8 @@ class _Call:
         paths = [path for path in self.results if path[0] == _CAPTURED]
         for node in self._tuples[1:]:
             copy.fakes[copy.node_map[node]] = copy.node_map[node].meta["val"] = gradients.sums
-        after = call.next
         (whole, *_) = [copy.node_map[node] for node in self._tuples[1:]]
-        while after.target is operator.getitem and after.args[0] is call:
-            after = after.next
+        after = whole.next
         sums = [copy.call(after, operator.getitem, (whole, number), name, fake=fake, origin=call)
                 for number, fake in enumerate(gradients.sums)]  # fmt: skip
 

@@ -29,6 +29,10 @@ Where a row's scores are all the lowest number, their log-sum-exp is rounded to 
 are. A gradient that reads maxima too has exact weights.
 """
 
+WEIGHT_MOD = "FXWRAP_WEIGHT_MOD"
+"""The kernel option with a function that returns the factor of a weight: dropout. Its operands are a weight's indices,
+and the buffers of `score_mod`."""
+
 
 @dataclass(frozen=True)
 class Indices:
@@ -148,6 +152,7 @@ class FlexAttention:
         score_buffers, mask_buffers: further operands of the functions.
         zeroes_fully_masked_rows: whether the output is 0, not NaN, where all scores of a row are minus infinity.
         has_relative_logsumexp: whether maxima are subtracted from the log-sum-exp.
+        weight_mod: a function of indices and `score_buffers`, whose results weights of values are multiplied by.
     """
 
     query: Tensor
@@ -162,6 +167,7 @@ class FlexAttention:
     mask_buffers: tuple[object, ...] = ()
     zeroes_fully_masked_rows: bool = True
     has_relative_logsumexp: bool = False
+    weight_mod: ScalarFunction | None = None
 
     @classmethod
     def from_arguments(
@@ -184,7 +190,10 @@ class FlexAttention:
         buffers = tuple(score_buffers), tuple(mask_buffers)
         zeroes = not kernel_options.get("ROWS_GUARANTEED_SAFE", False)
         is_relative = kernel_options.get(RELATIVE_LOGSUMEXP, False)
-        return cls(query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes, is_relative)
+        return cls(
+            query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes, is_relative,
+            kernel_options.get(WEIGHT_MOD),
+        )  # fmt: skip
 
     @property
     def groups(self) -> int:
@@ -219,6 +228,14 @@ class FlexAttention:
         modify = indices.vectorise(self.score_mod, 1, (None,) * len(self.score_buffers))
         return torch.where(mask, modify(scores, *self.score_buffers).to(self.dtype), -math.inf)
 
+    def factored(self, values: Tensor, indices: Indices) -> Tensor:
+        """Returns values of weights, or of their gradients, times the factors of these."""
+        if self.weight_mod is None:
+            return values
+        factors = indices.vectorise(self.weight_mod, 0, (None,) * len(self.score_buffers))(*self.score_buffers)
+        result: Tensor = values * factors.to(self.dtype)
+        return result
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, indices: Indices) -> tuple[Tensor, Tensor, Tensor]:
         """Returns output, log-sum-exp and maxima for some of the rows, heads and keys.
 
@@ -230,6 +247,7 @@ class FlexAttention:
         weights = torch.exp(scores - shift)  # the largest is 1, so subnormal ones change nothing but slow matmuls down
         weights = torch.where(weights < torch.finfo(self.dtype).tiny, 0.0, weights)
         total = weights.sum(indices.key_dims)
+        weights = self.factored(weights, indices)
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
         divisor = torch.where(total == 0, 1.0, total) if self.zeroes_fully_masked_rows else total
         out = products.view(*query.shape[:3], value.shape[3]) / divisor[..., None]
@@ -263,12 +281,12 @@ class FlexAttention:
         grad_total = -(out.to(dtype) * grad_out.to(dtype)).sum(-1)
         if grad_logsumexp is not None:
             grad_total = grad_total + grad_logsumexp.to(dtype) / self.stats_unit
-        grad_modified = weights * (grad_weights + grad_total[..., None])
+        grad_modified = weights * (self.factored(grad_weights, indices) + grad_total[..., None])
         grad_scores, grad_buffers = self._joint(joint, scores, grad_modified, indices, captured)
         grad_products = _grouped(torch.where(mask, grad_scores.to(dtype), 0.0) * self.scale, key, dtype)
         grad_query = _matmul(grad_products, _heads(key, query, dtype)).view(query.shape)
         grad_key = _matmul(grad_products.mT, _grouped(query, key, dtype))
-        grad_value = _matmul(_grouped(weights, key, dtype).mT, grad_outs)
+        grad_value = _matmul(_grouped(self.factored(weights, indices), key, dtype).mT, grad_outs)
         return grad_query, _as_batches(grad_key, key, query), _as_batches(grad_value, value, query), grad_buffers
 
     def _joint(
@@ -277,7 +295,7 @@ class FlexAttention:
         """Returns the gradients of scores and buffers from those of modified scores."""
         suffix = (0, *[None] * len(self.score_buffers))
         out_dims = [0, *[None] * (4 + captured)]
-        function = indices.vectorise(joint, 1, suffix, out_dims)
+        function = indices.vectorise(lambda *operands: [*joint(*operands)], 1, suffix, out_dims)
         grad_scores, _, _, _, _, *grad_buffers = function(scores, grads, *self.score_buffers)
         return grad_scores, grad_buffers
 

@@ -20,6 +20,7 @@ from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
+from fxwrap.fx_passes.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
@@ -274,5 +275,6 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         "recognize_attention", "turn attention written as its formula, and its backward, into kernels",
         recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse,
     ),
+    Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
 )  # fmt: skip
 """The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""

@@ -16,9 +16,11 @@ from fxwrap.fx_passes.matmuls import Matmul, matmuls_of, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.torch_compat import FakeTensor
 
-_LEAST_ROWS = 16
 _LEAST_OPERATIONS = 1 << 23
-"""Smaller matmuls take less time than a call of an operator in Python, or are bound by reading the weight once."""
+"""Smaller matmuls take less time than a call of an operator in Python."""
+
+_LEAST_ROWS = 16
+"""Matmuls of fewer rows are bound by reading the weight once."""
 
 
 def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -61,7 +63,9 @@ def _benefits(matmul: Matmul, fakes: NodeValues, context: FxPassContext, frozen:
     if spec is None or left.dtype not in spec.prepacked_gemm_dtypes:
         return False
     rows, columns, terms = *result.shape, left.shape[1]
-    return rows >= _LEAST_ROWS and 2 * rows * columns * terms >= _LEAST_OPERATIONS
+    reads_rows = transpose_operand(matmul.right) is not None  # as kernels read weights
+    is_generated = reads_rows and spec.generates_matmul(left.dtype, rows, columns * terms * left.dtype.itemsize)
+    return rows >= _LEAST_ROWS and not is_generated and 2 * rows * columns * terms >= _LEAST_OPERATIONS
 
 
 def _plain_tensors(values: Sequence[object]) -> list[FakeTensor]:

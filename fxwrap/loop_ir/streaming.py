@@ -37,6 +37,14 @@ class WeightSum:
 
 
 @dataclass(frozen=True)
+class ScaledWeights:
+    """Weights times a factor of each row and streamed position (dropout): operation `position` multiplies them."""
+
+    position: int
+    factor: int
+
+
+@dataclass(frozen=True)
 class Update:
     """A store for each row and streamed position: operation `position` adds or sets `value` where `conditions` hold.
 
@@ -84,6 +92,7 @@ class StreamingReduction:
         softmax: the running maximum of the weights, or None where they are computed from the products alone.
         sums: sums of weights over `axes`.
         weighted_sums: sums over `axes` of weights, `left`, times values that vary over columns and not over rows.
+        scaled_weights: weights that a maximum shifts, times factors, which are weights of such sums.
         updates: stores of values of each row and streamed position.
         row_updates: additions of values of each row, which are computed from sums over `axes`.
         bound: a number of iterations of one of `axes`, beyond which weights, and values of updates, are zero.
@@ -96,6 +105,7 @@ class StreamingReduction:
     softmax: RunningMaximum | None
     sums: tuple[WeightSum, ...]
     weighted_sums: tuple[Contraction, ...]
+    scaled_weights: tuple[ScaledWeights, ...]
     updates: tuple[Update, ...]
     row_updates: tuple[Update, ...]
     bound: TileBound | None
@@ -168,11 +178,14 @@ class _Finder:
         by_row = tuple([item for item in updates if not self.kernel.varying[item.position]])
         inside = tuple([item for item in updates if self.kernel.varying[item.position]])
         in_order = tuple([axis for axis in self.kernel.axes if axis in used])
+        lefts = dict.fromkeys([item.left for item in weighted])
+        scaled = tuple([part for left in lefts if (part := self._scaled(left, softmax)) is not None])
         parts = StreamingReduction(
-            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), inside, by_row, None
+            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), scaled, inside, by_row, None
         )
         is_complete = all(self._reduced_axes(item.position) == axes for item in inside) and not (softmax and inside)
-        if not is_complete or any(not used.isdisjoint(self.kernel.value_axes[item]) for item in parts.elements):
+        elements = [*parts.elements, *[part.factor for part in scaled]]
+        if not is_complete or any(not used.isdisjoint(self.kernel.value_axes[item]) for item in elements):
             return None
         return replace(parts, bound=self._bound(parts))
 
@@ -229,12 +242,24 @@ class _Finder:
         operation = self._operation(summed)
         if isinstance(operation, Compute) and operation.name == "mul":
             for left, right in (operation.operands, operation.operands[::-1]):
-                is_weight = left == softmax.weights if softmax is not None else row in self.kernel.value_axes[left]
+                is_weight = row in self.kernel.value_axes[left]
+                if softmax is not None:
+                    is_weight = left == softmax.weights or self._scaled(left, softmax) is not None
                 if is_weight and left != right and row not in self.kernel.value_axes[right]:
                     contraction = Contraction(position, axes, left, right)
                     if softmax is not None or self._columns(contraction):
                         return contraction
         return None if softmax is not None else WeightSum(position, summed)
+
+    def _scaled(self, position: int, softmax: RunningMaximum | None) -> ScaledWeights | None:
+        """Returns the parts of a product of the weights and a factor that is computed without sums and the maximum."""
+        operation = self._operation(position)
+        if softmax is None or not isinstance(operation, Compute) or operation.name != "mul":
+            return None
+        for weights, factor in (operation.operands, operation.operands[::-1]):
+            if weights == softmax.weights and self._preceding(factor).isdisjoint(self.reductions):
+                return ScaledWeights(position, factor)
+        return None
 
     def _columns(self, item: Contraction) -> frozenset[Axis]:
         """Returns the parallel axes on which values depend and weights do not."""

@@ -161,9 +161,7 @@ class _AttentionBuilder(ScoreBuilder):
         self.head_index = self.key_head_index * group.size + as_index(row) // self.query_count
         return [row], Positions(as_index(row) % self.query_count, None)
 
-    def build(
-        self, outputs: Sequence[Value | None], hint: Callable[[Size], int]
-    ) -> tuple[Kernel, tuple[Value, ...]]:
+    def build(self, outputs: Sequence[Value | None], hint: Callable[[Size], int]) -> tuple[Kernel, tuple[Value, ...]]:
         call, body, blocks = self.call, self.body, self.call.key_blocks
         rows, query = self.rows(blocks, self.query_count)
         if self.group is not None and self._merges_group(self.group, hint):
@@ -177,7 +175,9 @@ class _AttentionBuilder(ScoreBuilder):
         shift = largest.equals(-math.inf).where(0.0, largest)
         weights = (scores - shift).exp()
         (total,) = body.reduce("sum", weights, keys)
-        (weighted,) = body.reduce("sum", weights * self.load_key(call.value, key, self.columns), keys)
+        factor = self.weight_factor(query, key)
+        scaled = weights if factor is None else weights * factor
+        (weighted,) = body.reduce("sum", scaled * self.load_key(call.value, key, self.columns), keys)
         results = (weighted, total, largest)
         if self.split is None:
             results = _results(call, weighted, total, largest, shift)

@@ -195,7 +195,7 @@ class _Elements:
     """The values of a query and a key in a kernel.
 
     Fields:
-        weight: the weight of the value, 0 where the score is masked.
+        weight: the weight of the value, times its factor, 0 where the score is masked.
         grad_score: the gradient of the score, 0 where it is masked.
         mask: whether the score is unmasked.
         scattered: numbers that are added to the gradients of captured tensors, where the score is unmasked.
@@ -356,12 +356,15 @@ class _GradientBuilder(ScoreBuilder):
         weights = score.masked((score.modified - shift).exp(), 0.0)
         left, right = products[1]
         (grad_weights,) = body.reduce("sum", left * right, [self.value_width])
+        factor = self.weight_factor(query, key)
+        grad_weights = grad_weights if factor is None else grad_weights * factor
         grad_modified = weights * (grad_weights - self.load_query(self.terms, query))
         indices = self.indices(query, key)
         with self.unmasked(query, key):
             operands = [score.scaled, *indices, grad_modified, *call.score_buffers]
             results: Any = self.elements.results(gradients.joint, operands)
         grad_score, *scattered = results
+        weights = weights if factor is None else weights * factor
         return _Elements(weights, score.masked(grad_score.to(self.dtype), 0.0), score.mask, tuple(scattered))
 
     def _finish(

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
 from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, KernelBuilder, Scalar, as_index, strided_index
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, literals
@@ -61,7 +61,8 @@ class AttentionCall:
     `key_blocks` are the blocks of keys that blocks of queries visit, and `query_blocks` those of queries that blocks of
     keys visit, or None where the block mask has no such lists.
     `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity, and
-    `has_relative_logsumexp` whether maxima are subtracted from the log-sum-exp.
+    `has_relative_logsumexp` whether maxima are subtracted from the log-sum-exp. `weight_mod` returns the factor of a
+    weight from its indices and `score_buffers`.
     """
 
     query: Value
@@ -77,6 +78,7 @@ class AttentionCall:
     mask_buffers: tuple[Operand, ...]
     zeroes_fully_masked_rows: bool = True
     has_relative_logsumexp: bool = False
+    weight_mod: GraphModule | None = None
 
     @classmethod
     def of(cls, builder: Builder, node: Node, arguments: Sequence[Any]) -> AttentionCall:
@@ -97,6 +99,7 @@ class AttentionCall:
             attribute_of(mask_mod), key_blocks, query_blocks, factor, unit, literals(builder, score_buffers, node),
             literals(builder, mask_buffers, node), not options.get("ROWS_GUARANTEED_SAFE", False),
             options.get(RELATIVE_LOGSUMEXP, False),
+            attribute_of(options[WEIGHT_MOD]) if WEIGHT_MOD in options else None,
         )  # fmt: skip
 
 
@@ -236,6 +239,14 @@ class ScoreBuilder:
         if streamed.inside is not None:
             mask = streamed.inside & mask
         return Score(scaled, modified, mask)
+
+    def weight_factor(self, query: Positions, key: Positions) -> Scalar | None:
+        """Returns the factor of the weight of a query and a key; None for no factor."""
+        if self.call.weight_mod is None:
+            return None
+        with self.unmasked(query, key):
+            operands = [*self.indices(query, key), *self.call.score_buffers]
+            return self.elements.call(self.call.weight_mod, operands).to(self.dtype)
 
     def indices(self, query: Positions, key: Positions) -> list[Scalar]:
         """Returns the indices that the functions of scores take: batch, head, query and key, int32."""

@@ -154,6 +154,7 @@ class GraphLowering:
             reads = [unwrap_views(definition) for definition in step.reads]
             defines = [*step.defines, *step.bound, *step.writes, *tokens]
             fusion.call(step.scalar_read or step.node, defines, reads, [*step.symbols, *step.writes, *tokens, *readers])
+        fusion.divide(schedules.parts)
         return fusion
 
     def _overwritable_after(

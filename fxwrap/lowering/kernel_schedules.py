@@ -9,9 +9,11 @@ from functools import cached_property
 
 from torch.fx import Node
 
+from fxwrap.devices import language_traits
 from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_columns, split_reductions
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
+from fxwrap.lowering.fusion.independent import independent_parts
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
 from fxwrap.lowering.fusion.kernels import build_kernel
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
@@ -19,8 +21,9 @@ from fxwrap.lowering.fusion.tracing import Trace
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request
 from fxwrap.lowering.rules import MATMUL_RULES
+from fxwrap.lowering.rules.registry import may_reduce_rows
 from fxwrap.printers import has_schedule
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 from fxwrap.wrapper_ir import Value
 
 
@@ -60,10 +63,26 @@ class KernelSchedules:
         stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
         return self._is_schedulable(joined_plan(kernel, mapping, plan, trace), stored, self.plan)
 
+    def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
+        """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
+
+        Of several rows, those that share their left operand alone are computed in different tiles, by more programs in
+        several launches, which become one (`combo_kernels`) if they are too few to occupy the device.
+        """
+        sums = [member.definition for member in kernel.members if isinstance(member.definition, Reduced)]
+        spec = self._specs[kernel.device_type]
+        has_rows = [self.is_matmul(item) and self.hint(product(item.source.parallel[:-1])) > 1 for item in sums]
+        if len(sums) < 2 or not all(has_rows) or not spec.massively_parallel:
+            return [kernel]
+        return [kernel] if language_traits(spec.kernel_language).takes_regions else independent_parts(kernel)
+
     def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
-        """Whether a kernel may reduce rows of results: of matmuls, where the options ask for kernels of these."""
-        is_generated = self.request.options.matmul_kernels == "generated"
-        return is_generated and any(self.is_matmul(member.definition) for member in kernel.members)
+        """Whether a kernel may reduce rows of its results, which are those of matmuls."""
+        sizes = [item.definition.sizes for item in kernel.members if self.is_matmul(item.definition)]
+        rows = [item[-2] if len(item) > 1 else 1 for item in sizes]
+        options, is_tuned = self.request.options, kernel.device_type in self.request.tuned_devices
+        spec = self._specs[kernel.device_type]
+        return bool(rows) and may_reduce_rows(options.matmul_kernels, is_tuned, spec, rows[0])
 
     def has_schedule_alone(self, matmul: Definition) -> bool:
         """Whether a kernel has a schedule that computes a matmul alone, with operands in memory."""

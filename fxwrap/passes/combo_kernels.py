@@ -69,10 +69,11 @@ def _candidates(program: Program, max_bytes: Mapping[str, int]) -> dict[int, _Ca
         if not isinstance(line, Launch) or line.kernel not in combiners or line.effect_set or not line.outs:
             continue
         (kernel, combiner), device = combiners[line.kernel], line.outs[0].tensor_type.device
-        if 0 < _bytes(line) <= max_bytes.get(device.type, 0):
-            printed = PrintedKernel(
-                kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
-            )
+        limit = max_bytes.get(device.type, 0)
+        printed = PrintedKernel(
+            kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
+        )
+        if 0 < _bytes(line) <= limit or (0 < limit < _bytes(line) and combiner.leaves_idle(printed)):
             key = _LaunchKey(kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)))
             small.append(_Candidate(line, printed, combiner, key))
     keys: dict[PrintedKernel, Hashable] = {}

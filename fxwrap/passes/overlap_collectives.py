@@ -47,12 +47,12 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
         return program
     hints = dict.fromkeys(ir.symbol_infos(program), ir.FALLBACK_SIZE_HINT)
     regions = SchedulingRegions(program, hints, lambda line: functional_name(line) is not None)
-    before = ir.live_bytes(program, hints).peak
+    before = _peak(program, hints)
     allowed = int(before * (1 + slack))
     for ahead in _AHEAD:
         moves = list(_RegionOverlap.of_regions(regions, allowed - regions.unowned_bytes))
         orders = [move.order(ahead) for move in moves]
-        if ir.live_bytes(regions.apply_order(orders), hints).peak <= allowed:
+        if _peak(regions.apply_order(orders), hints) <= allowed:
             break
     else:
         return program
@@ -61,9 +61,14 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     sorted_ = _with_ready_lines_first(regions, delayed, regions.peak(delayed))
     for changed in (sorted_, delayed):
         result = regions.apply_order(changed)
-        if ir.live_bytes(result, hints).peak <= allowed:
+        if _peak(result, hints) <= allowed:
             return drop_repeated_waits(result)
     return drop_repeated_waits(regions.apply_order(orders))
+
+
+def _peak(program: Program, hints: Mapping[str, Number]) -> int:
+    """Returns the peak memory of a program in bytes, which does not fall where it frees shared inputs."""
+    return ir.live_bytes(program, hints, release_shared=False).peak
 
 
 def _with_delayed_lines(

@@ -33,7 +33,7 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Number] | None
         hints: values of symbols by name; others have their declared hints, or a bounded estimate.
     """
     values = hints_with_fallback(program, hints)
-    before = live_bytes(program, values).peak
+    before = live_bytes(program, values, release_shared=False).peak
     if uses_streams(program):
         return ReorderResult(program, before, before)
     regions = SchedulingRegions(program, values)
@@ -41,7 +41,7 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Number] | None
     estimated, order = min([(regions.peak(order), order) for order in orders], key=lambda pair: pair[0])
     if estimated < regions.peak(regions.program_order):
         reordered = regions.apply_order(order)
-        after = live_bytes(reordered, values).peak  # includes blocks inside lines
+        after = live_bytes(reordered, values, release_shared=False).peak  # includes blocks inside lines
         if after < before:
             return ReorderResult(reordered, before, after)
     return ReorderResult(program, before, before)

@@ -20,8 +20,10 @@ from fxwrap.printers.triton import (
     combine_triton_kernels,
     configurations,
     group_key,
+    leaves_idle,
     print_streaming_triton,
     print_triton,
+    shares_packed_elements,
     streaming_configurations,
 )
 from fxwrap.regions import Region
@@ -134,7 +136,7 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
-    if form is not None:
+    if form is not None and not shares_packed_elements(kernel):
         has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
         kernel = unroll_packed_axes(kernel, separate=has_rows)
     if kernel.reduces_in_steps and not has_tiles:
@@ -150,5 +152,5 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
 
 
-TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels)
+TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels, leaves_idle)
 """Combines Triton kernels into combo kernels."""

@@ -18,6 +18,7 @@ from fxwrap.torch_compat.opaque import *
 from fxwrap.torch_compat.operators import *
 from fxwrap.torch_compat.precompile import *
 from fxwrap.torch_compat.prepacked import *
+from fxwrap.torch_compat.processor import *
 from fxwrap.torch_compat.python_operators import *
 from fxwrap.torch_compat.pytrees import *
 from fxwrap.torch_compat.streams import *

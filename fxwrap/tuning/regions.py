@@ -56,11 +56,15 @@ def matmul_regions(program: Program, graph: Graph) -> list[MatmulRegion]:
     hashes = {kernel.name: kernel.hash for kernel in program.kernels}
     names = {node.name for node in graph.nodes if node.op == "call_function" and str(node.target) in MATMUL_RULES}
     regions: dict[str, MatmulRegion] = {}
+    computed: set[tuple[str, ...]] = set()
     for line in program.lines():
         if not isinstance(line, Launch) or line.origin is None or names.isdisjoint(line.origin.nodes):
             continue
         if not _reads_numbers(line):
             continue  # it counts the rows of groups
+        if line.origin.nodes in computed:
+            continue  # it combines parts of rows that another launch has reduced
+        computed.add(line.origin.nodes)
         matmuls = frozenset(names.intersection(line.origin.nodes))
         key = hashes[line.kernel]
         first = regions.get(key)

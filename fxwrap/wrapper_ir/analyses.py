@@ -162,12 +162,13 @@ def live_bytes(
     *,
     include_inputs: bool = True,
     include_constants: bool = True,
+    release_shared: bool = True,
 ) -> LiveBytes:
     """Returns the bytes of tensor memory that are live at each line, and their peak.
 
     A root is live from its definition until it is consumed or returned. A reused root has the size of the consumed one.
-    Owned inputs are live until they are consumed, constants and other inputs throughout: the caller has another
-    reference to shared ones. Lists and opaque values have no bytes.
+    Owned and shared inputs are live until they are consumed, other inputs and constants throughout. Lists and opaque
+    values have no bytes. Without `release_shared`, shared inputs are live throughout: the caller has another reference.
 
     `hints` are the values of symbols by name, by default their declared hints. Raises ExpressionError for a symbol
     without a value.
@@ -175,9 +176,10 @@ def live_bytes(
     meter = _Meter(program, symbol_values(program, hints))
     inputs = [(item.value, item.ownership) for item in program.inputs if include_inputs]
     values = [(value, ownership) for value, ownership in inputs if isinstance(value, Value)]
-    live = [value for value, ownership in values if ownership is not Ownership.SHARED]
+    held = [value for value, ownership in values if ownership is Ownership.SHARED and not release_shared]
+    live = [value for value, ownership in values if ownership is not Ownership.SHARED or release_shared]
     live += [constant.value for constant in program.constants if include_constants]
-    shared = sum([meter.bytes_of(value) for value, ownership in values if ownership is Ownership.SHARED])
+    shared = sum([meter.bytes_of(value) for value in held])
     at_line = [shared + item for item in meter.block(program.body, {item.name: meter.bytes_of(item) for item in live})]
     peak = max(at_line)
     return LiveBytes(peak, at_line.index(peak), tuple(at_line))

@@ -190,6 +190,31 @@ def test_recomputed_tensors(function: Callable[..., Tensor], fresh_dynamo: None)
     assert count_saved_matmul_sized(programs[0]) == 1  # the result
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp"])
+def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype, fresh_dynamo: None) -> None:
+    """The backwards of the matmul and of the softmax read the softmax; the dropout's result is not saved."""
+
+    def attend(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        weights = F.dropout(F.softmax((x @ w).float(), -1), 0.25, training=True).to(dtype)
+        return weights.t() @ v
+
+    programs: list[fxwrap.Program] = []
+    options = {"emitter": emitter, "passes": (collecting_pass(programs),)}
+    generator = torch.Generator().manual_seed(3)
+    operands = [torch.randn(*sizes, generator=generator) for sizes in ((ROWS, WIDTH), (WIDTH, CLASSES), (ROWS, 2))]
+    outcomes = []
+    for function in (attend, torch.compile(attend, backend="fxwrap", fullgraph=True, options=options)):
+        leaves = [item.to(dtype, copy=True).requires_grad_() for item in operands]
+        torch.manual_seed(5)
+        function(*leaves).square().sum().backward()
+        outcomes.append([item.grad for item in leaves])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)
+    saved = [item.dtype for item in returned_types(programs[0]) if sorted(item.sizes) == [ROWS, CLASSES]]
+    assert sorted(saved, key=str) == [torch.bool, torch.float32]
+
+
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
 def test_a_returned_view_is_not_donated_to_the_backward(emitter: str, fresh_dynamo: None) -> None:
     """The product is saved and replaced by a multiplication; AOTAutograd must see that a result is a view of it."""

@@ -86,4 +86,3 @@ def decoding_step(options: fxwrap.Options, device: str, dtype: torch.dtype) -> t
     scores = query.double() @ key.mT / math.sqrt(WIDTH) + slopes[:, None, None] * distances
     (compiled,) = compiles
     return result, scores.masked_fill(distances > 0, -math.inf).softmax(-1) @ value, compiled
-

@@ -325,3 +325,29 @@ def test_several_normalised_rows_are_computed_once(rows: int, is_parallel: bool)
     assert len(second.arguments) == (3 if is_materialised else 5)
     (result,), (want,) = planned.run(operands), normalised(*[item.double() for item in operands])
     torch.testing.assert_close(result.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def projected(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> list[Tensor]:
+    gate, up = functional.linear(x, first), functional.linear(x, second)
+    return [functional.silu(gate) * up, functional.linear(x, third).relu(), functional.linear(x, first).exp()]
+
+
+@pytest.mark.parametrize(("rows", "is_parallel", "kernels"), [(1, True, 1), (5, True, 2), (5, False, 1)])
+def test_independent_matmuls_of_several_rows_are_kernels_of_their_own(
+    rows: int, is_parallel: bool, kernels: int
+) -> None:
+    """On massively parallel devices; those that one result needs stay together."""
+    operands = [torch.randn(sizes) for sizes in ((rows, 64), (96, 64), (96, 64), (96, 64))]
+    options = GENERATED.replace(devices=[dataclasses.replace(CPU, massively_parallel=is_parallel)])
+    planned = plan(make_fx(projected)(*operands), operands, options)
+    assert len(planned.launches) == kernels
+    for result, want in zip(planned.run(operands), projected(*[item.double() for item in operands]), strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "columns", "is_kernel"), [(1, 8, True), (4, 16, True), (4, 8, False), (9, 16, False)])
+def test_matmuls_of_several_rows_are_kernels_from_a_size_on(rows: int, columns: int, is_kernel: bool) -> None:
+    spec = dataclasses.replace(CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 16)
+    operands = [torch.randn(rows, 64), torch.randn(columns, 64)]
+    program = lowered(functional.linear, operands, Options(devices=[spec])).program
+    assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel

@@ -99,10 +99,13 @@ def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str)
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
-def test_every_emitter_launches_them(emitter: str) -> None:
-    inputs = [random(F32, 1, 40), random(F32, 24, 40)]
+@pytest.mark.parametrize(("rows", "dtype"), [(1, F32), (9, BF16)], ids=str)
+def test_every_emitter_launches_them(emitter: str, rows: int, dtype: torch.dtype) -> None:
+    inputs = [random(dtype, rows, 40), random(dtype, 24, 40)]
     compiled = programs_of(lambda x, w: torch.relu(x @ w.t()), inputs, emitter=emitter)
-    torch.testing.assert_close(compiled(*inputs)[0], torch.relu(inputs[0] @ inputs[1].t()))
+    assert called(compiled) == []
+    want = torch.relu(inputs[0].double() @ inputs[1].double().t())
+    assert (compiled(*inputs)[0].double() - want).norm() <= torch.finfo(dtype).eps * want.norm()
 
 
 def test_the_default_generates_products_of_one_row_where_the_device_prefers_that() -> None:
@@ -115,6 +118,17 @@ def test_the_default_generates_products_of_one_row_where_the_device_prefers_that
     assert called(compiled) == ["aten.mm.default"]
     assert launches(compiled) == ["mm_relu_0", "relu_0"]
     assert called(programs_of(function, [row, rows, w], matmul_kernels="library")) == ["aten.mm.default"] * 2
+
+
+@pytest.mark.parametrize("size", [255, 256])
+def test_the_default_generates_products_of_few_rows_of_large_matrices(size: int) -> None:
+    x, w = random(F32, 8, 256), random(F32, size, 256)
+    compiled = programs_of(lambda x, w: torch.relu(x @ w.t()), [x, w], matmul_kernels="auto")
+    assert called(compiled) == (["aten.mm.default"] if size < 256 else [])
+    many = [random(F32, 9, 256), w]
+    assert called(programs_of(lambda x, w: x @ w.t(), many, matmul_kernels="auto")) == ["aten.mm.default"]
+    batch = [random(F32, 2, 8, 256), random(F32, 2, 256, 256)]
+    assert called(programs_of(lambda x, w: x @ w.mT, batch, matmul_kernels="auto")) == ["aten.bmm.default"]
 
 
 def test_a_symbolic_number_of_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import Alloc, ExternCall, Launch
 from tests.lowering.planned_programs import STRICT, plan
 from tests.lowering.test_matmul_fusion import GENERATED, lowered
@@ -132,6 +134,22 @@ def test_matmuls_stay_without_their_row_reductions_unless_the_options_ask_for_ke
     tuned = lowered(lambda *items: extremes(Inputs(*items)), operands, Options(), ("cpu",)).program
     assert len([line for line in tuned.lines() if isinstance(line, Launch)]) == 2
     assert not [line for line in tuned.lines() if isinstance(line, Alloc) and "_parts" in line.result.name]
+
+
+@pytest.mark.parametrize(("rows", "width", "launches"), [(8, 40, 2), (20, 40, 2), (20, 4096, 1)])
+def test_many_rows_of_short_sums_are_timed_with_their_row_reductions(rows: int, width: int, launches: int) -> None:
+    """On massively parallel devices: few rows without them, and long sums not at all."""
+    x, weight, target = torch.randn(rows, width), torch.randn(300, width), torch.randint(0, 300, (rows,))
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(functional.linear(x, weight), target, reduction="none")
+
+    options = Options(devices=[dataclasses.replace(CPU, massively_parallel=True)])
+    lines = list(lowered(loss, [x, weight, target], options, ("cpu",)).program.lines())
+    logits = [line for line in lines if isinstance(line, Alloc) and line.result.tensor_type.sizes == (rows, 300)]
+    calls = [line.target for line in lines if isinstance(line, ExternCall)]
+    assert bool(logits) == (rows == 8) and calls == (["aten.mm.default"] if width == 4096 else [])
+    assert len([line for line in lines if isinstance(line, Launch)]) == launches
 
 
 def every(*operands: Tensor) -> list[Tensor]:

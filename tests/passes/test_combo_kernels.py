@@ -172,6 +172,23 @@ def test_large_launches_are_not_combined() -> None:
     assert len(launches(check(each, *inputs[:3], max_bytes=1 << 20))) == 1
 
 
+def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values."""
+    return tuple([x @ weight.t() for weight in weights])
+
+
+@pytest.mark.parametrize(("rows", "count"), [(3, 1), (70, 2)])
+def test_large_matmuls_of_few_programs_are_combined(rows: int, count: int) -> None:
+    """Of 70 rows, those of other sizes have other tiles."""
+    parallel = dataclasses.replace(ALIKE, massively_parallel=True)
+    options = OPTIONS.replace(devices=(parallel,), matmul_kernels="generated")
+    inputs = [torch.randn(sizes) for sizes in ((rows, 64), (96, 64), (32, 64), (32, 64))]
+    compiled = compile_graph(graph(projections, *inputs), inputs, options=options)
+    assert len(launches(compiled.program)) == count
+    for result, want in zip(compiled(*inputs), projections(*[item.double() for item in inputs]), strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
+
+
 def test_devices_without_a_limit_are_unchanged() -> None:
     program = lowered(each, *vectors(20, 24))
     assert combine_kernels(program, {"cuda": SMALL}) is program

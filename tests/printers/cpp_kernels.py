@@ -29,8 +29,12 @@ def check(
     numbers: Mapping[str, int] | None = None,
     arguments: Mapping[str, torch.Tensor] | None = None,
     rtol: float = 1e-5,
+    preamble: str = "",
 ) -> str:
-    """Runs a kernel in C++ and by the evaluator in float64 where it can; returns its source."""
+    """Runs a kernel in C++ and by the evaluator in float64 where it can; returns its source.
+
+    `preamble` precedes the source.
+    """
     values = dict(numbers or {})
     printed = print_cpp_kernel(kernel)
 
@@ -43,7 +47,7 @@ def check(
     buffers |= arguments or {}
     wanted = {name: tensor.clone() for name, tensor in buffers.items()}
     evaluate_kernel(kernel, wanted, values)
-    launch = load_kernel("cpp", printed.source, printed.signature, printed.options)
+    launch = load_kernel("cpp", preamble + printed.source, printed.signature, printed.options)
     launch((1, 1, 1), *buffers.values(), *[values[symbol.name] for symbol in kernel.symbols])
     for item in kernel.outputs:
         tolerance = 1e-2 if item.dtype in (BF16, torch.float16) else rtol if item.dtype.is_floating_point else 0

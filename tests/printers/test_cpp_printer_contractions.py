@@ -64,6 +64,43 @@ QUANTISED = """kernel(a: bf16[2*70], b: i8[9*70], scale: f32[9]) -> (out: f32[18
 """
 
 
+PACKED = """kernel(a: bf16[5*200], b: bf16[2*35*70]) -> (out: bf16[5*35]) for [i: 5, j: 35] reduce [k: 70] {
+  %0 = bf16 load a[200*i + k + 3]
+  %1 = f32 cast %0
+  %2 = bf16 load b[70*j + k]
+  %3 = f32 cast %2
+  %4 = f32 mul %3 %1
+  %5 = f32 reduce sum %4
+  %6 = bf16 load b[70*j + k + 2450]
+  %7 = f32 cast %6
+  %8 = f32 mul %1 %7
+  %9 = f32 reduce sum %8
+  %10 = f32 mul %5 %9
+  %11 = bf16 cast %10
+  store out[35*i + j] %11
+}
+"""
+"""Two products of one tensor, whose rows are far apart, by the halves of another."""
+
+
+NORMALISED = """kernel(a: bf16[3*70], scale: f32[3], b: bf16[9*70]) -> (out: f32[27]) \
+for [i: 3, j: 9] reduce [k: 70] {
+  %0 = bf16 load a[70*i + k]
+  %1 = f32 cast %0
+  %2 = f32 load scale[i]
+  %3 = f32 mul %1 %2
+  %4 = bf16 cast %3
+  %5 = f32 cast %4
+  %6 = bf16 load b[70*j + k]
+  %7 = f32 cast %6
+  %8 = f32 mul %5 %7
+  %9 = f32 reduce sum %8
+  store out[9*i + j] %9
+}
+"""
+"""Rows that are computed and rounded."""
+
+
 ROW_REDUCTIONS = """kernel(a: f32[2*5*70], b: f32[2*6*19*70], c: f32[114], d: i64[10]) \
 -> (out: f32[1140], largest: f32[60], total: f32[60], picked: f32[60], share: f32[60]) \
 for [n: 2, i: 5, g: 6] reduce [j: 19, k: 70] {
@@ -107,11 +144,18 @@ def parts(rows: int, columns: int, kind: str = "softmax") -> Kernel:
 def kernels() -> list[Kernel]:
     """Kernels whose sizes are and are not multiples of tiles and vectors."""
     return [
-        *[matmul(*case) for case in [(1, 40, 1100), (2, 9, 64), (5, 8, 33), (11, 13, 5), (8, 30, 96, "bf16")]],
-        matmul(3, 17, 70, "bf16"), matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"),
-        matmul("s0", "s1", "s2"), parse_kernel(BATCHED), parse_kernel(QUANTISED), parse_kernel(ROW_REDUCTIONS),
+        *[matmul(*case) for case in [(1, 40, 1100), (2, 9, 64), (5, 8, 33), (11, 13, 5), (16, 12, 1100)]],
+        matmul(4, 6, 31, "f64"), matmul(9, 4, 1500, "f16"), matmul("s0", "s1", "s2"), matmul("s0", 9, 40, "bf16"),
+        parse_kernel(BATCHED), parse_kernel(QUANTISED), parse_kernel(ROW_REDUCTIONS),
         parts(3, 300), parts(11, 512, "welford"), statistics(40, "max", 1),
     ]  # fmt: skip
+
+
+def matrix_kernels() -> list[Kernel]:
+    """Contractions of bfloat16 matrices, whose sizes are and are not multiples of tiles."""
+    sizes = [(1, 40, 1100), (3, 17, 70), (8, 64, 96), (16, 33, 64), (21, 5, 31)]
+    computed = [parse_kernel(PACKED), parse_kernel(NORMALISED)]
+    return [*[matmul(*size, "bf16") for size in sizes], *computed]
 
 
 compiled_kernels = compiled_together(kernels)
@@ -127,6 +171,26 @@ def test_contractions(position: int) -> None:
         assert "ProductTile" in check(kernel, values, rtol=1e-4)
         if not values:
             break
+
+
+compiled_matrix_kernels = compiled_together(matrix_kernels)
+
+
+@pytest.mark.usefixtures("compiled_matrix_kernels")
+@pytest.mark.parametrize("position", range(len(matrix_kernels())))
+def test_contractions_of_matrices(position: int) -> None:
+    assert "MatrixTile" in check(matrix_kernels()[position])
+
+
+NO_PERMISSION = """#if MATRIX_TILES
+static const int denied = (matrix_permission = 2);
+#endif
+"""
+
+
+def test_contractions_of_matrices_without_permission_for_matrix_instructions() -> None:
+    for kernel in matrix_kernels()[2::3]:
+        check(kernel, preamble=NO_PERMISSION)
 
 
 def test_other_contractions_have_no_plan() -> None:

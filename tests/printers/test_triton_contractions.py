@@ -55,6 +55,41 @@ def test_every_configuration_is_correct(rows: int) -> None:
         check(kernel, item)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "tile"),
+    [(3, 4096, (8, 16)), (8, 16384, (8, 32)), (9, 4096, (16, 16)), (16, 16384, (16, 128)), (64, 16384, (64, 64))],
+)
+def test_few_rows_have_tiles_by_rows_and_columns(rows: int, columns: int, tile: tuple[int, int]) -> None:
+    first = configurations(matmul(rows, columns, 4096, "bf16"))[0]
+    assert (first.x_block, first.y_block) == tile and first.dot
+
+
+def test_blocks_of_all_stages_fit_in_shared_memory() -> None:
+    """Of float32, and of many sums, which have a matrix each."""
+    for kernel in (matmul(64, 16384, 4096, "f32"), matmul(8, 4096, 4096, "f32"), parse_kernel(_sums(12))):
+        size = max([item.dtype.itemsize for item in kernel.inputs])
+        matrices = len(kernel.reductions)
+        for item in configurations(kernel):
+            if item.dot:
+                assert (item.x_block + matrices * item.y_block) * item.r_block * size * item.num_stages <= 227 << 10
+
+
+def _sums(count: int) -> str:
+    """The products of 8 rows with several matrices, added."""
+    matrices = ", ".join([f"b{number}: bf16[16384*4096]" for number in range(count)])
+    lines = ["%0 = bf16 load a[4096*i + k]", "%1 = f32 cast %0"]
+    total = 0
+    for number in range(count):
+        at = len(lines)
+        lines += [f"%{at} = bf16 load b{number}[4096*j + k]", f"%{at + 1} = f32 cast %{at}"]
+        lines += [f"%{at + 2} = f32 mul %1 %{at + 1}", f"%{at + 3} = f32 reduce sum %{at + 2}"]
+        lines += [f"%{at + 4} = f32 add %{total or at + 3} %{at + 3}"]
+        total = at + 4
+    body = "".join([f"  {line}\n" for line in [*lines, f"store out[16384*i + j] %{total}"]])
+    signature = f"kernel(a: bf16[8*4096], {matrices}) -> (out: f32[8*16384])"
+    return f"{signature} for [i: 8, j: 16384] reduce [k: 4096] {{\n{body}}}\n"
+
+
 @pytest.mark.parametrize("rows", [5, 100])
 @pytest.mark.parametrize("kind", ["softmax", "argmax", "welford"])
 def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
@@ -62,7 +97,17 @@ def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
     tiles = {(item.x_block, item.y_block): item for item in configurations(kernel)}
     assert all(item.dot and 128 in sizes for sizes, item in tiles.items())
     for item in list(tiles.values())[:2]:
-        check(kernel, item, tolerance=1e-4)
+        check(kernel, replace(item, band=2), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("band", [0, 2, 9])
+def test_programs_go_through_bands_of_rows(band: int) -> None:
+    split, whole = parts(80, 300), matmul(80, 100, 24, "f16")
+    for kernel, columns, rows, block in (
+        (split, split.reduced[:1], split.axes[1:], 128),
+        (whole, whole.axes[1:], whole.axes[:1], 32),
+    ):
+        check(kernel, Configuration(columns, rows, block, 16, 16, looped=True, dot=True, band=band), tolerance=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -130,3 +130,20 @@ def test_a_region_has_the_views_between_its_nodes() -> None:
     assert names == ["mm", "relu", "view", "mm_1"]
     assert {node.name for node in part.graph.find_nodes(op="placeholder")} < set(by_name)
     assert region_graph(graph.graph, lambda node: node.meta.get("val"), ["absent"]) is None
+
+
+def test_a_matmul_is_timed_once_with_the_reductions_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def loss(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x @ weight.t(), target, reduction="none")
+
+    inputs = [torch.randn(20, 40), torch.randn(300, 40), torch.randint(0, 300, (20,))]
+    options = Options(devices=[dataclasses.replace(CPU, massively_parallel=True)], autotune=True, compile_cache=False)
+    for seconds, calls in (((1.0, 2.0), 0), ((1.0, 1.0), 1)):
+        timer = RegionTimer(seconds)
+        tuner = Tuner(lambda tasks: [], lambda _: None, TuningRecords(tmp_path / str(calls)), time_regions=timer)
+        monkeypatch.setattr(compiler, "gpu_tuner", lambda tuner=tuner: tuner)
+        result = fxwrap.compile_graph(make_fx(loss)(*inputs), inputs, options=options)
+        assert (timer.regions, len(called(result.program))) == (1, calls)
+        torch.testing.assert_close(result(*inputs)[0], loss(*inputs))

@@ -153,6 +153,21 @@ class Fusion:
         readers = [item for alias in aliases for item in self.readers(alias)]
         return [*aliases, *definition.symbols, *readers]
 
+    def divide(self, parts_of: Callable[[KernelPlan], Sequence[KernelPlan]]) -> None:
+        """Replaces kernels by independent ones, which run in their place, when all items have been added."""
+        items: list[ScheduledItem] = []
+        for item in self._items:
+            items.append(item)
+            if item.kernel is None:
+                continue
+            item.kernel, *others = parts_of(item.kernel)
+            for part in others:
+                added = ScheduledItem(item.key, item.first_user, kernel=part)
+                items.append(added)
+                for definition in (*part.reads, *part.operands):
+                    self._readers.setdefault(definition, []).append(added)
+        self._items = items
+
     def last_readers(self) -> dict[Definition, ScheduledItem]:
         """Returns the last item that reads each definition, in the order of `items`."""
         order = {id(item): position for position, item in enumerate(self.items())}

@@ -27,6 +27,7 @@ from fxwrap.lowering.graph_definitions import library_call_reason
 from fxwrap.lowering.rules.indexing_common import unchecked_indirect_index
 from fxwrap.lowering.rules.registry import (
     MATMUL_RULES,
+    MAX_TUNED_ROWS,
     Declined,
     LoweringResult,
     NumberOrSymbol,
@@ -35,8 +36,11 @@ from fxwrap.lowering.rules.registry import (
 )
 from fxwrap.symbolic import Size, product
 
-MAX_TUNED_ROWS = 16
-"""The largest number of rows of matmuls that are timed beside the library, which is faster for many rows."""
+MAX_TUNED_PRODUCTS = 1024
+"""The largest number of products of a sum in matmuls of many rows that are timed beside the library.
+
+The library is faster for long sums by more than a pass over the results takes.
+"""
 
 Element = Callable[[Indices, Indices], Indices]
 """The indices of an operand's element by those of the result's element and those of the reduced axis."""
@@ -68,7 +72,7 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size, right: Defini
     match call.matmul_kernels:
         case "library":
             raise Declined(library_call_reason(call.name) or "a library call")
-        case "auto" if not _is_candidate(call, left, rows) and not _is_dequantised(call, rows, right):
+        case "auto" if not _is_candidate(call, left, rows, right) and not _is_dequantised(call, rows, right):
             raise Declined(library_call_reason(call.name) or "a library call")
         case _:
             pass
@@ -81,11 +85,21 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
         raise Declined("its operands and its result are of several dtypes")
 
 
-def _is_candidate(call: OperatorCall, left: Definition, rows: Size) -> bool:
+def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
+    if not isinstance(rows, int):
+        return False
     if call.tunes_matmuls:
-        return isinstance(rows, int) and rows <= MAX_TUNED_ROWS
-    return isinstance(rows, int) and rows <= dict(call.spec.generated_matmul_rows).get(left.dtype, 0)
+        return rows <= MAX_TUNED_ROWS or _has_short_sums(call, left)
+    matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
+
+
+def _has_short_sums(call: OperatorCall, left: Definition) -> bool:
+    """Whether a pass over the results of a matrix product takes a large part of the product's time, on a GPU."""
+    products = left.sizes[-1]
+    is_short = isinstance(products, int) and products <= MAX_TUNED_PRODUCTS
+    return is_short and len(left.sizes) == 2 and call.spec.massively_parallel
 
 
 def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) -> bool:

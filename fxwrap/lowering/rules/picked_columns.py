@@ -15,7 +15,7 @@ import torch
 from fxwrap.loop_ir import Atom, Axis, IndexLike, KernelBuilder, Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, Reduced, reduction
 from fxwrap.lowering.fusion.tracing import IndexTuple, resolve_views, trace_with
-from fxwrap.lowering.rules.registry import OperatorCall
+from fxwrap.lowering.rules.registry import OperatorCall, may_reduce_rows
 from fxwrap.symbolic import Number
 
 _MAX_COST = 100
@@ -38,7 +38,8 @@ class PickedColumns:
 
 def pick_columns(call: OperatorCall, matrix: Definition, column: Column) -> PickedColumns:
     """Returns the sums for elements of a matrix that is computed from kernels of matmuls; none for another matrix."""
-    if call.matmul_kernels != "generated" or len(matrix.sizes) != 2:
+    rows = matrix.sizes[0] if len(matrix.sizes) == 2 else 0
+    if len(matrix.sizes) != 2 or not may_reduce_rows(call.matmul_kernels, call.tunes_matmuls, call.spec, rows):
         return PickedColumns({})
     trace = trace_with(matrix, lambda other: "inlined" if isinstance(other, Pointwise) else "fetched")
     if not isinstance(matrix, Pointwise) or trace.cost > _MAX_COST:

@@ -43,6 +43,19 @@ class Declined(Exception):
     """A rule raises it for a call that stays an extern call; its text is the reason."""
 
 
+MAX_TUNED_ROWS = 16
+"""The largest number of rows of matmuls that are timed beside the library whatever follows them."""
+
+
+def may_reduce_rows(matmul_kernels: MatmulKernels, is_tuned: bool, spec: DeviceSpec, rows: Size) -> bool:
+    """Whether the kernel of a matmul with so many rows may compute reductions along rows of its results.
+
+    It may where the options ask for kernels, or where timing compares it with the library's call and other kernels.
+    """
+    is_timed = matmul_kernels == "auto" and is_tuned and spec.massively_parallel
+    return matmul_kernels == "generated" or (is_timed and isinstance(rows, int) and rows > MAX_TUNED_ROWS)
+
+
 @dataclass(frozen=True)
 class OperatorCall:
     """A call to lower.

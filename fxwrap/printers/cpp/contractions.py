@@ -34,8 +34,14 @@ from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
 from fxwrap.symbolic import Size, product
 
-MAX_TILE_ROWS = 8
-"""The largest number of rows of a tile: their accumulators fill the registers."""
+MAX_TILE_ROWS = 16
+"""The largest number of rows of a tile, which reads its columns from memory once."""
+
+MAX_GROUP_ROWS = 8
+"""Rows that are multiplied at a time where elements of columns are computed: their accumulators fill the registers."""
+
+MAX_LOADED_GROUP_ROWS = 4
+"""The same where elements of columns are only loaded, which more columns at a time make faster."""
 
 SYMBOLIC_TILE_ROWS = 4
 """The rows of a tile where their number is symbolic."""
@@ -113,6 +119,11 @@ def _is_contiguous(contraction: ContractionForm, operand: int, axis: Axis) -> bo
     return depends and contraction.is_contiguous(operand, axis)
 
 
+def is_direct(load: Load) -> bool:
+    """Whether no other value selects the element."""
+    return not any(isinstance(atom, IndirectIndex) for atom in load.index.atoms())
+
+
 class ContractionPrinter(LoopPrinter):
     """A contraction: each parallel iteration computes a tile of columns for all rows.
 
@@ -129,10 +140,11 @@ class ContractionPrinter(LoopPrinter):
     def print(self) -> None:
         """Writes the panels and the loops over tiles."""
         contraction, reduced = self.contraction, self.contraction.reduced_columns
-        for operand in dict.fromkeys(item.row_operand for item in contraction.sums):
-            self.panels[operand] = self.direct_rows(operand) or self.write_panel(operand)
+        self.print_row_operands()
         rows, _ = self.tiles.tile_rows
-        self.writer.line(f"constexpr int width = tile_columns({rows});")
+        loads = all(isinstance(self.kernel.operations[item.column_operand], Load) for item in contraction.sums)
+        group = MAX_LOADED_GROUP_ROWS if loads else MAX_GROUP_ROWS
+        self.writer.line(f"constexpr int group = group_rows({rows}, {group}), width = {self.columns_of_tile}(group);")
         outer = [axis for axis in (*contraction.batch, *contraction.columns) if axis is not self.tiles.column_axis]
         if not reduced:
             self.print_columns(outer, self.parallel())
@@ -150,23 +162,39 @@ class ContractionPrinter(LoopPrinter):
 
     def print_columns(self, outer: Sequence[Axis], pragma: str) -> None:
         """Writes the loops over tiles of columns, within loops over other axes."""
-        columns, (rows, rest) = self.tiles.column_axis, self.tiles.tile_rows
+        columns = self.tiles.column_axis
         count = f"({print_size(columns.size)} + width - 1) / width"
         heads = [*[loop_head(axis) for axis in outer], f"for (int64_t tile = 0; tile < {count}; ++tile)"]
         with self.writer.nest(heads, pragma):
-            start = f"{columns.name}_0"
-            with self.writer.block(f"const auto run = [&](auto columns, int64_t {start})", "};"):
-                others = [axis for axis in self.contraction.rows if axis is not self.tiles.row_axis]
-                with self.writer.nest([loop_head(axis) for axis in others]):
-                    self.print_rows(rows, rest)
-            self.writer.line("const int64_t first = tile * width;")
-            self.writer.line(f"if (first + width <= {print_size(columns.size)}) run(Constant<width>{{}}, first);")
-            with self.writer.nest([f"else for (int64_t j = first; j < {print_size(columns.size)}; ++j)"]):
-                self.writer.line("run(Constant<1>{}, j);")
+            self.print_column_tile()
 
-    def print_rows(self, rows: int, rest: int) -> None:
+    columns_of_tile = "tile_columns"
+    """The function of `contractions.h` that returns the columns of a tile."""
+
+    def print_row_operands(self) -> None:
+        """Writes the panels of row operands that are not read from memory as they are."""
+        for operand in dict.fromkeys(item.row_operand for item in self.contraction.sums):
+            self.panels[operand] = self.direct_rows(operand) or self.write_panel(operand)
+
+    def print_column_tile(self) -> None:
+        """Writes the computation of a tile of columns, or of each of the last ones."""
+        columns = self.tiles.column_axis
+        with self.writer.block(f"const auto run = [&](auto columns, int64_t {columns.name}_0)", "};"):
+            self.print_rows()
+        self.writer.line("const int64_t first = tile * width;")
+        self.writer.line(f"if (first + width <= {print_size(columns.size)}) run(Constant<width>{{}}, first);")
+        with self.writer.nest([f"else for (int64_t j = first; j < {print_size(columns.size)}; ++j)"]):
+            self.writer.line("run(Constant<1>{}, j);")
+
+    def print_rows(self) -> None:
+        """Writes the loops over rows, in tiles along one axis."""
+        others = [axis for axis in self.contraction.rows if axis is not self.tiles.row_axis]
+        with self.writer.nest([loop_head(axis) for axis in others]):
+            self.print_row_tiles()
+
+    def print_row_tiles(self) -> None:
         """Writes the loop over tiles of rows, or the only row."""
-        axis = self.tiles.row_axis
+        axis, (rows, rest) = self.tiles.row_axis, self.tiles.tile_rows
         if axis is None:
             self.writer.line("constexpr Constant<1> rows;")
             self.print_tile()
@@ -179,12 +207,9 @@ class ContractionPrinter(LoopPrinter):
         """Writes the sums of a tile, and the loops over its elements that store the results, or the sums in blocks."""
         names = {item.reduction: f"{self.statements.name(item.reduction)}_tile" for item in self.contraction.sums}
         for item in self.contraction.sums:
-            kind = CPP_TYPES[self.statements.dtype(item.reduction)]
-            self.writer.line(f"ProductTile<{kind}, rows, columns> {names[item.reduction]};")
-            with self.writer.nest([loop_head(axis) for axis in self.outer_reduced]):
-                self.print_sum(item, names[item.reduction])
+            self.print_sum(item, names[item.reduction])
         row, column = self.tiles.row_axis, self.tiles.column_axis
-        heads = ["for (int i = 0; i < rows; ++i)", "for (int j = 0; j < columns; ++j)"]
+        heads = ["for (int i = 0; i < rows; ++i)", f"for (int j = 0; j < {self.columns_in_tile}; ++j)"]
         with self.writer.nest(heads):
             if row is not None:
                 self.writer.line(f"const int64_t {row.name} = {row.name}_0 + i;")
@@ -252,7 +277,17 @@ class ContractionPrinter(LoopPrinter):
 
     # --- products ---------------------------------------------------------------------------------------------------
 
+    columns_in_tile = "columns"
+    """The number of columns of a tile that exist."""
+
     def print_sum(self, item: ProductSum, tile: str) -> None:
+        """Writes the tile of a sum, and the loops that add its products."""
+        kind = CPP_TYPES[self.statements.dtype(item.reduction)]
+        self.writer.line(f"ProductTile<{kind}, rows, columns, group> {tile};")
+        with self.writer.nest([loop_head(axis) for axis in self.outer_reduced]):
+            self.print_products(item, tile)
+
+    def print_products(self, item: ProductSum, tile: str) -> None:
         """Writes the call that adds the products along the vectorised axis."""
         tiles, vector = self.tiles, self.tiles.vector_axis
         panel, index = self.panels[item.row_operand]
@@ -270,11 +305,27 @@ class ContractionPrinter(LoopPrinter):
             f"{tile}.template add<{self.vectors(operand)}>({print_size(vector.size)}, {panel} + {first},"
             f" {text(stride)}, [&](int j, int64_t {vector.name})"
         )
-        with self.writer.block(head, "});" + self.statements.comment(self.kernel.operations[item.reduction])):
+        with self.writer.block(head, "}, [&](int j, int64_t " + f"{vector.name}) {{"):
             self.writer.line(f"const int64_t {column} = {column}_0 + j;")
             known: EmittedValues = {}
             self.statements.write([operand], known)
             self.writer.line(f"return {known[operand]};")
+        self.writer.depth += 1
+        self.print_prefetches(operand)
+        self.writer.depth -= 1
+        self.writer.line("});" + self.statements.comment(self.kernel.operations[item.reduction]))
+
+    def print_prefetches(self, operand: int) -> None:
+        """Writes the prefetches of a column's elements of the next tile, where no other value selects them."""
+        column, vector = self.tiles.column_axis, self.tiles.vector_axis
+        following = Axis(f"{column.name}_next", column.size)
+        self.writer.line(f"const int64_t {following.name} = {column.name}_0 + columns + j;")
+        text = self.statements.index({})
+        for at in self.contraction.prologue(operand):
+            load = self.kernel.operations[at]
+            if isinstance(load, Load) and load.index.stride(vector) == as_index(1) and is_direct(load):
+                index = text(load.index.substitute({column: following}))
+                self.writer.line(f"__builtin_prefetch({load.buffer} + {index}, 0, 2);")
 
     def vectors(self, operand: int) -> int:
         """Returns the number of vectors of a sum that the narrowest vector of a column's elements widens to."""
@@ -291,7 +342,7 @@ class ContractionPrinter(LoopPrinter):
             not isinstance(load, Load)
             or load.mask is not None
             or load.index.stride(self.tiles.vector_axis) != as_index(1)
-            or any(isinstance(atom, IndirectIndex) for atom in load.index.atoms())
+            or not is_direct(load)
         ):
             return None
         if self.tiles.row_axis is not None and load.index.stride(self.tiles.row_axis) is None:

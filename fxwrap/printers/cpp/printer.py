@@ -22,6 +22,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
+from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
 from fxwrap.printers.cpp.operations import CPP_TYPES, SYMBOL_TYPES
 from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
@@ -70,7 +71,8 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     kernel = plan.kernel
     contraction = plan_contraction(kernel)
     if contraction is not None:
-        return ContractionPrinter(plan, contraction, writer, origin_comments)
+        printer = MatrixContractionPrinter if is_matrix_contraction(contraction) else ContractionPrinter
+        return printer(plan, contraction, writer, origin_comments)
     if not kernel.reduced:
         return PointwisePrinter(plan, writer, origin_comments)
     if kernel.reduces_in_steps:

@@ -185,6 +185,8 @@ class StreamingPrinter(LoopPrinter):
         self._declare("factors", lanes)
         if parts.softmax is not None:
             self._declare("maxima", lanes)
+            for scaled in parts.scaled_weights:
+                self._declare(f"weights_{scaled.position}", _round_up(self.keys) * lanes)
         else:
             for weights in parts.weights:
                 self._declare(f"weights_{weights}", _round_up(self.keys) * lanes)
@@ -215,6 +217,7 @@ class StreamingPrinter(LoopPrinter):
         parts, lanes, line = self.parts, self.lanes, self.writer.line
         factors = [item.right for item in (*parts.products, *parts.weighted_sums)]
         known |= {item.position: self._element(f"products_{item.position}") for item in parts.products}
+        factors += [item.factor for item in parts.scaled_weights]
         self._hoist([*parts.elements, *factors], [*self.outer, *parts.axes[:-1]], known)
         self.write_device_asserts(self.asserts["step"], known)
         line(f"const int64_t count = fxwrap::min<int64_t>({self.keys}, {self.inner.name}_end - {self.inner.name}_0);")
@@ -239,6 +242,7 @@ class StreamingPrinter(LoopPrinter):
         if parts.softmax is not None:
             self._print_rescaling()
             self._print_weights()
+            self._print_scaled_weights(known)
         else:
             self._print_sums()
         for item in parts.weighted_sums:
@@ -273,6 +277,17 @@ class StreamingPrinter(LoopPrinter):
                 for item in sums:
                     name = f"sums_{item.position}"
                     line(f"{name}[lane] = {name}[lane] * factors[lane] + weights[lane];")
+
+    def _print_scaled_weights(self, known: EmittedValues) -> None:
+        """Writes the weights of a tile times factors."""
+        for item in self.parts.scaled_weights:
+            with self._key_loop():
+                values = dict(known)
+                self._hoist([item.factor], [*self.outer, *self.parts.axes], values)
+                with self._lane_loop():
+                    self.statements.write([item.factor], values)
+                    product = f"{self._element(self._scores)} * {parenthesize(values[item.factor])}"
+                    self.writer.line(f"{self._element(f'weights_{item.position}')} = {product};")
 
     def _print_sums(self) -> None:
         """Adds the sums of the weights of a tile to those so far."""
@@ -326,7 +341,8 @@ class StreamingPrinter(LoopPrinter):
     def _print_weighted_sum(self, item: Contraction, known: EmittedValues) -> None:
         columns, width = self._columns(item), self._width(item)
         values, sums, count = f"values_{item.position}", f"sums_{item.position}", _element_count(columns)
-        weights = self._scores if self.parts.softmax is not None else f"weights_{item.left}"
+        softmax = self.parts.softmax
+        weights = self._scores if softmax is not None and item.left == softmax.weights else f"weights_{item.left}"
         self._pack(values, item.right, columns, width, known)
         arguments = f"{weights}, {values}, 1, {width}, count, {count}, factors, {sums}"
         self.writer.line(f"contract<{self.lanes}, {self.type}>({arguments});")
@@ -416,7 +432,8 @@ class StreamingPrinter(LoopPrinter):
         Read row by row, each in whole cache lines, they become a tile in which rows are lanes.
         """
         row, inner = self.parts.row, self.inner
-        positions = self.statements.backward_slice(self.parts.elements, {})
+        factors = [item.factor for item in self.parts.scaled_weights]
+        positions = self.statements.backward_slice([*self.parts.elements, *factors], {})
         return tuple([
             position for position in sorted(positions)
             if isinstance(load := self.kernel.operations[position], Load) and load.mask is None

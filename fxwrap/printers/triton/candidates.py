@@ -43,17 +43,31 @@ MIN_DOT_BLOCK = 16
 """The smallest size of a block that Triton's dot multiplies."""
 
 _MAX_FEW_ROWS = 64
-_LONG_COLUMN = 8192
+_FEWEST_ROWS = 8
+"""The smallest number of rows that a dot is padded to: that of tensor cores, whose other operand has more."""
+_WIDE_COLUMNS = 8192
+"""The number of columns from which on few of them a program occupy a large GPU several times."""
+_SHARED_BYTES = 200 << 10
+"""Shared memory for the blocks of all stages."""
 _MIN_DOT_PROGRAMS = 110
 """Number of programs with few rows that reach the bandwidth of a large GPU."""
 _MAX_SUMMED_ROWS = 2
 """The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
 
 _FEW_ROWS_TILES = (
+    (16, 512, 2, 3), (32, 128, 2, 3), (32, 256, 2, 5), (128, 128, 8, 3), (64, 64, 4, 4), (16, 256, 2, 5),
+    (64, 128, 4, 4), (32, 256, 4, 6),
+)  # fmt: skip
+"""Columns, elements of a column, warps and stages of products with few rows."""
+
+_WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
+"""By the number of rows, the best one of these for matrices of many columns."""
+
+_GROUPED_TILES = (
     (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
     (64, 256, 4, 3), (16, 128, 2, 5),
 )  # fmt: skip
-"""Columns, elements of a column, warps and stages of products with few rows."""
+"""The same of rows in groups."""
 
 _GROUPED_ROW_BLOCK = (4, 1024, 2)
 """Columns, elements of a column and warps of a row that has a matrix of its own."""
@@ -155,13 +169,17 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > _MAX_FEW_ROWS:
         tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
-        return [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
-    padded = max(next_power_of_2(rows), MIN_DOT_BLOCK)
-    wanted = _columns_of_program(contraction, hint)
-    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile[0] != wanted)
+        many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+        return [replace(item, band=_band(contraction, item, hint)) for item in many]
+    padded = max(next_power_of_2(rows), _FEWEST_ROWS)
+    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+    wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
+    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
+    blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
+    fitting = [tile for tile in blocks if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
     dots = [
-        Configuration(few, columns, padded, whole or y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in few_rows
+        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
+        for y_block, r_block, warps, stages in fitting
     ]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
@@ -188,12 +206,12 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
     ]  # fmt: skip
     narrow = [
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in _FEW_ROWS_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
+        for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
     dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
     if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
         return dots
-    blocks = hint(product([axis.size for axis in columns])) // _FEW_ROWS_TILES[0][0]
+    blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
     tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
     y_block, r_block, warps = _GROUPED_ROW_BLOCK
     first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
@@ -205,9 +223,10 @@ def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint
     """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
     kernel = contraction.kernel
     block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
-    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand) if kernel.varying[at]}
-    loads = [item for at in used if isinstance(item := kernel.operations[at], Load)]
-    row_bytes = hint(kernel.reduced_count) * sum(item.dtype.itemsize for item in loads)
+    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand)}
+    summed = frozenset(contraction.summed)
+    loads = [kernel.operations[at] for at in used if not summed.isdisjoint(kernel.value_axes[at])]
+    row_bytes = hint(contraction.summed_count) * sum(item.dtype.itemsize for item in loads if isinstance(item, Load))
     blocks = -(-hint(contraction.row_count) // block)
     return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
 
@@ -220,12 +239,16 @@ def _has_float8_operands(contraction: ContractionForm) -> bool:
     return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
-def _columns_of_program(contraction: ContractionForm, hint: Hint) -> int:
-    """Returns the columns of a program with few rows that occupy a GPU, fewer if they are long."""
-    columns = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)]))
-    if hint(contraction.summed_count) >= _LONG_COLUMN:
-        columns //= 2
-    block = MIN_DOT_BLOCK
-    while block < 128 and 2 * block * _MIN_DOT_PROGRAMS <= columns:
-        block *= 2
-    return block
+def _fits(contraction: ContractionForm, rows: int, columns: int, reduced: int, _: int, stages: int) -> bool:
+    """Whether the operands of a block fit in shared memory, once for each stage."""
+    kernel, row_axes = contraction.kernel, frozenset(contraction.rows)
+    column_axes = frozenset([*contraction.columns, *contraction.reduced_columns])
+    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
+    size = 0
+    for position in {at for operand in used for at in contraction.prologue(operand) if kernel.varying[at]}:
+        operation = kernel.operations[position]
+        if isinstance(operation, Load):
+            axes = operation.index.axes()
+            extent = (rows if axes & row_axes else 1) * (columns if axes & column_axes else 1)
+            size += extent * reduced * operation.dtype.itemsize
+    return size * stages <= _SHARED_BYTES

@@ -15,6 +15,10 @@ from fxwrap.loop_ir import DeviceAssert
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
+from fxwrap.symbolic import product
+
+_OCCUPYING_PROGRAMS = 264
+"""Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
 
 
 @dataclass
@@ -41,6 +45,13 @@ def group_key(kernel: PrintedKernel) -> Hashable:
         return None
     text, _ = scheduled.template
     return text.head, text.parameters, text.constants, text.body, kernel.signature, kernel.options
+
+
+def leaves_idle(kernel: PrintedKernel) -> bool:
+    """Whether a kernel multiplies matrices in too few tiles to occupy a large GPU."""
+    scheduled, programs = kernel.scheduled, product(kernel.grid)
+    is_tiled = isinstance(scheduled, ScheduledKernel) and scheduled.configuration.dot
+    return is_tiled and isinstance(programs, int) and programs <= _OCCUPYING_PROGRAMS
 
 
 def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: str = "") -> PrintedKernel:

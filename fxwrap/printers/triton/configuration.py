@@ -21,6 +21,9 @@ Hint: TypeAlias = Callable[[Size], int]
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
 
+_MIN_TILE_SIDE = 16
+"""The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
+
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
@@ -59,7 +62,7 @@ def pointwise_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     if not kernel.axes:
         return [Configuration(num_warps=1)]
     inner, other = _contiguous_axes(kernel, hint)
-    if other is not None:
+    if other is not None and hint(inner.size) >= _MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, hint)
     rows = _broadcast_rows(kernel, inner, hint)
@@ -271,5 +274,5 @@ def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[
     ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
     inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
     others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
-    wide = [axis for axis in others if hint(axis.size) >= 16]
+    wide = [axis for axis in others if hint(axis.size) >= _MIN_TILE_SIDE]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)

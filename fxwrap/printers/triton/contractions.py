@@ -9,6 +9,7 @@ import torch
 from fxwrap.loop_ir import (
     FLOAT8,
     HALF_PRECISION,
+    Axis,
     Compute,
     ContractionForm,
     IndirectIndex,
@@ -65,11 +66,16 @@ class DotPrinter(ContractionLoadPrinter):
         self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
         self._enter("yx")
         blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
-        if self.whole.outer:
+        parts = self.whole.outer if self.configuration.band and self._has_parts() else ()
+        if self.whole.outer and not parts:
             program = self._emit_outer_axes(program, f"({blocks[y]} * {blocks[x]})")
-        for item, offset in self._block_numbers(program, y, x, blocks).items():
+        for item, offset in self._block_numbers(program, y, x, blocks, parts).items():
             self._emit_block_offsets(item, f"{parenthesize(offset)} * {item.block_constant}")
         self.dimension_masks = {self.tile.dimensions[number].name: name for number, name in self.masks.items()}
+
+    def _has_parts(self) -> bool:
+        """Whether the axes with one element a program are columns."""
+        return {*self.whole.outer} <= {*self.contraction.columns}
 
     def _emit_outer_axes(self, program: str, tiles: str) -> str:
         """Prints the positions along the axes with one element a program, and returns the number of its tile."""
@@ -85,18 +91,25 @@ class DotPrinter(ContractionLoadPrinter):
         return tile
 
     def _block_numbers(
-        self, program: str, y: Dimension, x: Dimension, blocks: Mapping[Dimension, str]
+        self, program: str, y: Dimension, x: Dimension, blocks: Mapping[Dimension, str], parts: Sequence[Axis]
     ) -> dict[Dimension, str]:
-        """Returns the numbers of a program's blocks. Programs go through a band of rows for each block of columns."""
+        """Returns the numbers of a program's blocks.
+
+        Programs go through a band of rows for each block of columns, and of each of the `parts` of these.
+        """
         band = self.configuration.band
         if not band:
             return {y: f"{program} % {blocks[y]}", x: f"{program} // {blocks[y]}"}
         rows, columns = (y, x) if self._rows_are_first() else (x, y)
         first, height, within = [self.names.create_name(name) for name in ("band", "height", "within")]
-        self._line(f"{first} = {program} // ({band} * {blocks[columns]}) * {band}")
+        count = " * ".join([blocks[columns], *[self.index_printer.size_operand(axis.size) for axis in parts]])
+        self._line(f"{first} = {program} // ({band} * {count}) * {band}")
         self._line(f"{height} = tl.minimum({blocks[rows]} - {first}, {band})")
-        self._line(f"{within} = {program} % ({band} * {blocks[columns]})")
-        return {rows: f"{first} + {within} % {height}", columns: f"{within} // {height}"}
+        self._line(f"{within} = {program} % ({band} * {count})")
+        column = f"{within} // {height}"
+        if parts:
+            column = self._emit_outer_axes(parenthesize(column), f"({blocks[columns]})")
+        return {rows: f"{first} + {within} % {height}", columns: column}
 
     def _dimension(self, name: str) -> Dimension:
         return next(item for item in self.whole.dimensions if item.name == name)
@@ -325,6 +338,8 @@ class DotPrinter(ContractionLoadPrinter):
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         """Returns the policy of a load: elements that one program reads leave the cache first."""
         axes = operation.index.axes()
+        if not axes.issuperset(self.whole.outer):
+            return ""
         is_streamed = [
             self._dimension(name).blocks == 1 and not axes.isdisjoint(self._dimension(other).axes)
             for name, other in ("xy", "yx")

@@ -13,6 +13,7 @@ from itertools import product as cartesian
 from operator import eq, ge, gt, le, lt, ne
 
 from fxwrap.loop_ir import (
+    INTEGERS,
     Atom,
     Axis,
     Compute,
@@ -80,6 +81,21 @@ def shared_run(kernel: Kernel, position: int, block: int) -> int:
     return run if load.mask is None or _holds_in_each_run(kernel, load.mask, inner) else 1
 
 
+def shares_packed_elements(kernel: Kernel) -> bool:
+    """Whether products of a contraction share integers, as those of packed weights, in runs that blocks have whole."""
+    ordered = order_reduced_axes(kernel)
+    size = ordered.reduced_count
+    runs = [
+        shared_run(ordered, position, _MAX_JOINED)
+        for position, item in enumerate(ordered.operations) if isinstance(item, Load) and item.dtype in INTEGERS
+    ]  # fmt: skip
+    return any(run > 1 for run in runs) and isinstance(size, int) and size % _MAX_JOINED == 0
+
+
+def _divides(run: int, dimension: Dimension) -> bool:
+    return isinstance(dimension.size, int) and dimension.size % run == 0
+
+
 def _holds_in_each_run(kernel: Kernel, mask: int, inner: Sequence[Axis]) -> bool:
     """Whether a condition on the inner axes alone is true of an element of each run, which all load then."""
     points = cartesian(*[range(int(axis.size)) for axis in inner])
@@ -131,21 +147,22 @@ class ContractionLoadPrinter(TritonPrinter):
     ) -> None:
         super().__init__(kernel, configuration, limits, selected, parameters)
         self.run_names: dict[int, dict[Axis, str]] = {}
+        self.run_masks: dict[int, str] = {}
         self.runs = self._find_runs()
 
     def _find_runs(self) -> dict[int, int]:
         """Returns the number of elements that share each load's element, along the block."""
         r = self.tile.reduced
-        if r is None or self.tile.dimensions[r].masked:
+        if r is None:
             return {}
-        block = self.tile.dimensions[r].block
-        runs = {position: shared_run(self.kernel, position, block) for position in range(len(self.kernel.operations))}
-        return {position: run for position, run in runs.items() if run > 1}
+        dimension, count = self.tile.dimensions[r], len(self.kernel.operations)
+        runs = {position: shared_run(self.kernel, position, dimension.block) for position in range(count)}
+        return {at: run for at, run in runs.items() if run > 1 and (not dimension.masked or _divides(run, dimension))}
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
         if dimension.name == "r":
-            self.run_names = {}
+            self.run_names, self.run_masks = {}, {}
 
     def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
         run = self.runs.get(position, 1)
@@ -164,7 +181,7 @@ class ContractionLoadPrinter(TritonPrinter):
         own = self._index_dimensions(operation.index)
         names = {**self.axis_names, **self._run_names(r, run)}
         printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
-        mask = self._mask(own - {r}, None)
+        mask = " & ".join([item for item in (self._mask(own - {r}, None), self.run_masks.get(run, "")) if item])
         arguments = [f"{self.pointers[operation.buffer]} + {printer(operation.index)}"]
         if mask:
             arguments += [f"mask={mask}", f"other={load_literal(0, operation.dtype)}"]
@@ -194,6 +211,10 @@ class ContractionLoadPrinter(TritonPrinter):
         flat = self.names.create_name("run")
         start = f"{parenthesize(self.row_start)} // {run} + " if self.row_start else ""
         self._line(f"{flat} = {start}{lanes}")
+        if dimension.masked:
+            assert isinstance(dimension.size, int), "runs of masked blocks have a constant size"
+            self.run_masks[run] = self.names.create_name("run_mask")
+            self._line(f"{self.run_masks[run]} = {flat} < {dimension.size // run}")
         self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
         self._unflatten(tuple(axes), flat, self.run_names[run])
         return self.run_names[run]

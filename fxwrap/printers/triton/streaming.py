@@ -214,7 +214,8 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         parts, scope = self.parts, rows.inner()
         size = self.index_printer(scope).size_operand(self.inner.size)
         self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
-        targets = [*parts.elements, *[item.right for item in (*parts.products, *parts.weighted_sums)]]
+        factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
+        targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
         self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
         shared = [*self.outer, *parts.axes[:-1]]
         visited = self._visited_loads(targets, scope)
@@ -274,8 +275,13 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             for item in parts.products:
                 self._product(item, scope, loaded)
             self._softmax(parts.softmax, scope)
+            names = {parts.softmax.weights: "weights"}
+            for scaled in parts.scaled_weights:
+                self.write([scaled.factor], scope)
+                names[scaled.position] = name = f"weights_{scaled.position}"
+                self.line(f"{name} = weights * ({self.value(scaled.factor, scope)})")
             for item in parts.weighted_sums:
-                self._weighted_sum(item, "weights", scope, loaded)
+                self._weighted_sum(item, names[item.left], scope, loaded)
             return
         for item in sorted(parts.weighted_sums, key=lambda item: len(self._missing_products([item.left], scope))):
             self._write_weights(item.left, scope, loaded)

@@ -82,6 +82,7 @@ KERNEL_FLAGS = (
     *_WIDEST_VECTORS,
 )
 _KERNEL_HEADER = "kernel.h"
+_KERNEL_HEADERS = ("kernel_failure.h", _KERNEL_HEADER, "contractions.h")
 PLATFORM = (platform.system(), platform.machine())
 
 
@@ -274,7 +275,8 @@ def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
 
 def bridge_source_names() -> list[str]:
     """Returns the source files and headers of the bridge without its binding, and those that programs include."""
-    return [*[name for unit in _BRIDGE_UNITS for name in unit], *_HEADERS, f"bridge/{_KERNEL_HEADER}"]
+    kernel_headers = [f"bridge/{name}" for name in _KERNEL_HEADERS[1:]]
+    return [*[name for unit in _BRIDGE_UNITS for name in unit], *_HEADERS, *kernel_headers]
 
 
 def find_bridge() -> Path | None:
@@ -421,8 +423,7 @@ def _interface_digest() -> str:
 
 @cache
 def _kernel_header() -> str:
-    headers = ("kernel_failure.h", _KERNEL_HEADER)
-    return "".join([(_PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in headers])
+    return "".join([(_PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in _KERNEL_HEADERS])
 
 
 @cache

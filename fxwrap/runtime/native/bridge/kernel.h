@@ -620,111 +620,6 @@ template <class Combine> struct Lanewise {
   }
 };
 
-// --- contractions -----------------------------------------------------------------------------------------------------
-
-// A tile of a product of matrices holds one vector of accumulators for each of its elements in registers.
-#ifdef __AVX512F__
-constexpr int VECTOR_BYTES = 64, VECTOR_COLUMNS = 4, TILE_ACCUMULATORS = 28;
-#else
-constexpr int VECTOR_BYTES = 32, VECTOR_COLUMNS = 2, TILE_ACCUMULATORS = 12;
-#endif
-// Vectors of the processor's registers. Accumulators are such values: as arrays, compilers would keep them in memory.
-template <class T> struct Vector {
-  typedef T Type __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
-  static constexpr int elements = VECTOR_BYTES / sizeof(T);
-};
-
-// The columns of a tile with so many rows. Each column is read as a stream of its own, and up to eight of them use the
-// memory better than one.
-constexpr int tile_columns(int rows) {
-  const int columns = TILE_ACCUMULATORS / rows;
-  return columns > 8 ? 8 : columns < 3 ? 3 : columns == 7 ? 6 : columns;
-}
-
-template <int number> struct Constant {
-  constexpr operator int() const { return number; }
-};
-
-// Runs body(Constant<size>, start) for tiles of `size` elements, and for the rest in tiles of `rest` elements.
-template <int size, int rest, class Body> INLINE void for_tiles(int64_t count, Body body) {
-  int64_t start = 0;
-  for (; start + size <= count; start += size) body(Constant<size>{}, start);
-  for (; start < count; start += rest) body(Constant<rest>{}, start);
-}
-
-// a * b + c, rounded once where the processor can.
-INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-INLINE double multiply_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
-template <class V> INLINE V multiply_add(V a, V b, V c) {
-  using T = decltype(a[0] + a[0]);
-#if __has_builtin(__builtin_elementwise_fma)
-  return __builtin_elementwise_fma(a, b, c);
-#elif defined(__AVX512F__) && __has_builtin(__builtin_ia32_vfmaddps512_mask)
-  if constexpr (sizeof(T) == 4) return __builtin_ia32_vfmaddps512_mask(a, b, c, -1, 4);
-  else return __builtin_ia32_vfmaddpd512_mask(a, b, c, -1, 4);
-#elif defined(__FMA__) && __has_builtin(__builtin_ia32_vfmaddps256)
-  if constexpr (sizeof(T) == 4) return __builtin_ia32_vfmaddps256(a, b, c);
-  else return __builtin_ia32_vfmaddpd256(a, b, c);
-#else
-  for (int lane = 0; lane < int(VECTOR_BYTES / sizeof(T)); ++lane) c[lane] = multiply_add(T(a[lane]), T(b[lane]), T(c[lane]));
-  return c;
-#endif
-}
-
-// Sums of products of rows and columns: sum[i][j] is the sum of row(i, k) * column(j, k) over k.
-template <class T, int rows, int columns> struct ProductTile {
-  using V = typename Vector<T>::Type;
-  static constexpr int lanes = Vector<T>::elements;
-  static constexpr int64_t PART = 1024;  // elements that one set of accumulators adds, for the accuracy of long sums
-  T sum[rows][columns];
-  INLINE ProductTile() {
-    for (int i = 0; i < rows; ++i)
-      for (int j = 0; j < columns; ++j) sum[i][j] = 0;
-  }
-  // Adds `count` products. Row i is at row + i * stride; `column(j, k)` computes an element of a column, for `vectors`
-  // vectors at a time: as many as the elements in memory are narrower than T.
-  template <int vectors, class Column> INLINE void add(int64_t count, const T* row, int64_t stride, Column column) {
-    constexpr int step = vectors * lanes;
-    for (int64_t start = 0; start < count; start += PART) {
-      const int64_t end = fxwrap::min(count, start + PART);
-      V partial[rows][columns] = {};
-      int64_t k = start;
-      for (; k + step <= end; k += step) {
-        T values[columns][step];
-#pragma GCC unroll 64
-        for (int j = 0; j < columns; ++j)
-#pragma omp simd
-          for (int lane = 0; lane < step; ++lane) values[j][lane] = column(j, k + lane);
-#pragma GCC unroll 64
-        for (int vector = 0; vector < vectors; ++vector)
-#pragma GCC unroll 64
-          for (int i = 0; i < rows; ++i) {
-            const V left = *reinterpret_cast<const V*>(row + i * stride + k + vector * lanes);
-#pragma GCC unroll 64
-            for (int j = 0; j < columns; ++j) {
-              const V right = *reinterpret_cast<const V*>(&values[j][vector * lanes]);
-              partial[i][j] = multiply_add(left, right, partial[i][j]);
-            }
-          }
-      }
-      for (; k < end; ++k)
-        for (int j = 0; j < columns; ++j) {
-          const T value = column(j, k);
-          for (int i = 0; i < rows; ++i) sum[i][j] = multiply_add(row[i * stride + k], value, sum[i][j]);
-        }
-#pragma GCC unroll 64
-      for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 64
-        for (int j = 0; j < columns; ++j) {
-          T at[lanes];
-          for (int lane = 0; lane < lanes; ++lane) at[lane] = partial[i][j][lane];
-          fold<lanes / 2>(at, combine::sum);
-          sum[i][j] += at[0];
-        }
-    }
-  }
-};
-
 // --- tiles ------------------------------------------------------------------------------------------------------------
 
 template <int size> struct Bits;
@@ -789,6 +684,8 @@ inline void load_transposed(const T* source, int64_t stride, int height, int wid
           tile[column][row] = source[row * stride + column];
     }
 }
+
+#include "contractions.h"
 
 // --- scans ------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""Attention with dropout in training: kernels read a mask of the random numbers that eager draws with the seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention
+from fxwrap.fx_passes.joint_graph import JOINT_GRAPH_PASSES
+from fxwrap.loop_ir import Kernel, evaluate_kernel
+from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
+from tests.lowering.planned_programs import close, plan, printed_launch
+
+BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 3, 9, 7, 4
+
+
+def _dropped(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    return F.dropout(torch.softmax(query @ key.mT / 2 + bias, -1), 0.3) @ value
+
+
+def _upcast(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    """As models in half precision compute it, with shared key heads."""
+    key, value = [item.repeat_interleave(HEADS, 1) for item in (key[:, :1], value[:, :1])]
+    scores = query @ key.mT + bias
+    return F.dropout(torch.softmax(scores.float(), -1).to(value.dtype), 0.5) @ value
+
+
+def _operands(dtype: torch.dtype) -> list[Tensor]:
+    sizes = [(BATCH, HEADS, length, WIDTH) for length in (ROWS, KEYS, KEYS)]
+    return [torch.randn(size).to(dtype) for size in (*sizes, (HEADS, ROWS, KEYS))]
+
+
+def _step(function: Callable[..., Tensor], operands: list[Tensor]) -> list[Tensor]:
+    """Returns output and gradients with a seed, and numbers that are drawn afterwards."""
+    torch.manual_seed(3)
+    leaves = [item.clone().requires_grad_() for item in operands]
+    output = function(*leaves)
+    output.sin().sum().backward()  # type: ignore[no-untyped-call]
+    return [output.detach(), *[item.grad for item in leaves if item.grad is not None], torch.rand(2)]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "emitter"),
+    [
+        (_dropped, torch.float32, "python"), (_dropped, torch.float32, "cpp"), (_dropped, torch.float64, "fx"),
+        (_upcast, torch.float32, "interpreter"), (_upcast, torch.bfloat16, "interpreter"),
+    ],
+)  # fmt: skip
+def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: str, fresh_dynamo: None) -> None:
+    """Results and gradients are eager's with the same seed, and so are later random numbers."""
+    operands = _operands(dtype)
+    run, programs = _compiled(function, emitter=emitter)
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 2e-6
+    for actual, eager in zip(_step(run, operands), _step(function, operands), strict=True):
+        assert (actual - eager).norm() <= tolerance * eager.norm()
+    assert _launches(programs) == [1, 1]
+    assert not any("bmm" in text.split("kernel @")[0] for text in programs)
+
+
+def test_off_where_it_is_not_measured(fresh_dynamo: None) -> None:
+    spec = dataclasses.replace(ANY_SIZE, streaming_attention_dropout=False)
+    run, programs = _compiled(_dropped, spec)
+    operands = _operands(torch.float32)
+    torch.testing.assert_close(_step(run, operands), _step(_dropped, operands))
+    assert _launches(programs) == [0, 0]
+
+
+def test_printed_kernels(fresh_dynamo: None) -> None:
+    """The kernels of each language have the evaluator's results."""
+    joints: list[GraphModule] = []
+
+    def partition(joint: GraphModule, *arguments: object, **keywords: object) -> Any:
+        for step in JOINT_GRAPH_PASSES:
+            joint = step.run(joint, OPTIONS)
+        joints.append(joint)
+        raise NotImplementedError
+
+    torch._dynamo.reset()
+    run = torch.compile(_dropped, backend="fxwrap", options={"devices": [ANY_SIZE], "partitioner": partition})
+    with pytest.raises(Exception, match="NotImplementedError"):
+        run(*[item.requires_grad_() for item in _operands(torch.float32)])
+    (joint,) = joints
+    inputs = [torch.randn(tuple(node.meta["val"].shape)) for node in joint.graph.find_nodes(op="placeholder")]
+    planned = plan(joint, inputs, OPTIONS)
+    assert "flex_attention_grad_query_0" in planned.launches
+    for language in ("cpp", "triton"):
+        launch = printed_launch([planned], language)
+
+        def compared(
+            kernel: Kernel, buffers: Mapping[str, Tensor], numbers: Mapping[str, Any], launch: Any = launch
+        ) -> None:
+            memory = {name: tensor.clone() for name, tensor in buffers.items()}
+            evaluate_kernel(kernel, buffers, numbers)
+            launch(kernel, memory, numbers)
+            for name, tensor in buffers.items():
+                assert close(memory[name], tensor), kernel
+
+        planned.run([item.clone() for item in inputs], compared)
+
+
+def test_formulas() -> None:
+    """Where no kernel computes attention, factors of weights are those of the whole matrix."""
+    query, key, value, bias = [item.double() for item in _operands(torch.float32)]
+    mask, whole = torch.rand(BATCH, HEADS, ROWS, KEYS) < 0.7, 1 << 30
+    attention = FlexAttention.from_arguments(
+        query, key, value, lambda score, b, h, m, n: score + bias[h, m, n],
+        (*[None] * 10, whole, whole, lambda b, h, m, n: m >= 0), 0.5,
+        {WEIGHT_MOD: lambda b, h, m, n: torch.where(mask[b, h, m, n], 2.0, 0.0)},
+    )  # fmt: skip
+    leaves = [item.clone().requires_grad_() for item in (query, key, value)]
+    exact = (torch.softmax(leaves[0] @ leaves[1].mT / 2 + bias, -1) * mask * 2) @ leaves[2]
+    out, total, _ = attention.attend(query, key, value, attention.everything())
+    torch.testing.assert_close(out, exact.detach())
+    gradient = torch.randn_like(out)
+
+    def joint(score: Tensor, b: Tensor, h: Tensor, m: Tensor, n: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None
+
+    results = attention.gradients(out, total, gradient, None, joint, 0)
+    torch.testing.assert_close(results[:3], torch.autograd.grad(exact, leaves, gradient))

@@ -1,0 +1,102 @@
+"""Float8, quantised weights and experts as kernels on a GPU, beside eager mode and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from benchmarks.quantised import EXPERTS, expert_case, linear_case
+from fxwrap import Options
+from fxwrap.lines import ExternCall
+from fxwrap.loop_ir import FLOAT8
+from tests.lowering.test_float8 import quantised_rows
+from tests.printers.test_float8 import codes, floats
+
+pytestmark = pytest.mark.gpu
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any) -> fxwrap.Compiled:
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    return fxwrap.compile_graph(graph, inputs, options=Options(**options))
+
+
+def called(program: fxwrap.Compiled) -> list[str]:
+    return [line.target for line in program.program.lines() if isinstance(line, ExternCall)]
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", sorted(FLOAT8, key=str), ids=str)
+def test_casts_are_those_of_eager_mode(dtype: torch.dtype) -> None:
+    x = torch.cat([floats(item) for item in sorted(FLOAT8, key=str)]).cuda()
+    inputs = [x, x.to(BF16), x.to(torch.float16)]
+    program = compiled(lambda *items: [item.to(dtype) for item in items], inputs)
+    assert called(program) == []
+    for result, item in zip(program(*inputs), inputs, strict=True):
+        assert torch.equal(result.view(torch.uint8), item.to(dtype).view(torch.uint8))
+    every = codes(dtype).cuda()
+    results = compiled(lambda item: [item.to(F32), item.to(BF16)], [every])(every)
+    for result, expected in zip(results, (every.to(F32), every.to(BF16)), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("form", ["in_place", "functional"])
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_dynamic_quantisation_by_every_emitter(emitter: str, form: str) -> None:
+    x = torch.randn(64, 512, device="cuda", dtype=BF16)
+    program = compiled(quantised_rows, [x], emitter=emitter, fx_form=form)
+    assert called(program) == []
+    for _ in range(2):  # the second launch is native
+        result, step = program(x)
+        torch.testing.assert_close(step, quantised_rows(x)[1], rtol=2e-7, atol=0)
+        exact = (x.float() / step).to(torch.float8_e4m3fn)
+        assert torch.equal(result.view(torch.uint8), exact.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200])
+def test_scaled_matmuls_are_as_exact_as_the_library(rows: int) -> None:
+    matrix, scale = torch.randn(256, 512, device="cuda").to(torch.float8_e4m3fn), torch.rand(1, 256, device="cuda")
+    left, step = quantised_rows(torch.randn(rows, 512, device="cuda", dtype=BF16))
+
+    def product(left: Tensor, matrix: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        return torch._scaled_mm(left, matrix.t(), step, scale, out_dtype=BF16)
+
+    inputs = [left, matrix, step, scale]
+    program = compiled(product, inputs, matmul_kernels="generated")
+    exact = (left.double() @ matrix.double().t()) * step.double() * scale.double()
+    assert called(program) == []
+    assert error(program(*inputs)[0], exact) <= 1.2 * error(product(*inputs), exact)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-packed", "int4", "int4-packed", "float8"])
+def test_weights_are_dequantised_as_exactly_as_by_eager_mode(name: str) -> None:
+    for rows in (1, 3, 16, 200):
+        with torch.device("cuda"):
+            case = linear_case(name, rows, 512, BF16)
+        wide = [item.double() if item.is_floating_point() and item.itemsize > 1 else item for item in case.inputs]
+        exact = case.reference(*wide)
+        program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
+        assert called(program) == []
+        assert error(program(*case.inputs)[0], exact) <= 1.2 * error(case.function(*case.inputs), exact) + 1e-4
+
+
+@pytest.mark.parametrize("form", ["", "-routed", "-batched"])
+def test_experts(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXPERTS, "small", (16, 4, 512, 384))  # type: ignore[arg-type]
+    for rows in (1, 7, 300):
+        with torch.device("cuda"):
+            case = expert_case(f"small{form}", rows, 1, BF16)
+        exact = case.reference(*[item.double() if item.is_floating_point() else item for item in case.inputs])
+        program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
+        assert "aten._grouped_mm.default" not in called(program)
+        assert error(program(*case.inputs)[0], exact) <= 1.2 * error(case.function(*case.inputs), exact)
