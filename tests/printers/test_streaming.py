@@ -130,6 +130,17 @@ def test_configurations_fit_small_kernels() -> None:
     assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
 
 
+def test_configurations_follow_from_the_form_of_a_kernel() -> None:
+    """Few rows of half precision have blocks of their own, and only half precision limits registers."""
+    half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]
+    decoding, prefill = [streaming_configurations(kernel, int) for kernel in half]
+    assert decoding[0].row_block == 16 and not decoding[0].branches
+    assert prefill[0].max_registers and prefill[0].branches and not prefill[-1].branches
+    wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
+    assert not streaming_configurations(wide, int)[0].branches
+    assert not any(item.max_registers for item in streaming_configurations(attention_kernel(rows=512, keys=512), int))
+
+
 def test_steps_without_a_schedule_are_declined() -> None:
     kernel = parse_kernel(SUMS)
     for declined in (print_cpp_kernel, lambda kernel: streaming_configurations(kernel, int)):

@@ -12,6 +12,7 @@ from fxwrap.loop_ir import (
     Kernel,
     KernelError,
     Load,
+    Operation,
     StreamingReduction,
     find_streaming_reduction,
     operands,
@@ -54,10 +55,13 @@ def streaming_configurations(
     width = next_power_of_2(max(hint(product(axis.size for axis in item.axes)) for item in parts.products))
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
+    biases = _biases(kernel, parts)
     table = (_HALF if is_half else _SINGLE)[matrices]
     if is_half and matrices == 2 and rows <= _FEW_ROWS:
         table = _DECODING
-    branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and _has_bias(kernel, parts))
+    elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
+        table = _LOADED_BIAS
+    branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and biases)
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
@@ -73,17 +77,18 @@ def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
     return isinstance(source, Load) and source.dtype in HALF_PRECISION
 
 
-def _has_bias(kernel: Kernel, parts: StreamingReduction) -> bool:
-    """Whether scores are computed from another number of each row and streamed position, which takes registers."""
+def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
+    """Returns numbers of each row and streamed position that no product is part of, which take registers."""
     computed = {item.position for item in parts.products}
-    block = {parts.row, parts.axes[-1]}
+    widths = {axis for item in parts.products for axis in item.axes}
+    block, found = {parts.row, parts.axes[-1]}, list[Operation]()
     for position, operation in enumerate(kernel.operations):
         if not computed.isdisjoint(operands(operation)):
             computed.add(position)
         elif isinstance(operation, Compute | Load) and operation.dtype.is_floating_point:
-            if block <= kernel.value_axes[position]:
-                return True
-    return False
+            if block <= kernel.value_axes[position] and widths.isdisjoint(kernel.value_axes[position]):
+                found.append(operation)
+    return found
 
 
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
@@ -97,6 +102,13 @@ _DECODING: _Table = {
     128: [(32, 64, 4, 3, 0), (32, 32, 4, 3, 0), (32, 128, 4, 2, 0), (32, 128, 8, 2, 0), (32, 64, 8, 3, 0)],
     256: [(32, 32, 4, 2, 0), (32, 16, 4, 2, 0), (32, 64, 4, 2, 0)],
 }
+
+_LOADED_BIAS: _Table = {
+    64: [(64, 64, 4, 2, 168), (64, 128, 4, 2, 0), (64, 64, 4, 3, 168), (128, 64, 4, 2, 0), (64, 64, 4, 2, 128)],
+    128: [(64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 2, 0), (128, 64, 8, 2, 128)],
+    256: [(64, 32, 4, 2, 0), (64, 32, 4, 3, 0), (128, 32, 8, 2, 0)],
+}
+"""Blocks of a bias are in shared memory, too."""
 
 _HALF: Mapping[int, _Table] = {
     2: {64: [(64, 128, 4, 2, 168), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (128, 128, 4, 3, 0), (128, 64, 8, 3, 128)],
