@@ -40,6 +40,26 @@ def test_computed_operands_are_rounded_as_in_memory() -> None:
     assert "mul.to(tl.bfloat16)" in check(kernel, dot(kernel, rows_first=False), tolerance=0.5)
 
 
+MIXED = """kernel(a: f32[5*70], b: bf16[9*70]) -> (out: f32[45]) for [i: 5, j: 9] reduce [k: 70] {
+  %0 = f32 load a[70*i + k]
+  %1 = f32 abs %0
+  %2 = bf16 load b[70*j + k]
+  %3 = f32 cast %2
+  %4 = f32 mul %1 %3
+  %5 = f32 reduce sum %4
+  store out[9*i + j] %5
+}
+"""
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_operands_of_several_dtypes_are_multiplied_in_float32(dtype: str) -> None:
+    kernel = parse_kernel(MIXED.replace("a: f32", f"a: {dtype}").replace("f32 load", f"{dtype} load").replace(
+        "f32 abs %0", "f32 abs %0" if dtype == "f32" else "f32 cast %0"
+    ))  # fmt: skip
+    assert 'input_precision="ieee"' in check(kernel, dot(kernel, rows_first=True), tolerance=1e-5)
+
+
 def test_symbolic_sizes() -> None:
     kernel = matmul("s0", "s1", "s2", "f16")
     for numbers in ({"s0": 17, "s1": 35, "s2": 50}, {"s0": 1, "s1": 2, "s2": 0}):
