@@ -18,6 +18,7 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
+from tests.support.versions import fails_before, is_before
 
 BF16 = torch.bfloat16
 FLOAT8 = torch.float8_e4m3fn
@@ -69,10 +70,11 @@ def quantised(
     x: Tensor, int8: Tensor, int4: Tensor, float8: Tensor, scale: Tensor, scales: Tensor, zeros: Tensor
 ) -> list[Tensor]:
     """Matmuls of every kind of quantised weight, in the forms that torchao writes."""
-    return [
+    results = [
         int8_packed(x, int8, scale), int8_formula(x, int8, scale), int8_dynamic(x, int8, scale),
-        int4_grouped(x, int4, scales, zeros), float8_weight(x, float8, scale), float8_dynamic(x, float8, scale),
+        int4_grouped(x, int4, scales, zeros), float8_weight(x, float8, scale),
     ]  # fmt: skip
+    return results if is_before("2.12") else [*results, float8_dynamic(x, float8, scale)]
 
 
 def quantised_inputs() -> list[Tensor]:
@@ -109,9 +111,12 @@ def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
         (int8_dynamic, (0, 1, 4), {"_int_mm": 1}, {"_int_mm": 1}),
         (int4_grouped, (0, 2, 5, 6), {"mm": 1}, {}),
         (float8_weight, (0, 3, 4), {"mm": 1}, {}),
-        (float8_dynamic, (0, 3, 4), {"_scaled_mm": 1}, {}),
+        pytest.param(
+            float8_dynamic, (0, 3, 4), {"_scaled_mm": 1}, {},
+            marks=fails_before("2.12", "_scaled_mm of CPUs has one scale for each operand", RuntimeError),
+        ),
     ],
-)
+)  # fmt: skip
 def test_dequantisation_is_part_of_generated_matmuls(
     function: Callable[..., Tensor], operands: tuple[int, ...], library: Mapping[str, int], generated: Mapping[str, int]
 ) -> None:
