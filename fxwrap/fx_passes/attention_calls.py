@@ -122,15 +122,7 @@ class AttentionRewriter:
         """Replaces a formula by a call of FlexAttention, and its backward by one of FlexAttention's backward."""
         copy, fakes = self.copy, self.fakes
         functions = score_gradients(formula, operands, fakes, self.written)
-        spec = self.specs.get(fakes[formula.output].device.type)
-        if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
-            raise UnsupportedScoresError(_SMALL)
-        query: Any = formula.query_key.args[-2]
-        widths = fakes[query].shape[-1], fakes[formula.output].shape[-1]
-        if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
-            raise UnsupportedScoresError(_WIDE)
-        if formula.dropout is not None and not spec.streaming_attention_dropout:
-            raise UnsupportedScoresError(DROPOUT)
+        self._check_backward_device(formula)
         order = {node: position for position, node in enumerate(copy.node_map)}
         if any(order[item.node] > order[formula.output] for item in functions.reads):
             raise UnsupportedScoresError("its backward reads a bias or mask of its own")
@@ -164,6 +156,25 @@ class AttentionRewriter:
         arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0,
                      options | weight_mods[1], (*buffers, results[2]), ())  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
+        self._replace_gradients(backward, call, gradient_fakes, before, name)
+
+    def _check_backward_device(self, formula: AttentionFormula) -> None:
+        """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
+        spec = self.specs.get(self.fakes[formula.output].device.type)
+        if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
+            raise UnsupportedScoresError(_SMALL)
+        query: Any = formula.query_key.args[-2]
+        widths = self.fakes[query].shape[-1], self.fakes[formula.output].shape[-1]
+        if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
+            raise UnsupportedScoresError(_WIDE)
+        if formula.dropout is not None and not spec.streaming_attention_dropout:
+            raise UnsupportedScoresError(DROPOUT)
+
+    def _replace_gradients(
+        self, backward: AttentionBackward, call: Node, gradient_fakes: Any, before: Node, name: str
+    ) -> None:
+        """Replaces the gradients of a formula by the results of a call of FlexAttention's backward."""
+        copy, fakes = self.copy, self.fakes
         nodes = (backward.grad_query, backward.grad_key, backward.grad_value)
         for index, node in enumerate(nodes):
             if node is not None:
