@@ -13,5 +13,4 @@ from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *
-from fxwrap.loop_ir.unroll import *
 from fxwrap.loop_ir.verify import *

@@ -129,7 +129,7 @@ def _reduced_axes(kernel: Kernel, position: int) -> tuple[Axis, ...]:
 
 
 @dataclass(frozen=True)
-class _FoundSums:
+class _MatmulSums:
     items: tuple[ProductSum, ...]
     rows: frozenset[Axis]
     columns: frozenset[Axis]
@@ -143,7 +143,7 @@ class _ProductSums:
     results: frozenset[Axis]
     reduced: frozenset[Axis]
 
-    def find(self, positions: Sequence[int]) -> _FoundSums | None:
+    def find(self, positions: Sequence[int]) -> _MatmulSums | None:
         """Returns the sums at these positions if all are sums of products with the same rows and columns."""
         dependent = _dependent_axes(self.kernel, self.results)
         items = [self._product_sum(position, dependent) for position in positions]
@@ -153,7 +153,7 @@ class _ProductSums:
         ((rows, columns),) = forms
         if not columns or not self.reduced <= columns:
             return None
-        return _FoundSums(tuple([item[2] for item in items if item is not None]), rows, columns)
+        return _MatmulSums(tuple([item[2] for item in items if item is not None]), rows, columns)
 
     def _product_sum(
         self, position: int, dependent: Sequence[frozenset[Axis]]
@@ -177,7 +177,7 @@ class _ProductSums:
         return rows, columns, ProductSum(position, row_operand, column_operand)
 
 
-def _reduces_products(kernel: Kernel, sums: _FoundSums, later: Sequence[int]) -> bool:
+def _reduces_products(kernel: Kernel, sums: _MatmulSums, later: Sequence[int]) -> bool:
     """Whether the operands of later reductions vary along axes of the sums alone."""
     axes = frozenset[Axis]().union(*[kernel.value_axes[item.reduction] for item in sums.items])
     return all(kernel.value_axes[operands(kernel.operations[position])[0]] <= axes for position in later)
@@ -258,6 +258,6 @@ def _dependent_axes(kernel: Kernel, results: frozenset[Axis], leaves: Collection
 def _writes_along(kernel: Kernel, axes: Collection[Axis]) -> bool:
     """Whether a store or an assertion runs per element of some axes."""
     return any(
-        isinstance(operation, Store | DeviceAssert) and not varying.isdisjoint(axes)
-        for operation, varying in zip(kernel.operations, kernel.value_axes, strict=True)
+        varies and isinstance(operation, Store | DeviceAssert)
+        for operation, varies in zip(kernel.operations, kernel.varying_along(axes), strict=True)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -203,8 +203,11 @@ class Kernel:
     @cached_property
     def varying(self) -> tuple[bool, ...]:
         """For each operation, whether it depends on reduced axes."""
-        reduced = frozenset(self.reduced)
-        return tuple([not reduced.isdisjoint(axes) for axes in self.value_axes])
+        return self.varying_along(self.reduced)
+
+    def varying_along(self, axes: Collection[Axis]) -> tuple[bool, ...]:
+        """Returns for each operation whether it depends on some of the axes."""
+        return tuple([not own.isdisjoint(axes) for own in self.value_axes])
 
     @property
     def reduces_in_steps(self) -> bool:

@@ -5,6 +5,7 @@ The reference of an operation is a torch function on CPU tensors. Printers trans
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -120,6 +121,11 @@ def _named_spec(
 ) -> OperationSpec:
     return OperationSpec(name, operands, domain, "same", cost, reference)
 
+
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+"""The comparisons, of Python's numbers."""
 
 _FLOAT, _NUMBER, _INTEGER, _BOOL, _BITS = Domain.FLOAT, Domain.NUMBER, Domain.INTEGER, Domain.BOOL, Domain.BITS
 

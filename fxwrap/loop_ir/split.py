@@ -158,7 +158,7 @@ class ReductionSplitter:
         self.plan = plan
         self.reserved_names = reserved_names | {item.name for item in (*kernel.inputs, *kernel.outputs)}
         split = frozenset(plan.split)
-        self.varying = [not split.isdisjoint(axes) for axes in kernel.value_axes]
+        self.varying = kernel.varying_along(split)
         self.reductions = [
             item for item in kernel.reductions if not split.isdisjoint(kernel.reduced_by(self._reduce(item)))
         ]

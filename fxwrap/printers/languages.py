@@ -12,7 +12,7 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, unroll_packed_axes
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import (
@@ -23,7 +23,6 @@ from fxwrap.printers.triton import (
     leaves_idle,
     print_streaming_triton,
     print_triton,
-    shares_packed_elements,
     streaming_configurations,
 )
 from fxwrap.regions import Region
@@ -136,9 +135,6 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
-    if form is not None and not shares_packed_elements(kernel):
-        has_rows = bool(form.rows) or find_grouped_contraction(kernel) is not None
-        kernel = unroll_packed_axes(kernel, separate=has_rows)
     if kernel.reduces_in_steps and not has_tiles:
         streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])

@@ -6,13 +6,13 @@ A segment of cat or pad is a plain copy from one tensor.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from fxwrap.loop_ir import (
+    COMPARISONS,
     STORAGE_ONLY,
     Axis,
     Compute,
@@ -30,9 +30,6 @@ from fxwrap.loop_ir import (
 MAX_SEGMENTS = 8
 
 _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
-_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class _AxisComparison:
 
 def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _AxisComparison | None:
     """Returns a comparison of the axis with a number; None for other operations."""
-    if not isinstance(operation, Compute) or operation.name not in _COMPARISONS:
+    if not isinstance(operation, Compute) or operation.name not in COMPARISONS:
         return None
     left, right = [kernel.operations[operand] for operand in operation.operands]
     if not isinstance(left, IndexValue) or not isinstance(right, Constant):
@@ -120,7 +117,7 @@ def _specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
         operation = map_operation(old, same.__getitem__)
         comparison = _comparison(kernel, old, axis)
         if comparison is not None:
-            truth[position] = _COMPARISONS[comparison.name](comparison.scale * start, comparison.number)
+            truth[position] = COMPARISONS[comparison.name](comparison.scale * start, comparison.number)
         elif isinstance(operation, Compute):
             _fold(operation, position, same, truth)
             _fold_cast(operation, position, same, new)

@@ -12,14 +12,11 @@ import torch
 from fxwrap.loop_ir import (
     FLOAT8,
     MAX_COLUMN_BLOCK,
-    Compute,
     ContractionForm,
     Kernel,
     Load,
-    Reduce,
     find_contraction,
     find_grouped_contraction,
-    operands,
 )
 from fxwrap.printers.triton.configuration import (
     Configuration,
@@ -100,7 +97,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
         candidates = _dot_configurations(contraction, hint)
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
         candidates = _grouped_configurations(grouped, hint)
-    elif _is_row_product(kernel, contraction) and not is_outer_reduction(kernel, hint):
+    elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
         candidates = _matvec_configurations(kernel, hint)
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
@@ -116,25 +113,6 @@ def can_use_dot(contraction: ContractionForm) -> bool:
         if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
             return False
     return contraction.dtype is torch.float32
-
-
-def _is_row_product(kernel: Kernel, contraction: ContractionForm | None) -> bool:
-    """Whether a kernel multiplies one row with matrices; the elements of an iteration may be sums of products."""
-    if contraction is not None:
-        return not contraction.rows
-    pending = [used for at in kernel.reductions for used in operands(kernel.operations[at])]
-    while pending:
-        match kernel.operations[pending.pop()]:
-            case Compute("add", terms):
-                pending += terms
-            case Compute("mul", (left, right)) if kernel.axes:
-                axes = [kernel.value_axes[used].intersection(kernel.axes) for used in (left, right)]
-                if min(map(len, axes)) > 0 or not max(axes, key=len):
-                    return False
-            case _:
-                return False
-    kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
-    return kinds == {"sum"} and not kernel.reduces_in_steps
 
 
 def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
@@ -224,8 +202,8 @@ def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint
     kernel = contraction.kernel
     block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
     used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand)}
-    summed = frozenset(contraction.summed)
-    loads = [kernel.operations[at] for at in used if not summed.isdisjoint(kernel.value_axes[at])]
+    is_summed = kernel.varying_along(contraction.summed)
+    loads = [kernel.operations[at] for at in used if is_summed[at]]
     row_bytes = hint(contraction.summed_count) * sum(item.dtype.itemsize for item in loads if isinstance(item, Load))
     blocks = -(-hint(contraction.row_count) // block)
     return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)

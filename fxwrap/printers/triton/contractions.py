@@ -49,8 +49,7 @@ class DotPrinter(ContractionLoadPrinter):
         contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
-        summed = frozenset(contraction.summed)
-        self.is_summed = [not summed.isdisjoint(axes) for axes in kernel.value_axes]
+        self.is_summed = kernel.varying_along(contraction.summed)
         self.float8_operands = self._find_float8_operands()
         self.whole = self.tile
         self.side = ""

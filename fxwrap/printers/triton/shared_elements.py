@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product as cartesian
-from operator import eq, ge, gt, le, lt, ne
 
 from fxwrap.loop_ir import (
-    INTEGERS,
+    COMPARISONS,
     Atom,
     Axis,
     Compute,
@@ -27,17 +27,13 @@ from fxwrap.loop_ir import (
     as_index,
     find_contraction,
 )
-from fxwrap.printers.triton.configuration import Configuration
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
-from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.printer import TritonPrinter, load_literal
 from fxwrap.printers.triton.schedule import Dimension
 from fxwrap.symbolic import product
 
 _MAX_JOINED = 8
 """The longest run that joins of registers repeat; longer ones are broadcast."""
-
-_COMPARISONS = {"lt": lt, "le": le, "gt": gt, "ge": ge, "eq": eq, "ne": ne}
 
 
 def order_reduced_axes(kernel: Kernel) -> Kernel:
@@ -81,17 +77,6 @@ def shared_run(kernel: Kernel, position: int, block: int) -> int:
     return run if load.mask is None or _holds_in_each_run(kernel, load.mask, inner) else 1
 
 
-def shares_packed_elements(kernel: Kernel) -> bool:
-    """Whether products of a contraction share integers, as those of packed weights, in runs that blocks have whole."""
-    ordered = order_reduced_axes(kernel)
-    size = ordered.reduced_count
-    runs = [
-        shared_run(ordered, position, _MAX_JOINED)
-        for position, item in enumerate(ordered.operations) if isinstance(item, Load) and item.dtype in INTEGERS
-    ]  # fmt: skip
-    return any(run > 1 for run in runs) and isinstance(size, int) and size % _MAX_JOINED == 0
-
-
 def _divides(run: int, dimension: Dimension) -> bool:
     return isinstance(dimension.size, int) and dimension.size % run == 0
 
@@ -114,9 +99,9 @@ def _value(kernel: Kernel, position: int, axes: Mapping[Atom, IndexLike]) -> int
         case Compute(name="logical_and"):
             values = [_value(kernel, item, axes) for item in operation.operands]
             return None if None in values else int(all(values))
-        case Compute() if operation.name in _COMPARISONS:
+        case Compute() if operation.name in COMPARISONS:
             left, right = [_value(kernel, item, axes) for item in operation.operands]
-            return None if left is None or right is None else int(_COMPARISONS[operation.name](left, right))
+            return None if left is None or right is None else int(COMPARISONS[operation.name](left, right))
         case _:
             return None
 
@@ -137,20 +122,12 @@ def repeat_text(value: str, shape: Sequence[str], dimension: int, run: int) -> s
 class ContractionLoadPrinter(TritonPrinter):
     """Prints a contraction whose loads may have elements that runs of consecutive products share."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        configuration: Configuration,
-        limits: Mapping[str, int],
-        selected: Mapping[int, SelectedElement],
-        parameters: BodyParameters,
-    ) -> None:
-        super().__init__(kernel, configuration, limits, selected, parameters)
-        self.run_names: dict[int, dict[Axis, str]] = {}
-        self.run_masks: dict[int, str] = {}
-        self.runs = self._find_runs()
+    run_names: dict[int, dict[Axis, str]]
+    """By the length of runs, the names of the outer axes at each run of the block."""
+    run_masks: dict[int, str]
 
-    def _find_runs(self) -> dict[int, int]:
+    @cached_property
+    def runs(self) -> dict[int, int]:
         """Returns the number of elements that share each load's element, along the block."""
         r = self.tile.reduced
         if r is None:

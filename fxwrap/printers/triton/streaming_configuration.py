@@ -81,14 +81,14 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
     """Returns numbers of each row and streamed position that no product is part of, which take registers."""
     computed = {item.position for item in parts.products}
     widths = {axis for item in parts.products for axis in item.axes}
-    block, found = {parts.row, parts.axes[-1]}, list[Operation]()
+    block, biases = {parts.row, parts.axes[-1]}, list[Operation]()
     for position, operation in enumerate(kernel.operations):
         if not computed.isdisjoint(operands(operation)):
             computed.add(position)
         elif isinstance(operation, Compute | Load) and operation.dtype.is_floating_point:
             if block <= kernel.value_axes[position] and widths.isdisjoint(kernel.value_axes[position]):
-                found.append(operation)
-    return found
+                biases.append(operation)
+    return biases
 
 
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]

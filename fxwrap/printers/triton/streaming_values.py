@@ -108,11 +108,11 @@ class StreamingValuePrinter(BlockPrinter):
 
     def dependents(self, position: int, known: Collection[int]) -> set[int]:
         """Returns the operations that are computed from one other than through known ones, and that one."""
-        found = {position}
+        dependents = {position}
         for item, operation in enumerate(self.kernel.operations):
-            if item not in known and not found.isdisjoint(operands(operation)):
-                found.add(item)
-        return found
+            if item not in known and not dependents.isdisjoint(operands(operation)):
+                dependents.add(item)
+        return dependents
 
     def _constant(self, position: int) -> float | None:
         operation = self.kernel.operations[position]
