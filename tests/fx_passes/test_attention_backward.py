@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +19,17 @@ from torch.nn import functional as F
 
 import fxwrap
 from fxwrap.devices import CPU
-from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from tests.fx_passes.test_recognize_attention import BATCH, DTYPES, QUIET, Formula
-from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
+from tests.lowering.planned_programs import (
+    STRICT,
+    Planned,
+    check_graph,
+    close,
+    compared_with_evaluator,
+    plan,
+    printed_launch,
+)
 from tests.support.long_form import long_only, sample_size
 
 _SIZES = tuple([(dtype, 1) for dtype in DTYPES])
@@ -100,16 +107,7 @@ def test_printed_kernels(dtype: torch.dtype) -> None:
     planned = plan(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     for language in ("cpp", "triton"):
-        launch = printed_launch([planned], language)
-
-        def compared(
-            kernel: Kernel, buffers: Mapping[str, Tensor], numbers: Mapping[str, Any], launch: Any = launch
-        ) -> None:
-            memory = {name: tensor.clone() for name, tensor in buffers.items()}
-            evaluate_kernel(kernel, buffers, numbers)
-            launch(kernel, memory, numbers)
-            for name, tensor in buffers.items():
-                assert close(memory[name], tensor), kernel
+        compared = compared_with_evaluator(printed_launch([planned], language))
 
         results = planned.run([item.clone() for item in inputs], compared)
         for actual, exact in zip(results, step(*_double(inputs)), strict=True):

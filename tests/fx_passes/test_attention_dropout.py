@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention
 from fxwrap.fx_passes.joint_graph import JOINT_GRAPH_PASSES
-from fxwrap.loop_ir import Kernel, evaluate_kernel
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
-from tests.lowering.planned_programs import close, plan, printed_launch
+from tests.lowering.planned_programs import compared_with_evaluator, plan, printed_launch
 
 BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 3, 9, 7, 4
 
@@ -91,16 +90,7 @@ def test_printed_kernels(fresh_dynamo: None) -> None:
     planned = plan(joint, inputs, OPTIONS)
     assert "flex_attention_grad_query_0" in planned.launches
     for language in ("cpp", "triton"):
-        launch = printed_launch([planned], language)
-
-        def compared(
-            kernel: Kernel, buffers: Mapping[str, Tensor], numbers: Mapping[str, Any], launch: Any = launch
-        ) -> None:
-            memory = {name: tensor.clone() for name, tensor in buffers.items()}
-            evaluate_kernel(kernel, buffers, numbers)
-            launch(kernel, memory, numbers)
-            for name, tensor in buffers.items():
-                assert close(memory[name], tensor), kernel
+        compared = compared_with_evaluator(printed_launch([planned], language))
 
         planned.run([item.clone() for item in inputs], compared)
 

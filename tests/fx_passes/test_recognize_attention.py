@@ -22,10 +22,9 @@ import fxwrap
 from fxwrap.comparison import capture
 from fxwrap.devices import CPU
 from fxwrap.fx_passes.attention_nodes import folded_number
-from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.testing import assert_emitters_agree
-from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
+from tests.lowering.planned_programs import STRICT, Planned, check_graph, compared_with_evaluator, plan, printed_launch
 from tests.support.long_form import sample_size
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -195,14 +194,7 @@ def test_printed_kernels(language: str, count: int) -> None:
         drawn.append((formula, _plan(formula)))
 
     draw()
-    launch = printed_launch([planned for _, planned in drawn], language)
-
-    def compared(kernel: Kernel, buffers: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        memory = {name: tensor.clone() for name, tensor in buffers.items()}
-        evaluate_kernel(kernel, buffers, numbers)
-        launch(kernel, memory, numbers)
-        for name, tensor in buffers.items():
-            assert close(memory[name], tensor), kernel
+    compared = compared_with_evaluator(printed_launch([planned for _, planned in drawn], language))
 
     for formula, planned in drawn:
         planned.run([item.clone() for item in formula.inputs()], compared)

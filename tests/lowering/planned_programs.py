@@ -140,3 +140,16 @@ def printed_launch(plans: Sequence[Planned], language: str) -> EvaluateKernel:
         launcher(grid, *order, *[numbers[symbol.name] for symbol in kernel.symbols])
 
     return run
+
+
+def compared_with_evaluator(other: EvaluateKernel) -> EvaluateKernel:
+    """Returns what runs a kernel both ways on equal memory, compares all of it, and leaves the evaluator's."""
+
+    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        memory = {name: tensor.clone() for name, tensor in buffers.items()}
+        evaluate_kernel(kernel, buffers, numbers)
+        other(kernel, memory, numbers)
+        for name, tensor in buffers.items():
+            assert close(memory[name], tensor), f"{name} is {memory[name]}, not {tensor}\n{kernel}"
+
+    return run

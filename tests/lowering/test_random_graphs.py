@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from fxwrap.loop_ir import Kernel, evaluate_kernel
 from tests.lowering.loop_order import evaluate_in_loop_order
-from tests.lowering.planned_programs import STRICT, Planned, check_graph, close, plan, printed_launch
+from tests.lowering.planned_programs import STRICT, Planned, check_graph, compared_with_evaluator, plan, printed_launch
 from tests.support.long_form import sample_size
 from tests.support.strategies.graphs import NORMS, PLACING, POINTWISE, VIEWS, RandomGraph, graphs
 
@@ -45,7 +41,7 @@ def test_indirect_writes_match_eager(graph: RandomGraph) -> None:
 def test_kernels_are_equivalent_in_loop_order(graph: RandomGraph) -> None:
     """Each iteration by itself, varying values loaded again in each stage: overwritten elements must not be read."""
     planned = plan(graph.module, list(graph.inputs))
-    planned.run([item.clone() for item in graph.inputs], _compared(lambda kernel: evaluate_in_loop_order))
+    planned.run([item.clone() for item in graph.inputs], compared_with_evaluator(evaluate_in_loop_order))
 
 
 @pytest.mark.parametrize(("language", "count"), [("cpp", 24), ("triton", 40)])
@@ -53,7 +49,7 @@ def test_printed_kernels_match_the_evaluator(language: str, count: int) -> None:
     drawn = _drawn(count)
     launch = printed_launch([planned for _, planned in drawn], language)
     for graph, planned in drawn:
-        planned.run([item.clone() for item in graph.inputs], _compared(lambda _: launch))
+        planned.run([item.clone() for item in graph.inputs], compared_with_evaluator(launch))
 
 
 def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
@@ -67,16 +63,3 @@ def _drawn(count: int) -> list[tuple[RandomGraph, Planned]]:
 
     draw()
     return planned
-
-
-def _compared(other: Callable[[Kernel], Callable[..., None]]) -> Callable[..., None]:
-    """Returns what runs a kernel both ways on equal memory, compares all of it, and leaves the evaluator's."""
-
-    def run(kernel: Kernel, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        memory = {name: tensor.clone() for name, tensor in buffers.items()}
-        evaluate_kernel(kernel, buffers, numbers)
-        other(kernel)(kernel, memory, numbers)
-        for name, tensor in buffers.items():
-            assert close(memory[name], tensor), f"{name} is {memory[name]}, not {tensor}\n{kernel}"
-
-    return run
