@@ -86,9 +86,10 @@ def test_a_program_has_no_symbols_of_the_bridge(scaled: Path, tmp_path: Path) ->
     symbols = subprocess.run(
         ["nm", "-D", "--undefined-only", tmp_path / "program.so"], capture_output=True, text=True, check=True
     ).stdout
-    needed = subprocess.run(["ldd", tmp_path / "program.so"], capture_output=True, text=True, check=True).stdout
+    linked = subprocess.run(["ldd", tmp_path / "program.so"], capture_output=True, text=True, check=True).stdout
+    needed = [line.split()[0] for line in linked.splitlines()]  # not the addresses, which are random
     for name in ("fxwrap", "c10", "torch", "Py"):
-        assert name not in symbols and name not in needed
+        assert name not in symbols and not any(name in library for library in needed)
 
 
 def test_a_program_with_operators_asks_for_libtorch(tmp_path: Path) -> None:
