@@ -37,6 +37,7 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.accumulate import accumulate_in_place
 from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
@@ -330,6 +331,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,
         "cuda_graphs", lambda options: options.cuda_graphs and options.check_values is None,
+    ),
+    Step(
+        "accumulate_in_place", "let matmuls add in place to tensors that nothing reads later",
+        _transform(accumulate_in_place), enabled=lambda options: not _is_functional(options),
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
