@@ -40,8 +40,8 @@ _DTYPES = {
 }  # fmt: skip
 
 PROCESS_THREADS = 3
-"""The threads of this process that compile kernels. Triton holds the GIL for two fifths of a compile (its Python code, and
-the linking of libdevice), so more threads would wait for one another with jobs that free workers could run."""
+"""The threads of this process that compile kernels. Triton holds the GIL for two fifths of a compile (its Python code,
+and the linking of libdevice): more threads would wait for one another with jobs that free workers could run."""
 
 MODULE_NAME = "triton_kernel"
 """The prefix of file names of kernel sources."""
