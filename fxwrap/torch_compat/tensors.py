@@ -28,8 +28,8 @@ def storage_identity(tensor: torch.Tensor | torch.UntypedStorage) -> int:
 def has_distinct_elements(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether no two indices of a strided tensor are one element, since each stride is beyond the smaller ones' reach.
 
-    False for layouts that interleave and yet are distinct. `torch._debug_has_internal_overlap` does not tell a slice from
-    overlapping windows.
+    False for layouts that interleave and yet are distinct. `torch._debug_has_internal_overlap` does not tell a slice
+    from overlapping windows.
     """
     reach = 0
     for stride, size in sorted(zip(strides, sizes, strict=True)):
