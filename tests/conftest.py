@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +36,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
-from tests.support.long_form import LONG, covering
+from tests.support.long_form import LONG, axes, covering
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -169,23 +170,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_combinations_long(items: list[pytest.Item]) -> None:
-    """Marks combinations of tests marked `covering` as long whose values occur in others, but for those on GPUs."""
+    """Marks combinations of parameters as long whose values occur in others of the test, but for those on GPUs.
+
+    That is of each test with two axes or more (`tests.support.long_form.axes`), unless it is marked
+    `every_combination`. With three axes or more, each pair of their values occurs. Of a test marked `covering`, each
+    parameter is an axis, and each value occurs. Which combinations remain depends on the name of the test.
+    """
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
-            if not any(map(item.get_closest_marker, ("gpu", "long"))):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not any(map(item.get_closest_marker, ("gpu", "long", "every_combination"))):
                 families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
-        chosen = {*covering([_parameters(item) for item in family])}
+    for name, family in families.items():
+        cases = [_parameters(item) for item in family]
+        pairs = False
+        if not family[0].get_closest_marker("covering"):
+            cases = axes(cases, [_names(mark) for mark in family[0].iter_markers("parametrize")])
+            if len(cases[0]) < 2:
+                continue
+            pairs = len(cases[0]) > 2
+        chosen = {*covering(cases, crc32(name.encode()) % len(cases), 2 if pairs else 1)}
         for position, item in enumerate(family):
             if position not in chosen:
                 item.add_marker(pytest.mark.long)
 
 
+def _names(mark: pytest.Mark) -> list[str]:
+    """Returns the names of the parameters of a decorator."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+
+
 def _parameters(item: pytest.Function) -> dict[str, Hashable]:
-    """Returns the parameters of a test; a value that has no hash is one of its own."""
+    """Returns the parameters of a test, texts and numbers with their types: 1 is neither True nor 1.0."""
     values = item.callspec.params.items()
-    return {name: value if isinstance(value, Hashable) else id(value) for name, value in values}
+    return {name: (type(value), value) if isinstance(value, str | int | float) else id(value) for name, value in values}
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
