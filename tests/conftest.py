@@ -8,7 +8,7 @@ import logging
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -36,7 +36,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
-from tests.support.long_form import LONG, axes, covering
+from tests.support.long_form import LONG, axes, covering, sampled
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -170,11 +170,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_combinations_long(items: list[pytest.Item]) -> None:
-    """Marks combinations of parameters as long whose values occur in others of the test, but for those on GPUs.
+    """Marks cases as long that others of the test cover, but for those on GPUs. Which remain depends on its name.
 
-    That is of each test with two axes or more (`tests.support.long_form.axes`), unless it is marked
-    `every_combination`. With three axes or more, each pair of their values occurs. Of a test marked `covering`, each
-    parameter is an axis, and each value occurs. Which combinations remain depends on the name of the test.
+    Of a test with two axes or more (`tests.support.long_form.axes`) that is not marked `every_combination`, those
+    remain in which each value occurs; each pair of values with three axes or more. Of a test marked `covering`, each
+    parameter is an axis. Of a test marked `sampled(part)`, one in `part` of these remains.
     """
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -182,17 +182,21 @@ def _mark_combinations_long(items: list[pytest.Item]) -> None:
             if not any(map(item.get_closest_marker, ("gpu", "long", "every_combination"))):
                 families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, family in families.items():
-        cases = [_parameters(item) for item in family]
-        pairs = False
-        if not family[0].get_closest_marker("covering"):
-            cases = axes(cases, [_names(mark) for mark in family[0].iter_markers("parametrize")])
-            if len(cases[0]) < 2:
-                continue
-            pairs = len(cases[0]) > 2
-        chosen = {*covering(cases, crc32(name.encode()) % len(cases), 2 if pairs else 1)}
+        remaining = {*_remaining(family, crc32(name.encode()))}
         for position, item in enumerate(family):
-            if position not in chosen:
+            if position not in remaining:
                 item.add_marker(pytest.mark.long)
+
+
+def _remaining(family: list[pytest.Function], turn: int) -> Sequence[int]:
+    """Returns the positions of the cases of a test that the short form runs."""
+    cases, together = [_parameters(item) for item in family], 1
+    if not family[0].get_closest_marker("covering"):
+        cases = axes(cases, [_names(mark) for mark in family[0].iter_markers("parametrize")])
+        together = max(min(len(cases[0]), 3) - 1, 0)
+    chosen = covering(cases, turn, together) if together else range(len(family))
+    mark = family[0].get_closest_marker("sampled")
+    return chosen if mark is None else sampled(chosen, turn, min(mark.args[0], len(chosen)))
 
 
 def _names(mark: pytest.Mark) -> list[str]:

@@ -112,6 +112,7 @@ def in_float64(model: nn.Module, x: Tensor) -> Any:
 # --- what is seen of it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_results_and_strides_match_eager(emitter: str) -> None:
     """One output is an intermediate result, which the graph itself has channels-last."""
@@ -133,6 +134,7 @@ def test_without_and_with_the_option(dtype: torch.dtype, tolerance: float) -> No
     close(keep(*inputs), expected, tolerance)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"groups": 8}, {"groups": 2}, {"channels": 1}, {"channels": 24, "groups": 3}])
 def test_groups_and_single_channels(options: dict[str, int]) -> None:
     model, x = block(**options), torch.randn(IMAGES)

@@ -180,6 +180,7 @@ NOT_IN_PLACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NOT_IN_PLACE)
 def test_the_copy_stays_where_it_is_observable(name: str) -> None:
     graph = make_fx(NOT_IN_PLACE[name], tracing_mode="fake")(*inputs())
@@ -402,6 +403,7 @@ SLICES: dict[str, Any] = {
 WRITES = {"rows": 1, "a_row": 1, "a_block_of_a_row": 2, "reads_the_same_slice": 3, "something_stored": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fuse"), [(name, number % 3 != 1) for number, name in enumerate(SLICES)])
 def test_a_slice_of_an_input_is_overwritten_in_place(name: str, fuse: bool, fresh_dynamo: None) -> None:
     arguments, options = (torch.randn(4, 8), torch.randn(2, 8)), Options(fuse=fuse)

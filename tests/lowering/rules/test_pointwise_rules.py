@@ -96,6 +96,7 @@ def compared(name: str, positional: list[Any], keywords: dict[str, Any]) -> int:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_every_dtype_and_special_value_matches_eager(name: str) -> None:
     count = sum(compared(name, *sample) for dtype in DTYPES for sample in samples(name, dtype))
