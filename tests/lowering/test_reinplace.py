@@ -69,6 +69,7 @@ AGAIN_IN_PLACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dynamic"), [(name, name != "several") for name in AGAIN_IN_PLACE])
 def test_an_input_is_written_in_place_without_copies(name: str, dynamic: bool, fresh_dynamo: None) -> None:
     function = AGAIN_IN_PLACE[name]
@@ -273,6 +274,7 @@ class Cache(torch.nn.Module):
         return (shown[self.returned], total) if self.returned else (total,)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fuse", "dynamic"), [(True, False), (True, True), (False, False)])
 def test_an_exported_program_writes_its_buffers_in_place(fuse: bool, dynamic: bool) -> None:
     arguments = (torch.randn(8, 4), torch.tensor([5, 0]), torch.randn(2, 4))

@@ -67,6 +67,7 @@ compiled_reductions = compiled_together(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_reductions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), kinds_and_dtypes(), ids=str)
