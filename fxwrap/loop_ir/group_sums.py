@@ -71,11 +71,21 @@ def sum_groups(contraction: ContractionForm) -> Kernel | None:
 
     Packed elements are unpacked by as many products: the axes along which weights of one element lie are unrolled.
     """
-    plans = [_plan(contraction, item) for item in contraction.sums]
-    shared = {(plan.row_dtype, plan.groups, plan.inner, plan.unrolled) for plan in plans if plan is not None}
-    if None in plans or len(shared) != 1 or contraction.row_reductions or contraction.group is not None:
-        return None
-    return _GroupSummer(contraction, {plan.item.reduction: plan for plan in plans if plan is not None}).run()
+    plans = _plans(contraction)
+    return None if contraction.row_reductions or not plans else _GroupSummer(contraction, plans).run()
+
+
+def has_groups(contraction: ContractionForm) -> bool:
+    """Whether a contraction, without its row reductions, has coefficients of groups."""
+    return bool(_plans(contraction))
+
+
+def _plans(contraction: ContractionForm) -> dict[int, _Plan]:
+    """Returns the plan of each sum if all have the same groups; else none."""
+    plans = {item.reduction: _plan(contraction, item) for item in contraction.sums}
+    planned = {at: plan for at, plan in plans.items() if plan is not None}
+    shared = {(plan.row_dtype, plan.groups, plan.inner, plan.unrolled) for plan in planned.values()}
+    return planned if len(planned) == len(plans) and len(shared) == 1 and contraction.group is None else {}
 
 
 def find_grouped_sums(kernel: Kernel, contraction: ContractionForm) -> GroupedSums:
@@ -178,8 +188,13 @@ def _plan(contraction: ContractionForm, item: ProductSum) -> _Plan | None:
 
 
 def row_precision(contraction: ContractionForm, item: ProductSum) -> torch.dtype | None:
-    """Returns the half precision in which eager mode has a row operand: that of all it is computed from; else None."""
+    """Returns the half precision in which eager mode has a row operand: rounded, or computed of such; else None."""
     operations, varying = contraction.kernel.operations, contraction.kernel.varying_along(contraction.summed)
+    row = operations[item.row_operand]
+    if isinstance(row, Compute) and row.name == "cast":
+        rounded = operation_dtype(operations[row.operands[0]])
+        if rounded in HALF_PRECISION:
+            return rounded
     loads = [operations[at] for at in contraction.prologue(item.row_operand) if varying[at]]
     dtypes = {load.dtype for load in loads if isinstance(load, Load) and load.dtype.is_floating_point}
     return next(iter(dtypes)) if len(dtypes) == 1 and not dtypes.isdisjoint(HALF_PRECISION) else None

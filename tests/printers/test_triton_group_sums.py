@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import Configuration, can_use_dot, configurations, print_triton
 from tests.loop_ir.test_group_sums import SCALED_WORDS, int8
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.printers.test_triton_shared_elements import INT4
@@ -96,3 +96,18 @@ def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
     assert not re.search(r"ld\.global\S*\.b8", ptx) and "prmt.b32" in ptx and "mma.sync" in ptx
     assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) > 2, "weights and rows are read ahead"
+
+
+@pytest.mark.parametrize(("rows", "fuses"), [(3, False), (80, True)])
+def test_few_rows_sum_groups_instead_of_row_reductions(rows: int, fuses: bool) -> None:
+    text = (
+        str(int4(rows))
+        .replace("(out: f32", f"(first: f32[{rows}], out: f32")
+        .replace("j: 32] reduce [", "] reduce [j: 32, ")
+    )
+    text = text.replace(", ] reduce", "] reduce").replace(
+        "%20 = f32 reduce sum %19", "%20 = f32 reduce sum %19 over g h p"
+    )
+    kernel = parse_kernel(text.replace("\n}", "\n  %22 = f32 reduce max %20 over j\n  store first[i] %22\n}"))
+    form = find_contraction(kernel)
+    assert form is not None and form.row_reductions and can_use_dot(form) == fuses

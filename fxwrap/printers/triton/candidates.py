@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     find_contraction,
     find_grouped_contraction,
     find_grouped_sums,
+    has_groups,
     sum_groups,
 )
 from fxwrap.printers.triton.configuration import (
@@ -119,8 +120,14 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce.
+
+    Few rows whose groups of weights are summed have no row reductions.
+    """
     if contraction.row_reductions:
+        is_few = isinstance(contraction.row_count, int) and contraction.row_count <= _MAX_FEW_ROWS
+        if is_few and has_groups(contraction):
+            return False
         count = contraction.reduced_column_count
         if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
             return False
