@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch.fx import GraphModule
 
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
+from fxwrap.compile.kernels import KernelFailure, compile_program_kernels, print_and_compile_ahead
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature
@@ -51,7 +51,7 @@ from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
-from fxwrap.printers import print_kernel
+from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.torch_compat import FakeTensor
 from fxwrap.tuning import Tuner, has_gpu, matmul_regions, region_graph
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
@@ -166,12 +166,18 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
     return CompileState(program, lowered.coverage, lowered.declined_nodes, bool(lowered.warnings))
 
 
+def _kernel_printer(context: CompileContext) -> KernelPrinter:
+    """Returns the tuner's printer, whose kernels are final after tuning, or one whose kernels compile at once."""
+    if context.tuner is not None:
+        return context.tuner.print_kernel
+    return print_and_compile_ahead(print_kernel, context.options)
+
+
 def _lowering(prepared: PreparedGraph, context: CompileContext) -> Callable[..., Lowered]:
     """Returns the function that lowers a graph with the printer and the devices of a compile."""
-    tuner = context.tuner
     return partial(
         lower_prepared, prepared, context.options, context.ownership,
-        print_kernel=print_kernel if tuner is None else tuner.print_kernel, tuned_devices=context.tuned_devices,
+        print_kernel=_kernel_printer(context), tuned_devices=context.tuned_devices,
     )  # fmt: skip
 
 
