@@ -72,7 +72,7 @@ def _match(
     """Returns the sum of a matmul, which only the sum reads, and a tensor of its size, dtype and layout."""
     if not isinstance(product, Node) or not isinstance(addend, Node) or product is addend:
         return None
-    views = []
+    views: list[Node] = []
     while product.target in _VIEWS and [*product.users] == [total if not views else views[-1]]:
         views.append(product)
         product = product.args[0]
