@@ -27,10 +27,11 @@ _LINE_BYTES = 64
 
 
 def has_few_rows(kernel: Kernel, parts: StreamingReduction) -> bool:
-    """Whether a streaming reduction has few rows, and a running maximum; it checks no element."""
+    """Whether a streaming reduction has few rows, and a running maximum; it checks no position."""
     size = parts.row.size
     is_small = isinstance(size, int) and size <= MAX_ROWS
-    is_checked = any(isinstance(item, DeviceAssert) for item in kernel.operations)
+    asserts = [position for position, item in enumerate(kernel.operations) if isinstance(item, DeviceAssert)]
+    is_checked = any(parts.axes[-1] in kernel.value_axes[position] for position in asserts)
     return is_small and parts.softmax is not None and not (parts.updates or parts.row_updates or is_checked)
 
 
@@ -42,6 +43,7 @@ class FewRowsPrinter(StreamingPrinter):
     ) -> None:
         super().__init__(plan, parts, writer, origin_comments)
         self.keys = round_up(self.keys, _LANES)
+        self.factors: dict[str, tuple[str, str]] = {}
 
     def _row_count(self) -> int:
         assert isinstance(self.parts.row.size, int), "few rows are a constant number"
@@ -120,28 +122,42 @@ class FewRowsPrinter(StreamingPrinter):
         return None
 
     def _pack(self, tile: str, value: int, axes: Sequence[Axis], stride: int, known: EmittedValues) -> None:
-        self._print_prefetches(value, element_count(axes), known)
-        super()._pack(tile, value, axes, stride, known)
+        load = self._row_load(value, axes)
+        if load is None:
+            super()._pack(tile, value, axes, stride, known)
+            self.factors[tile] = tile, str(stride)
+            return
+        self._print_prefetches(load, axes[0], known)
+        if self.kernel.operations[value] is not load or element_count(axes) % _LANES:
+            super()._pack(tile, value, axes, stride, known)
+            self.factors[tile] = tile, str(stride)
+            return
+        index, across = self.statements.index(known), load.index.stride(self.inner)
+        assert across is not None, "rows in memory have a stride"
+        first = load.index.substitute({axes[0]: 0, self.inner: Axis(f"{self.inner.name}_0", self.inner.size)})
+        self.factors[tile] = f"{load.buffer} + {index(first)}", index(across)
 
-    def _print_prefetches(self, value: int, count: int, known: EmittedValues) -> None:
-        """Writes the prefetches of the next tile's elements, where they are contiguous for each position."""
-        kernel = self.kernel
-        for at in sorted(self.statements.backward_slice([value], {})):
-            load = kernel.operations[at]
-            if not isinstance(load, Load) or load.mask is not None or not is_direct(load):
-                continue
-            axes = [axis for axis in load.index.axes() if axis not in (*self.outer, *self.parts.axes)]
-            if self.inner not in load.index.axes() or [load.index.stride(axis) for axis in axes] != [as_index(1)]:
-                continue
-            first = load.index.substitute({axes[0]: 0, self.inner: as_index(self.inner) + self.keys})
-            with self._key_loop():
-                for start in range(0, count, _LINE_BYTES // load.dtype.itemsize):
-                    self.writer.line(f"prefetch_line({load.buffer} + {self.statements.index(known)(first)} + {start});")
+    def _row_load(self, value: int, axes: Sequence[Axis]) -> Load | None:
+        """Returns the load that a factor is, or widens, if its elements are contiguous for each position; else None."""
+        operation = self.kernel.operations[value]
+        if isinstance(operation, Compute) and operation.name == "cast":
+            operation = self.kernel.operations[operation.operands[0]]
+        if not isinstance(operation, Load) or operation.mask is not None or not is_direct(operation):
+            return None
+        strides = [operation.index.stride(axis) for axis in axes]
+        return operation if strides == [as_index(1)] and operation.index.stride(self.inner) is not None else None
+
+    def _print_prefetches(self, load: Load, column: Axis, known: EmittedValues) -> None:
+        """Writes the prefetches of the next tile's elements."""
+        first = load.index.substitute({column: 0, self.inner: as_index(self.inner) + self.keys})
+        with self._key_loop():
+            for start in range(0, element_count([column]), _LINE_BYTES // load.dtype.itemsize):
+                self.writer.line(f"prefetch_line({load.buffer} + {self.statements.index(known)(first)} + {start});")
 
     def _print_product(self, item: Contraction) -> None:
-        tiles = f"rows_{item.position}, keys_{item.position}"
-        arguments = f"{tiles}, {self._depth(item)}, count, products_{item.position}, {self.keys}"
-        self.writer.line(f"contract_rows<{self.lanes}, {self.type}>({arguments});")
+        keys, across = self.factors[f"keys_{item.position}"]
+        arguments = f"rows_{item.position}, {keys}, {across}, {self._depth(item)}, count, products_{item.position}"
+        self.writer.line(f"contract_rows<{self.lanes}, {self.type}>({arguments}, {self.keys});")
 
     def _print_elements(self, known: EmittedValues) -> None:
         softmax, line = self.parts.softmax, self.writer.line
@@ -175,6 +191,6 @@ class FewRowsPrinter(StreamingPrinter):
                 self.writer.line(f"{self._element(f'weights_{item.position}')} = {product};")
 
     def _print_accumulation(self, item: Contraction, weights: str) -> None:
-        tiles = f"{weights}, {self.keys}, values_{item.position}"
-        arguments = f"{tiles}, {self._width(item)}, count, factors, sums_{item.position}"
-        self.writer.line(f"accumulate_rows<{self.lanes}, {self.type}>({arguments});")
+        values, across = self.factors[f"values_{item.position}"]
+        arguments = f"{weights}, {self.keys}, {values}, {across}, count, factors, sums_{item.position}"
+        self.writer.line(f"accumulate_rows<{self.lanes}, {self.type}>({arguments}, {self._width(item)});")

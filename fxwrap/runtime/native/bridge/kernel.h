@@ -779,39 +779,43 @@ template <class Row> INLINE Row sums_of_16(Row (&a)[16]) {
 #undef MIX
 }
 
-// products[i * stride + n] = the sum over k < depth of left[i * depth + k] * right[n * depth + k], for n < count, rounded up
-// to a multiple of 16, as depth is.
+// products[i * stride + n] = the sum over k < depth of left[i * depth + k] * right[n * across + k], for n < count, whose
+// number is rounded up to a multiple of 16, as depth is.
 template <int rows, class T>
-inline void contract_rows(const T* left, const T* right, int64_t depth, int64_t count, T* products, int64_t stride) {
+inline void contract_rows(const T* left, const T* right, int64_t across, int64_t depth, int64_t count, T* products,
+                          int64_t stride) {
   typedef T Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
-  for (int64_t n = 0; n < count; n += 16)
+  for (int64_t n = 0; n < count; n += 16) {
+    const T* others[16];
+    for (int j = 0; j < 16; ++j) others[j] = right + fxwrap::min(n + j, count - 1) * across;
     for (int i = 0; i < rows; ++i) {
       Row sums[16] = {};
       for (int64_t k = 0; k < depth; k += 16) {
         const Row row = *reinterpret_cast<const Row*>(left + i * depth + k);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j) {
-          const Row other = *reinterpret_cast<const Row*>(right + (n + j) * depth + k);
+          const Row other = *reinterpret_cast<const Row*>(others[j] + k);
           if constexpr (16 * sizeof(T) == VECTOR_BYTES) sums[j] = multiply_add(row, other, sums[j]);
           else sums[j] += row * other;
         }
       }
       *reinterpret_cast<Row*>(products + i * stride + n) = sums_of_16(sums);
     }
+  }
 }
 
-// result[i][j] = result[i][j] * scale[i] + the sum over n < count of left[i * stride + n] * right[n * width + j], for
-// `height` rows and the vectors at `right` and `result`.
+// result[i][j] = result[i][j] * scale[i] + the sum over n < count of left[i * stride + n] * right[n * across + j],
+// for `height` rows and the vectors at `right` and `result`.
 template <int height, int vectors, class T>
-INLINE void accumulate_vectors(const T* left, int64_t stride, const T* right, int64_t width, int64_t count, const T* scale,
-                               T* result) {
+INLINE void accumulate_vectors(const T* left, int64_t stride, const T* right, int64_t across, int64_t count,
+                               const T* scale, T* result, int64_t width) {
   typedef typename Vector<T>::Type V;
   constexpr int lanes = Vector<T>::elements;
   V sums[height][vectors] = {};
   for (int64_t n = 0; n < count; ++n) {
     V values[vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) values[v] = *reinterpret_cast<const V*>(right + n * width + v * lanes);
+    for (int v = 0; v < vectors; ++v) values[v] = *reinterpret_cast<const V*>(right + n * across + v * lanes);
 #pragma GCC unroll 4
     for (int i = 0; i < height; ++i) {
       const V factor = left[i * stride + n] - V{};
@@ -830,16 +834,18 @@ INLINE void accumulate_vectors(const T* left, int64_t stride, const T* right, in
 
 // The same for all rows, and `width` columns, a multiple of 16.
 template <int rows, class T>
-inline void accumulate_rows(const T* left, int64_t stride, const T* right, int64_t width, int64_t count, const T* scale,
-                            T* result) {
+inline void accumulate_rows(const T* left, int64_t stride, const T* right, int64_t across, int64_t count, const T* scale,
+                            T* result, int64_t width) {
   constexpr int lanes = Vector<T>::elements, vectors = VECTOR_COLUMNS, step = vectors * lanes;
   constexpr int height = rows < 4 ? rows : 4, rest = rows % height;
   const auto run = [&](auto number, int64_t j) {
     for (int i = 0; i + height <= rows; i += height)
-      accumulate_vectors<height, number>(left + i * stride, stride, right + j, width, count, scale + i, result + i * width + j);
+      accumulate_vectors<height, number>(left + i * stride, stride, right + j, across, count, scale + i,
+                                         result + i * width + j, width);
     if constexpr (rest != 0) {
       constexpr int i = rows - rest;
-      accumulate_vectors<rest, number>(left + i * stride, stride, right + j, width, count, scale + i, result + i * width + j);
+      accumulate_vectors<rest, number>(left + i * stride, stride, right + j, across, count, scale + i,
+                                       result + i * width + j, width);
     }
   };
   int64_t j = 0;
