@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import re
+
 import pytest
 
 from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
-from fxwrap.printers.cpp import plan_contraction
+from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
+from fxwrap.runtime.native import NativeSource, compile_cpp
 from tests.loop_ir.test_column_parts import statistics
 from tests.printers.cpp_kernels import check
 from tests.printers.test_cpp_printer_loops import compiled_together
@@ -171,6 +175,17 @@ def test_contractions(position: int) -> None:
         assert "ProductTile" in check(kernel, values, rtol=1e-4)
         if not values:
             break
+
+
+PREFETCH = re.compile(rb"\x0f\x18[\x10-\x17\x50-\x57\x90-\x97]")
+"""The instruction `prefetcht1`."""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it looks for an instruction")
+def test_columns_that_are_read_later_are_prefetched() -> None:
+    """GCC omits calls of functions that only call __builtin_prefetch."""
+    source = NativeSource(print_cpp_kernel(matmul(8, 96, 1024)).source, kernels=1)
+    assert PREFETCH.search(compile_cpp("", name="prefetches", extra_sources=[source]).read_bytes())
 
 
 compiled_matrix_kernels = compiled_together(matrix_kernels)

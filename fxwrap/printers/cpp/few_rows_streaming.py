@@ -10,7 +10,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fxwrap.loop_ir import Axis, Compute, Constant, Contraction, DeviceAssert, Kernel, Load, StreamingReduction, as_index
+from fxwrap.loop_ir import (
+    Axis,
+    Compute,
+    Constant,
+    Contraction,
+    DeviceAssert,
+    Kernel,
+    Load,
+    StreamingReduction,
+    as_index,
+)
 from fxwrap.printers.cpp.contractions import is_direct
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.operations import parenthesize
@@ -43,7 +53,7 @@ class FewRowsPrinter(StreamingPrinter):
     ) -> None:
         super().__init__(plan, parts, writer, origin_comments)
         self.keys = round_up(self.keys, _LANES)
-        self.factors: dict[str, tuple[str, str]] = {}
+        self.factors: dict[str, tuple[str, str, bool]] = {}
 
     def _row_count(self) -> int:
         assert isinstance(self.parts.row.size, int), "few rows are a constant number"
@@ -123,19 +133,23 @@ class FewRowsPrinter(StreamingPrinter):
 
     def _pack(self, tile: str, value: int, axes: Sequence[Axis], stride: int, known: EmittedValues) -> None:
         load = self._row_load(value, axes)
-        if load is None:
+        if load is None or self.kernel.operations[value] is not load or element_count(axes) % _LANES:
             super()._pack(tile, value, axes, stride, known)
-            self.factors[tile] = tile, str(stride)
-            return
-        self._print_prefetches(load, axes[0], known)
-        if self.kernel.operations[value] is not load or element_count(axes) % _LANES:
-            super()._pack(tile, value, axes, stride, known)
-            self.factors[tile] = tile, str(stride)
+            self.factors[tile] = tile, str(stride), False
             return
         index, across = self.statements.index(known), load.index.stride(self.inner)
         assert across is not None, "rows in memory have a stride"
         first = load.index.substitute({axes[0]: 0, self.inner: Axis(f"{self.inner.name}_0", self.inner.size)})
-        self.factors[tile] = f"{load.buffer} + {index(first)}", index(across)
+        self.factors[tile] = f"{load.buffer} + {index(first)}", index(across), True
+
+    def _print_key(self, value: int, axes: Sequence[Axis], known: EmittedValues) -> None:
+        """Writes the prefetches of the same position of the next tile."""
+        load = self._row_load(value, axes)
+        if load is not None:
+            first = load.index.substitute({axes[0]: 0, self.inner: as_index(self.inner) + self.keys})
+            text = f"{load.buffer} + {self.statements.index(known)(first)}"
+            for start in range(0, element_count(axes), _LINE_BYTES // load.dtype.itemsize):
+                self.writer.line(f"prefetch_line({text} + {start});")
 
     def _row_load(self, value: int, axes: Sequence[Axis]) -> Load | None:
         """Returns the load that a factor is, or widens, if its elements are contiguous for each position; else None."""
@@ -147,17 +161,11 @@ class FewRowsPrinter(StreamingPrinter):
         strides = [operation.index.stride(axis) for axis in axes]
         return operation if strides == [as_index(1)] and operation.index.stride(self.inner) is not None else None
 
-    def _print_prefetches(self, load: Load, column: Axis, known: EmittedValues) -> None:
-        """Writes the prefetches of the next tile's elements."""
-        first = load.index.substitute({column: 0, self.inner: as_index(self.inner) + self.keys})
-        with self._key_loop():
-            for start in range(0, element_count([column]), _LINE_BYTES // load.dtype.itemsize):
-                self.writer.line(f"prefetch_line({load.buffer} + {self.statements.index(known)(first)} + {start});")
-
     def _print_product(self, item: Contraction) -> None:
-        keys, across = self.factors[f"keys_{item.position}"]
-        arguments = f"rows_{item.position}, {keys}, {across}, {self._depth(item)}, count, products_{item.position}"
-        self.writer.line(f"contract_rows<{self.lanes}, {self.type}>({arguments}, {self.keys});")
+        keys, across, is_direct = self.factors[f"keys_{item.position}"]
+        name = f"contract_rows<{self.lanes}, {str(is_direct).lower()}, {self.type}>"
+        tiles = f"rows_{item.position}, {keys}, {across}, {self._depth(item)}, count, products_{item.position}"
+        self.writer.line(f"{name}({tiles}, {self.keys}, {self.keys} * {across});")
 
     def _print_elements(self, known: EmittedValues) -> None:
         softmax, line = self.parts.softmax, self.writer.line
@@ -191,6 +199,7 @@ class FewRowsPrinter(StreamingPrinter):
                 self.writer.line(f"{self._element(f'weights_{item.position}')} = {product};")
 
     def _print_accumulation(self, item: Contraction, weights: str) -> None:
-        values, across = self.factors[f"values_{item.position}"]
-        arguments = f"{weights}, {self.keys}, {values}, {across}, count, factors, sums_{item.position}"
-        self.writer.line(f"accumulate_rows<{self.lanes}, {self.type}>({arguments}, {self._width(item)});")
+        values, across, is_direct = self.factors[f"values_{item.position}"]
+        name = f"accumulate_rows<{self.lanes}, {str(is_direct).lower()}, {self.type}>"
+        tiles = f"{weights}, {self.keys}, {values}, {across}, count, factors, sums_{item.position}"
+        self.writer.line(f"{name}({tiles}, {self._width(item)}, {self.keys} * {across});")

@@ -379,10 +379,14 @@ class StreamingPrinter(LoopPrinter):
         with self._key_loop():
             values = dict(known)
             self._hoist([value], [*self.outer, *self.parts.axes], values)
+            self._print_key(value, axes, values)
             heads = [loop_head(axis) for axis in axes]
             with self.writer.nest(heads[:-1]), self.writer.nest(heads[-1:], "#pragma omp simd"):
                 self.statements.write([value], values)
                 self.writer.line(f"{tile}[key * {stride} + {position_of(axes)}] = {values[value]};")
+
+    def _print_key(self, value: int, axes: Sequence[Axis], known: EmittedValues) -> None:
+        """Writes what is done once for each position of a tile of factors."""
 
     # --- updates of memory ------------------------------------------------------------------------------------------
 

@@ -780,10 +780,10 @@ template <class Row> INLINE Row sums_of_16(Row (&a)[16]) {
 }
 
 // products[i * stride + n] = the sum over k < depth of left[i * depth + k] * right[n * across + k], for n < count, whose
-// number is rounded up to a multiple of 16, as depth is.
-template <int rows, class T>
+// number is rounded up to a multiple of 16, as depth is. With `ahead`, elements that far behind are read later.
+template <int rows, bool prefetches, class T>
 inline void contract_rows(const T* left, const T* right, int64_t across, int64_t depth, int64_t count, T* products,
-                          int64_t stride) {
+                          int64_t stride, int64_t ahead) {
   typedef T Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
   for (int64_t n = 0; n < count; n += 16) {
     const T* others[16];
@@ -794,6 +794,8 @@ inline void contract_rows(const T* left, const T* right, int64_t across, int64_t
         const Row row = *reinterpret_cast<const Row*>(left + i * depth + k);
 #pragma GCC unroll 16
         for (int j = 0; j < 16; ++j) {
+          if constexpr (prefetches)
+            if (i == 0) prefetch_line(others[j] + k + ahead);
           const Row other = *reinterpret_cast<const Row*>(others[j] + k);
           if constexpr (16 * sizeof(T) == VECTOR_BYTES) sums[j] = multiply_add(row, other, sums[j]);
           else sums[j] += row * other;
@@ -806,16 +808,19 @@ inline void contract_rows(const T* left, const T* right, int64_t across, int64_t
 
 // result[i][j] = result[i][j] * scale[i] + the sum over n < count of left[i * stride + n] * right[n * across + j],
 // for `height` rows and the vectors at `right` and `result`.
-template <int height, int vectors, class T>
+template <int height, int vectors, bool prefetches, class T>
 INLINE void accumulate_vectors(const T* left, int64_t stride, const T* right, int64_t across, int64_t count,
-                               const T* scale, T* result, int64_t width) {
+                               const T* scale, T* result, int64_t width, int64_t ahead) {
   typedef typename Vector<T>::Type V;
   constexpr int lanes = Vector<T>::elements;
   V sums[height][vectors] = {};
   for (int64_t n = 0; n < count; ++n) {
     V values[vectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; ++v) values[v] = *reinterpret_cast<const V*>(right + n * across + v * lanes);
+    for (int v = 0; v < vectors; ++v) {
+      if constexpr (prefetches) prefetch_line(right + n * across + v * lanes + ahead);
+      values[v] = *reinterpret_cast<const V*>(right + n * across + v * lanes);
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < height; ++i) {
       const V factor = left[i * stride + n] - V{};
@@ -833,19 +838,20 @@ INLINE void accumulate_vectors(const T* left, int64_t stride, const T* right, in
 }
 
 // The same for all rows, and `width` columns, a multiple of 16.
-template <int rows, class T>
+template <int rows, bool prefetches, class T>
 inline void accumulate_rows(const T* left, int64_t stride, const T* right, int64_t across, int64_t count, const T* scale,
-                            T* result, int64_t width) {
+                            T* result, int64_t width, int64_t ahead) {
   constexpr int lanes = Vector<T>::elements, vectors = VECTOR_COLUMNS, step = vectors * lanes;
   constexpr int height = rows < 4 ? rows : 4, rest = rows % height;
   const auto run = [&](auto number, int64_t j) {
-    for (int i = 0; i + height <= rows; i += height)
-      accumulate_vectors<height, number>(left + i * stride, stride, right + j, across, count, scale + i,
-                                         result + i * width + j, width);
+    accumulate_vectors<height, number, prefetches>(left, stride, right + j, across, count, scale, result + j, width, ahead);
+    for (int i = height; i + height <= rows; i += height)
+      accumulate_vectors<height, number, false>(left + i * stride, stride, right + j, across, count, scale + i,
+                                                result + i * width + j, width, ahead);
     if constexpr (rest != 0) {
       constexpr int i = rows - rest;
-      accumulate_vectors<rest, number>(left + i * stride, stride, right + j, across, count, scale + i,
-                                       result + i * width + j, width);
+      accumulate_vectors<rest, number, false>(left + i * stride, stride, right + j, across, count, scale + i,
+                                              result + i * width + j, width, ahead);
     }
   };
   int64_t j = 0;
