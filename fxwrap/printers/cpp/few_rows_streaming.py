@@ -39,7 +39,7 @@ _LINE_BYTES = 64
 def has_few_rows(kernel: Kernel, parts: StreamingReduction) -> bool:
     """Whether a streaming reduction has few rows, and a running maximum; it checks no position."""
     size = parts.row.size
-    is_small = isinstance(size, int) and size <= MAX_ROWS
+    is_small = isinstance(size, int) and 0 < size <= MAX_ROWS
     asserts = [position for position, item in enumerate(kernel.operations) if isinstance(item, DeviceAssert)]
     is_checked = any(parts.axes[-1] in kernel.value_axes[position] for position in asserts)
     return is_small and parts.softmax is not None and not (parts.updates or parts.row_updates or is_checked)
