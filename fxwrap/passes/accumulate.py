@@ -33,7 +33,9 @@ def accumulate_in_place(program: Program) -> Program:
     The tensor is owned by the block, which frees it after the call, and has the result's type. Results are bitwise
     equal, and the peak memory is at most as large. Linear in the number of lines.
     """
-    functions = tuple([(name, _accumulate(block, block.arguments, block.arguments)) for name, block in program.functions])
+    functions = tuple(
+        [(name, _accumulate(block, block.arguments, block.arguments)) for name, block in program.functions]
+    )
     donated = [item.value for item in program.inputs if item.ownership is Ownership.OWNED]
     others = [item for item in program_arguments(program) if item not in donated]
     body = _accumulate(program.body, program_arguments(program), others)
