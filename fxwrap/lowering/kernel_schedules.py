@@ -11,7 +11,15 @@ from torch.fx import Node
 
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import language_traits
-from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_columns, split_reductions
+from fxwrap.loop_ir import (
+    Kernel,
+    SplitKernel,
+    as_index,
+    hoist_expressions,
+    parallel_column_block,
+    split_columns,
+    split_reductions,
+)
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
 from fxwrap.lowering.fusion.independent import independent_parts
@@ -128,13 +136,12 @@ class KernelSchedules:
 
 
 def _split(kernel: Kernel, massively_parallel: bool, hint: Callable[[Size], int]) -> SplitKernel | None:
-    split = split_columns(kernel)
-    return split_reductions(kernel, hint) if split is None and massively_parallel else split
+    if not massively_parallel:
+        return split_columns(kernel)
+    return split_columns(kernel, parallel_column_block(kernel, hint)) or split_reductions(kernel, hint)
 
 
 @bounded_cache(1024)
-def _split_cached(
-    kernel: Kernel, _uncompared_fields: tuple[str, ...], massively_parallel: bool
-) -> SplitKernel | None:
+def _split_cached(kernel: Kernel, _uncompared_fields: tuple[str, ...], massively_parallel: bool) -> SplitKernel | None:
     """Splits a kernel of fixed sizes once for all equal layers of a model."""
     return _split(kernel, massively_parallel, int)
