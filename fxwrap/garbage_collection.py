@@ -1,4 +1,4 @@
-"""Garbage collection while large structures are built."""
+"""Garbage collection while large structures are built, such as programs, and while graphs are compiled."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 def gc_paused() -> Iterator[None]:
     """Pauses garbage collection; usable as a decorator.
 
-    Construction of a program or graph allocates objects that all stay alive. The collector visits them again and again,
-    in time that grows faster than their number. Objects that are freed by reference counts are freed as usual; garbage
-    in cycles waits until the end. Collection is resumed only if it was enabled, so pauses nest, and a pause that
-    overlaps with one of another thread may end early.
+    Construction of a program or graph allocates objects that nearly all stay alive. The collector visits them again
+    and again, in time that grows faster than their number. Objects that are freed by reference counts are freed as
+    usual; garbage in cycles waits until the end. Collection is resumed only if it was enabled, so pauses nest, and a
+    pause that overlaps with one of another thread may end early.
     """
     was_enabled = gc.isenabled()
     gc.disable()

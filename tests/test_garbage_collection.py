@@ -1,4 +1,4 @@
-"""The garbage collector pauses while programs and graphs are built, and is as it was afterwards."""
+"""The garbage collector pauses while programs and graphs are built and compiled, and is as it was afterwards."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import fxwrap
+from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.errors import ParseError
 from fxwrap.garbage_collection import gc_paused
+from fxwrap.options import Options
 from tests.support.samples import SAMPLES
 
 SAMPLE = SAMPLES["views_share_one_root"]
@@ -71,3 +75,30 @@ def test_a_disabled_collector_stays_disabled() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::fxwrap.errors.PassWarning")  # the pass has no key
+@pytest.mark.parametrize(("autotune", "during"), [(False, False), (True, True)])
+def test_compiles_run_without_collections_unless_kernels_are_timed(autotune: bool, during: bool) -> None:
+    seen: list[bool] = []
+
+    def observed(graph: Any, *arguments: Any, **keywords: Any) -> Compiled:
+        seen.append(gc.isenabled())  # AOTAutograd has traced the graph
+
+        def observe(inner: Any) -> Any:
+            seen.append(gc.isenabled())
+            return inner
+
+        options = keywords.pop("options").replace(passes=[observe])
+        return compile_graph(graph, *arguments, options=options, **keywords)
+
+    def function(x: Tensor) -> Tensor:
+        return x.relu() + 1
+
+    torch.compiler.reset()
+    assert gc.isenabled()
+    compiled = torch.compile(function, backend=make_backend(Options(fuse=False, autotune=autotune), observed))
+    x = torch.randn(8)
+    assert torch.equal(compiled(x), function(x))
+    assert seen == [during, during]
+    assert gc.isenabled()

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.compiler import compile_graph
+from fxwrap.compile.compiler import collection_paused, compile_graph
 from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.debugging import with_repro_environment
@@ -120,9 +120,10 @@ def make_backend(
         compiled: CompiledGraphFunction
         if key is None:
             check_not_precompiling(options)
-            compiled = _with_autograd(options, compile_with, savable=False)(graph_module, example_inputs)
+            with collection_paused(options):
+                compiled = _with_autograd(options, compile_with, savable=False)(graph_module, example_inputs)
         else:
-            with autograd_cache(graph_module, key):
+            with autograd_cache(graph_module, key), collection_paused(options):
                 compiled = _with_autograd(options, compile_with, savable=True)(graph_module, example_inputs)
             if is_aot_compiling():
                 return serializable_callable(compiled, subclassed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,6 +41,7 @@ from fxwrap.debugging import (
 from fxwrap.errors import GraphError, VerifyError
 from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, MatmulKernels, Options
@@ -96,7 +98,7 @@ def compile_graph(
     if example_kwargs:
         raise GraphError("", *_NO_KEYWORDS)
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
-    with without_fake_mode():
+    with without_fake_mode(), collection_paused(options or Options()):
         options = with_repro_environment(options or Options())
         options = with_group_speeds(options.resolve_devices(), graph)
         events = EventLog(name)
@@ -110,6 +112,11 @@ def compile_graph(
     if compiled_by_key is not None:
         compiled_by_key.setdefault(compiled.key, compiled)
     return compiled
+
+
+def collection_paused(options: Options) -> AbstractContextManager[None]:
+    """Pauses garbage collection during a compile, unless it times kernels: tensors in cycles would keep memory."""
+    return nullcontext() if options.autotune is True else gc_paused()
 
 
 def _observed_compile(request: CompileRequest, compiled_by_key: MutableMapping[str, Compiled] | None) -> Compiled:

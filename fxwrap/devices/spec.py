@@ -91,6 +91,7 @@ class DeviceSpec:
             as those of quantised weights.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
             matmuls are faster than a library's.
+        grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
@@ -105,6 +106,8 @@ class DeviceSpec:
             matmuls of one tensor with several weights.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
             combo kernels where the language has a `KernelCombiner`; 0 for none.
+        combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
+            each is a launch of its own.
         instructions_per_byte: instructions per element of a large tensor in the time to move one byte of each; 0 where
             caches make that unpredictable. It enables recomputation of cheap tensors and tables of slow functions.
         asserts_raise: a failed assertion in a kernel raises at its launch. Otherwise it fails on the device.
@@ -147,6 +150,7 @@ class DeviceSpec:
     generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
+    grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
@@ -156,6 +160,7 @@ class DeviceSpec:
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
+    combo_large_kernels: int = 0
     instructions_per_byte: int = 0
     asserts_raise: bool = False
     cpu_rounding: bool = False
@@ -234,6 +239,7 @@ CPU = DeviceSpec(
     channels_last_dtypes=_HALF | {torch.float32},
     generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
     generated_matmul_bytes=1 << 18,
+    grouped_gemm_dtypes=frozenset({torch.bfloat16}),
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     prepacked_convolution_dtypes=frozenset({torch.float32}),
     streaming_attention_sizes=((torch.float32, 512),),
@@ -264,6 +270,7 @@ CUDA = DeviceSpec(
     generated_matmul_bytes=8 << 20,
     generated_dequantised_rows=((torch.bfloat16, 16),),
     generated_grouped_rows=((torch.bfloat16, 4),),
+    grouped_gemm_dtypes=frozenset({torch.bfloat16}),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
     streaming_attention_backward_width=64,

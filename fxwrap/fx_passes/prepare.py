@@ -12,6 +12,7 @@ from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
@@ -67,6 +68,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "split_decoding_attention", "turn attention of few query rows into kernels split over keys",
         split_decoding_attention, "fuse", _fuses,
+    ),
+    Step(
+        "group_expert_loops", "turn loops over experts into grouped matmuls on sorted rows",
+        group_expert_loops, "fuse", _fuses,
     ),
     Step(
         "reduce_sums_once", "reduce a sum of tensors by one collective instead of adding reduced ones",

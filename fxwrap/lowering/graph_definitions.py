@@ -23,8 +23,7 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
-from fxwrap.symbolic import Size
-from fxwrap.torch_compat import storage_identity
+from fxwrap.torch_compat import has_distinct_elements, storage_identity
 from fxwrap.wrapper_ir import Leaf, TensorType
 
 DefinitionOperand: TypeAlias = "Definition | Leaf | tuple[DefinitionOperand, ...] | dict[str, DefinitionOperand]"
@@ -185,18 +184,8 @@ def _are_disjoint_slices(first: TensorType, second: TensorType) -> bool:
         if not rest and position >= low.sizes[dim]:
             sizes = [max(int(one), int(two)) for one, two in zip(low.sizes, high.sizes, strict=True)]
             sizes[dim] = position + int(high.sizes[dim])
-            return _has_distinct_elements(sizes, low.strides)
+            return has_distinct_elements(sizes, [int(stride) for stride in low.strides])
     return False
-
-
-def _has_distinct_elements(sizes: Sequence[int], strides: Sequence[Size]) -> bool:
-    """Whether no two indices of a tensor are one element: each stride is beyond all elements of smaller strides."""
-    reach = 0
-    for stride, size in sorted(zip(strides, sizes, strict=True), key=lambda item: int(item[0])):
-        if size > 1 and int(stride) <= reach:
-            return False
-        reach += (size - 1) * int(stride)
-    return True
 
 
 _FAMILIES = {

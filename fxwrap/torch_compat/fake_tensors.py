@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -214,14 +214,15 @@ def _correct_split_fake_impl(rules: dict[Any, Callable[..., Any]]) -> None:
 
 
 def _initialize_present_devices_only() -> None:
-    """Makes fake tensors leave GPUs alone that this machine does not have."""
+    """Makes fake tensors initialize each GPU once, not for each tensor, and none that this machine does not have."""
     initialize: Callable[[torch.device], None] = fake_tensor_module.init_gpu_context
 
+    @cache
     def initialize_present(device: torch.device) -> None:
         if (device.index or 0) < torch.accelerator.device_count():
             initialize(device)
 
-    fake_tensor_module.init_gpu_context = initialize_present  # type: ignore[assignment]
+    fake_tensor_module.init_gpu_context = initialize_present
 
 
 if TorchVersion("2.13") > torch.__version__:

@@ -25,6 +25,20 @@ def storage_identity(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def has_distinct_elements(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two indices of a strided tensor are one element, since each stride is beyond the smaller ones' reach.
+
+    False for layouts that interleave and yet are distinct. `torch._debug_has_internal_overlap` does not tell a slice
+    from overlapping windows.
+    """
+    reach = 0
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride <= reach:
+            return 0 in sizes
+        reach += (size - 1) * stride
+    return True
+
+
 def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether a (fake) view differs from its base by sizes, strides and offset alone.
 

@@ -216,6 +216,7 @@ class Doubled(torch.nn.Module):
 NUMBERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.float64]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=[DTYPE_NAMES[dtype] for dtype in NUMBERS])
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.tensor([3, 0, 1, 7, 2, 5]).to(dtype)

@@ -205,6 +205,7 @@ def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch
             assert "aten.tanh" in bisection.divergence.culprit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_bug_of_an_associative_scan_is_found(dynamic: bool, patch: pytest.MonkeyPatch) -> None:
     """Of a scan that is expanded into operators, and of one of symbolic length, whose loop runs element by element."""

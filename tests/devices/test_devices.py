@@ -57,6 +57,7 @@ def graph_of(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule
 # --- a device that is not fxwrap's ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", representative([name for name in MODELS if name != "gpt2_eager_attention"]))
 def test_models_run_on_a_custom_device(name: str, with_abacus: None) -> None:
     case: ModelCase = MODELS[name]

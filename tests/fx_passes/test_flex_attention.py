@@ -215,6 +215,7 @@ def test_one_kernel(language: str) -> None:
     torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_few_rows_are_split_over_keys(language: str) -> None:
     """The heads of a group are the rows of a tile. Parts for GPUs have fewer keys, for which Triton needs seconds."""

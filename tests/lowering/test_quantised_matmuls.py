@@ -99,6 +99,7 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any)
     return fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=Options(**options))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("matmul_kernels", ["auto", "generated"])
 def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
     assert_emitters_agree(quantised, quantised_inputs(), options={"matmul_kernels": matmul_kernels})

@@ -161,6 +161,7 @@ def matrix_kernels() -> list[Kernel]:
 compiled_kernels = compiled_together(kernels)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("position", range(len(kernels())))
 def test_contractions(position: int) -> None:
@@ -176,6 +177,7 @@ def test_contractions(position: int) -> None:
 compiled_matrix_kernels = compiled_together(matrix_kernels)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_matrix_kernels")
 @pytest.mark.parametrize("position", range(len(matrix_kernels())))
 def test_contractions_of_matrices(position: int) -> None:

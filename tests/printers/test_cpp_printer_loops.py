@@ -67,6 +67,7 @@ compiled_reductions = compiled_together(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_reductions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), kinds_and_dtypes(), ids=str)
@@ -154,6 +155,7 @@ SCAN_CASES = [
 compiled_scans = compiled_together(lambda: (scan(kind, dtype, sizes, dim) for kind, dtype, dim, sizes in SCAN_CASES))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_scans")
 @pytest.mark.parametrize(("kind", "dtype", "dim", "sizes"), SCAN_CASES, ids=str)
 def test_scans(kind: str, dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
@@ -184,6 +186,7 @@ SOFTMAX_CASES = list(product([(3, 100), (100, 3), (1, 1), (2, 40000), (3000, 40)
 compiled_softmaxes = compiled_together(lambda: (softmax(*sizes, dtype, dim) for sizes, dtype, dim in SOFTMAX_CASES))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_softmaxes")
 @pytest.mark.parametrize(("sizes", "dtype", "dim"), SOFTMAX_CASES, ids=str)
 def test_softmax_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
@@ -214,6 +217,7 @@ NORM_CASES = list(product([(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)
 compiled_norms = compiled_together(lambda: (layer_norm(*sizes, dtype, dim) for sizes, dtype, dim in NORM_CASES))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_norms")
 @pytest.mark.parametrize(("sizes", "dtype", "dim"), NORM_CASES, ids=str)
 def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:

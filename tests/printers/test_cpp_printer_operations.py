@@ -121,6 +121,7 @@ def _case(spec: OperationSpec, dtype: torch.dtype) -> tuple[Kernel, list[torch.T
     return kernel_of(spec, used, torch.bool if spec.result == "bool" else dtype), used
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("spec", "dtype"), CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
 def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
@@ -171,6 +172,7 @@ def test_a_function_is_accurate_everywhere(spec: OperationSpec, dtype: torch.dty
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", sorted(KERNEL_DTYPES, key=str), ids=str)
 def test_casts_match_torch(source: torch.dtype) -> None:
     targets = sorted(KERNEL_DTYPES, key=str)

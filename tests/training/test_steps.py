@@ -66,6 +66,7 @@ def assert_same_state(training: Training, eager: Training) -> None:
         assert error < 3e-6, (name, error)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
 def test_training_equals_eager(emitter: str) -> None:
     compiled = assert_same_training(mlp, Options(emitter=emitter))
@@ -88,6 +89,7 @@ def varying_mlp() -> Training:
     return replace(training, inputs=inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
 def test_batch_sizes_that_change(emitter: str) -> None:
     assert_same_training(varying_mlp, Options(emitter=emitter), steps=8, dynamic=True)

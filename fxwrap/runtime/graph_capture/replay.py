@@ -34,7 +34,14 @@ import torch
 from fxwrap.devices import device_runtime
 from fxwrap.errors import GraphCaptureWarning
 from fxwrap.runtime.graph_capture.collectives import free_before_groups
-from fxwrap.torch_compat import foreach_copy, same_addresses, storage_identity, storage_use_counts, strided_view
+from fxwrap.torch_compat import (
+    foreach_copy,
+    has_distinct_elements,
+    same_addresses,
+    storage_identity,
+    storage_use_counts,
+    strided_view,
+)
 
 FunctionBody = Callable[..., tuple[torch.Tensor, ...]]
 """A function of a program: `body(arguments, *scalars)` empties the list of its arguments."""
@@ -435,7 +442,7 @@ def _allocate_static_copy(item: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     Tensors with overlapping elements are copied as a contiguous range of memory.
     """
     sizes, strides = tuple(item.shape), item.stride()
-    if not _overlaps(sizes, strides):
+    if has_distinct_elements(sizes, strides):
         copy = torch.empty_strided(sizes, strides, dtype=item.dtype, device=item.device)
         return copy, copy
     length = 1 + sum([(size - 1) * stride for size, stride in zip(sizes, strides)])
@@ -446,18 +453,6 @@ def _allocate_static_copy(item: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _copy_source(item: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
     """Returns the source of a copy: the tensor, or the contiguous range of memory that it covers."""
     return item if item.shape == destination.shape else strided_view(item, tuple(destination.shape), (1,))
-
-
-def _overlaps(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements may overlap: a stride is within the extent of the smaller ones."""
-    reach = 0
-    for stride, size in sorted([(stride, size) for size, stride in zip(sizes, strides) if size != 1]):
-        if size == 0:
-            return False
-        if stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
 
 
 class _GraphOwner:

@@ -39,6 +39,10 @@ _DTYPES = {
     "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
 }  # fmt: skip
 
+PROCESS_THREADS = 3
+"""The threads of this process that compile kernels. Triton holds the GIL for two fifths of a compile (its Python code,
+and the linking of libdevice): more threads would wait for one another with jobs that free workers could run."""
+
 MODULE_NAME = "triton_kernel"
 """The prefix of file names of kernel sources."""
 
@@ -105,7 +109,7 @@ def load_jit_function(source: str) -> Any:
 def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None) -> list[FxwrapError | None]:
     """Compiles kernels for their GPUs and loads them there, in parallel; returns the error or None of each.
 
-    Workers and up to `threads` threads of this process (by default one per processor) share the jobs; this process
+    Workers and up to `threads` threads of this process (by default `PROCESS_THREADS`) share the jobs; this process
     finds the workers' binaries in Triton's cache. Prebuilt kernels are loaded at their first launch.
     """
     errors: list[FxwrapError | None] = [None] * len(uses)
@@ -136,7 +140,7 @@ def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None
     for position in set(pending) - set(positions):
         finish(position, None)
     WORKER_POOL.run(
-        [*jobs.values()], lambda place, answer: finish(positions[place], answer), threads or os.cpu_count() or 1
+        [*jobs.values()], lambda place, answer: finish(positions[place], answer), threads or PROCESS_THREADS
     )
     seconds = time.perf_counter() - start
     log.info("%d Triton kernels compiled in %.3f s, %d by other processes", len(pending), seconds, len(by_workers))
@@ -150,6 +154,15 @@ def start_workers(device_type: str) -> None:
     with suppress(FxwrapError):  # without Triton there are no kernels
         if not import_triton().knobs.runtime.interpret:
             WORKER_POOL.start()
+
+
+def compile_ahead(use: KernelUse) -> None:
+    """Lets a worker compile a kernel that `compile_triton_kernels` will probably get, if there are workers."""
+    if not WORKER_POOL.processes or use.device.type != CUDA.device_type or _is_prebuilt(use):
+        return
+    job = _job_if_any(use, import_triton().runtime.driver.active.get_current_target())
+    if job is not None:
+        WORKER_POOL.compile_ahead(job)
 
 
 def _job_if_any(use: KernelUse, target: object) -> dict[str, object] | None:

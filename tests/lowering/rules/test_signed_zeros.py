@@ -57,6 +57,7 @@ def assert_equal(results: list[Tensor], wanted: list[Tensor], case: object) -> N
         assert torch.equal(bits(result), bits(want)), f"result {number} of {case}"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_each_emitter_returns_eagers_zeros(emitter: str) -> None:
     compiled = fxwrap.compile_graph(make_fx(extrema)(*tensors(0)), tensors(0), options=Options(emitter=emitter))

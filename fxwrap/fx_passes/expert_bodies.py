@@ -1,0 +1,261 @@
+"""Loops over experts as models write them: for each expert, the calls on the rows that a condition selects.
+
+A loop over experts is unrolled in a graph. The body of an expert begins with `nonzero` of its condition, or with an
+index that is the condition. Its last call adds the rows to a result, or writes them into it. The bodies of all experts
+are the same calls, on slices of the same stacked weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_nodes import element_count, is_tensor
+from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.expert_conditions import ExpertCondition, expert_condition
+from fxwrap.fx_passes.graph_copy import expression_of, expressions_of
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+
+_TERMINALS = frozenset({"index_add", "index_put", "scatter_add"})
+"""Operators that add rows to the result of a loop, or write them into it."""
+_COMPARISONS = frozenset({"sym_size", "ge", "le", "eq"})
+
+
+@dataclass
+class ExpertBody:
+    """The calls on the rows of one expert.
+
+    Fields:
+        condition: the condition that selects the rows.
+        nodes: the calls whose results have the rows, in order.
+        guards: calls that compute with the number of rows alone.
+        terminal: the call that adds the rows to a tensor, or writes them into it.
+        rows: the symbols that count the rows.
+        is_valid: whether the calls are those of a loop.
+    """
+
+    condition: ExpertCondition
+    nodes: dict[Node, int] = field(default_factory=dict)
+    guards: list[Node] = field(default_factory=list)
+    terminal: Node | None = None
+    rows: set[sympy.Basic] = field(default_factory=set)
+    is_valid: bool = True
+
+    @property
+    def result(self) -> Node:
+        """The tensor to which the rows are added."""
+        assert self.terminal is not None
+        return self.terminal.args[0]  # type: ignore[return-value]
+
+    def is_closed(self) -> bool:
+        """Whether nothing else reads what the body computes."""
+        inner = {*self.nodes, *self.guards, self.terminal}
+        return all(user in inner for node in (*self.nodes, *self.guards) for user in node.users)
+
+
+@dataclass(frozen=True)
+class ExpertLoop:
+    """A loop over experts.
+
+    Fields:
+        bodies: the body of each expert.
+        order: the numbers of the experts in the order in which they change the result.
+        externals: for an operand of the first body from outside, the operand of each body in its place.
+    """
+
+    bodies: Sequence[ExpertBody]
+    order: Sequence[int]
+    externals: Mapping[Node, tuple[Node, ...]]
+
+    @property
+    def indices(self) -> Node:
+        """The tensor of the numbers of experts."""
+        return self.bodies[0].condition.indices
+
+    @property
+    def base(self) -> Node:
+        """The tensor to which the first expert's rows are added."""
+        return self.bodies[self.order[0]].result
+
+    @property
+    def result(self) -> Node:
+        """The call that returns the result of the loop."""
+        terminal = self.bodies[self.order[-1]].terminal
+        assert terminal is not None
+        return terminal
+
+    def inner_nodes(self) -> list[Node]:
+        """Returns the calls that the loop consists of, but that of its result."""
+        inner = [node for body in self.bodies for node in (*body.nodes, *body.guards)]
+        return inner + [body.terminal for body in self.bodies if body.terminal not in (None, self.result)]
+
+
+def expert_loops(graph: PreparedGraph) -> list[ExpertLoop]:
+    """Returns the loops over experts of a graph."""
+    collector = _Collector(graph.fakes)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            collector.add(node)
+    loops = [_match_loop(bodies, graph.fakes) for bodies in collector.bodies.values()]
+    return [loop for loop in loops if loop is not None]
+
+
+class _Collector:
+    """Collects the bodies of experts from the nodes of a graph, in order. `bodies` has them by indices and number."""
+
+    def __init__(self, fakes: NodeValues) -> None:
+        self._fakes = fakes
+        self._owners: dict[Node, ExpertBody] = {}
+        self.bodies: dict[Node, dict[int, ExpertBody]] = {}
+
+    def add(self, node: Node) -> None:
+        """Adds a call to the body of the expert whose rows it reads, if it reads some."""
+        owners = {id(body): body for item in node.all_input_nodes if (body := self._owners.get(item)) is not None}
+        condition = self._selection(node)
+        if condition is not None:
+            body = self.bodies.setdefault(condition.indices, {}).setdefault(condition.number, ExpertBody(condition))
+            body.is_valid = body.is_valid and body.condition.axes == condition.axes
+            owners[id(body)] = body
+        for body in owners.values():
+            body.is_valid = body.is_valid and len(owners) == 1
+        for body in list(owners.values())[:1]:
+            self._add_to(body, node)
+
+    def _selection(self, node: Node) -> ExpertCondition | None:
+        """Returns the condition by which a call selects rows, if any."""
+        match name_of(node), node.args:
+            case "nonzero", (Node() as mask,):
+                return expert_condition(mask, self._fakes)
+            case ("index" | "index_put"), (_, [Node() as mask], *_) if is_tensor(mask, self._fakes):
+                return expert_condition(mask, self._fakes) if self._fakes[mask].dtype is torch.bool else None
+            case _:
+                return None
+
+    def _add_to(self, body: ExpertBody, node: Node) -> None:
+        fake, name = self._fakes.get(node), name_of(node)
+        if name in _TERMINALS:
+            body.is_valid = body.is_valid and body.terminal is None
+            body.terminal = node
+            return
+        self._owners[node] = body
+        if not isinstance(fake, torch.Tensor | tuple | list):
+            body.guards.append(node)
+            body.is_valid = body.is_valid and self._is_trivial(body, node)
+            return
+        if self._selection(node) is not None and isinstance(fake, torch.Tensor):
+            body.rows.add(expression_of(fake.shape[0]))
+        body.nodes[node] = len(body.nodes)
+
+    def _is_trivial(self, body: ExpertBody, node: Node) -> bool:
+        """Whether a call asserts what is true of the number of rows: it is between 0 and the number of indices."""
+        if name_of(node) in _COMPARISONS:
+            return True
+        condition = node.args[0] if name_of(node) == "assert_scalar" else None
+        if not isinstance(condition, Node) or not isinstance(self._fakes[condition], torch.SymBool):
+            return False
+        asserted: Any = expression_of(self._fakes[condition])
+        bound = element_count(body.condition.indices, self._fakes)
+        match asserted:
+            case sympy.Ge(lhs=rows, rhs=sympy.Integer() as least) if rows in body.rows:
+                return bool(least <= 0)
+            case sympy.Le(lhs=rows, rhs=most) if rows in body.rows:
+                return bool(most == bound or (most.is_Integer and isinstance(bound, int) and most >= bound))
+            case sympy.Eq(lhs=one, rhs=other):
+                return one in body.rows and other in body.rows
+            case _:
+                return False
+
+
+def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLoop | None:
+    """Returns the loop that consists of the bodies of all experts, if they are equal."""
+    if len(bodies) < 2 or set(bodies) != set(range(len(bodies))):
+        return None
+    ordered = [bodies[number] for number in range(len(bodies))]
+    if not all(body.is_valid and body.terminal is not None and body.is_closed() for body in ordered):
+        return None
+    order = _order(ordered)
+    descriptions = [_Description(body, fakes) for body in ordered]
+    first = descriptions[0]
+    if order is None or any(item.calls != first.calls for item in descriptions):
+        return None
+    externals: dict[Node, tuple[Node, ...]] = {}
+    for operands in zip(*[item.externals for item in descriptions], strict=True):
+        if externals.setdefault(operands[0], operands) != operands:
+            return None
+    return ExpertLoop(ordered, order, externals)
+
+
+def _order(bodies: Sequence[ExpertBody]) -> list[int] | None:
+    """Returns the order in which bodies change the result, if each reads that of the one before it alone."""
+    by_result = {body.result: number for number, body in enumerate(bodies)}
+    terminals = {body.terminal for body in bodies}
+    node: Node | None = next((result for result in by_result if result not in terminals), None)
+    order: list[int] = []
+    while node in by_result:
+        number = by_result[node]
+        body = bodies[number]
+        if order and not all(user is body.terminal or user in body.nodes for user in node.users):
+            return None
+        order.append(number)
+        node = body.terminal
+    return order if len(order) == len(bodies) else None
+
+
+class _Description:
+    """The calls of a body, in terms that are equal for all experts, and its operands from outside, in order."""
+
+    def __init__(self, body: ExpertBody, fakes: NodeValues) -> None:
+        self._body, self._fakes = body, fakes
+        self.externals: list[Node] = []
+        assert body.terminal is not None
+        self.calls = [self._call(node) for node in (*body.nodes, body.terminal)]
+
+    def _call(self, node: Node) -> Hashable:
+        return node.target, self._argument(node.args), self._argument(node.kwargs)
+
+    def _argument(self, item: Any) -> Hashable:
+        body = self._body
+        match item:
+            case Node() if item in body.nodes:
+                return "row", body.nodes[item]
+            case Node() if item in body.guards:
+                return "count", str(item.target)
+            case Node() if item is body.result:
+                return "result"
+            case Node():
+                if self._is_condition(item):
+                    return "condition"
+                self.externals.append(item)
+                return "external"
+            case tuple() | list():
+                return tuple([self._argument(part) for part in item])
+            case dict():
+                return tuple([(name, self._argument(part)) for name, part in sorted(item.items())])
+            case torch.SymInt():
+                expression = expression_of(item)
+                return "rows" if expression in body.rows else expression
+            case _:
+                return type(item), str(item)
+
+    def _is_condition(self, node: Node) -> bool:
+        fake = self._fakes.get(node)
+        if not isinstance(fake, torch.Tensor) or fake.is_floating_point():
+            return False
+        condition, own = expert_condition(node, self._fakes), self._body.condition
+        return condition is not None and (condition.indices, condition.number) == (own.indices, own.number)
+
+
+def row_dimension(node: Node, body: ExpertBody, fakes: NodeValues) -> int | None:
+    """Returns the dimension of a tensor's rows, if one dimension counts them and no other size depends on them."""
+    fake = fakes.get(node)
+    if not isinstance(fake, torch.Tensor):
+        return None
+    sizes = expressions_of(fake.shape)
+    dims = [dim for dim, size in enumerate(sizes) if size in body.rows]
+    depends = [size for size in sizes if isinstance(size, sympy.Basic) and size.free_symbols & body.rows]
+    return dims[0] if len(dims) == len(depends) == 1 else None

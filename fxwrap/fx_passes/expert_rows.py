@@ -1,0 +1,245 @@
+"""What the calls of an expert's body do: each computes rows from the rows of the same token and expert."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_nodes import permutation
+from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.expert_bodies import ExpertBody, row_dimension
+from fxwrap.fx_passes.graph_copy import expressions_of
+from fxwrap.fx_passes.prepared_graph import NodeValues, Target
+from fxwrap.symbolic import product
+from fxwrap.torch_compat import OpOverload
+
+_aten = torch.ops.aten
+
+_VIEWS = frozenset({
+    "alias", "clone", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "to_copy", "transpose", "unbind", "unsqueeze",
+})  # fmt: skip
+"""Operators that neither move an element to another row nor, if the row's dimension is there after, lose one."""
+_RESHAPES = frozenset({"view", "unsafe_view", "reshape"})
+_REDUCTIONS = frozenset({"amax", "amin", "log_softmax", "mean", "softmax", "sum"})
+"""Operators that compute along the dimensions of their second argument."""
+MATMULS = frozenset({"mm", "addmm"})
+
+
+@dataclass(frozen=True)
+class StackedOperand:
+    """Slices of a tensor, one for each expert: the tensor, its dimension of experts, and the views of each slice.
+
+    A view is the call of the first expert.
+    """
+
+    stacked: Node
+    dim: int
+    views: tuple[Node, ...] = ()
+
+
+def stacked_operand(nodes: Sequence[Node], fakes: NodeValues) -> StackedOperand | None:
+    """Returns the operands of all experts, in order, as slices of one tensor."""
+    first = nodes[0]
+    arguments: Sequence[Sequence[Any]] = [node.args for node in nodes]
+    if any(node.target != first.target or node.kwargs != first.kwargs for node in nodes) or not arguments[0]:
+        return None
+    sources = [item[0] for item in arguments]
+    same_source = isinstance(sources[0], Node) and all(source is sources[0] for source in sources)
+    numbers = [item[-1] for item in arguments]
+    if same_source and numbers == list(range(len(nodes))):
+        source = sources[0]
+        if name_of(first) == "select":
+            return StackedOperand(source, arguments[0][1] % fakes[source].ndim)
+        if first.target is operator.getitem and name_of(source) == "unbind":
+            dim = source.args[1] if len(source.args) > 1 else 0
+            return StackedOperand(source.args[0], dim % fakes[source.args[0]].ndim)
+    if any(item[1:] != arguments[0][1:] for item in arguments) or not all(isinstance(item, Node) for item in sources):
+        return None
+    inner = stacked_operand(sources, fakes)
+    if inner is None or _shifted(first, fakes) is None:
+        return None
+    return StackedOperand(inner.stacked, inner.dim, (*inner.views, first))
+
+
+def _shifted(view: Node, fakes: NodeValues) -> tuple[Target, tuple[Any, ...]] | None:
+    """Returns the target and arguments, but the operand, of a view of each slice as one view of the stacked tensor."""
+    arguments: Any = view.args
+    if view.target is operator.getitem:
+        return (view.target, arguments[1:]) if name_of(arguments[0]) in ("split", "split_with_sizes") else None
+    source = fakes.get(arguments[0])
+    if not isinstance(source, torch.Tensor) or not isinstance(view.target, OpOverload):
+        return None
+    order = permutation(view, fakes)
+    if order is not None:
+        return _aten.permute.default, ([0, *[dim + 1 for dim in order]],)
+    rank = source.ndim
+    match name_of(view), arguments[1:]:
+        case ("alias" | "detach" | "to_copy"), ():
+            return view.target, ()
+        case "unsqueeze", (dim,):
+            return view.target, (dim % (rank + 1) + 1,)
+        case ("slice" | "select"), (int() as dim, *rest):
+            return view.target, (dim % rank + 1, *rest)
+        case ("split" | "split_with_sizes"), (sizes, *rest):
+            return view.target, (sizes, (rest[0] if rest else 0) % rank + 1)
+        case _:
+            return None
+
+
+def stacked_views(operand: StackedOperand, fakes: NodeValues) -> Iterator[tuple[Target, tuple[Any, ...], Node | None]]:
+    """Yields the calls that make an operand of all experts: target, arguments after the operand, and their origin.
+
+    The result has the experts along dimension 0.
+    """
+    if operand.dim:
+        rank = fakes[operand.stacked].ndim
+        rest = [dim for dim in range(rank) if dim != operand.dim]
+        yield _aten.permute.default, ([operand.dim, *rest],), None
+    for view in operand.views:
+        shifted = _shifted(view, fakes)
+        assert shifted is not None
+        yield *shifted, view
+
+
+class RowCheck:
+    """Checks that the calls of a body compute each row from that row."""
+
+    def __init__(self, body: ExpertBody, stacked: Collection[Node], fakes: NodeValues) -> None:
+        self._body = body
+        self._stacked = stacked
+        self._fakes = fakes
+
+    def holds(self, excluded: Collection[Node]) -> bool:
+        """Whether all calls of the body, but the excluded ones, are known to compute rows from rows."""
+        return all(self._is_row_wise(node) for node in self._body.nodes if node not in excluded)
+
+    def row(self, node: object) -> int | None:
+        """Returns the dimension of a tensor's rows; None for tensors without one."""
+        return row_dimension(node, self._body, self._fakes) if isinstance(node, Node) else None
+
+    def _is_row_wise(self, node: Node) -> bool:
+        name, arguments = name_of(node), node.args
+        if is_selection(node, self._body, self._fakes) or is_coordinate(node):
+            return True
+        rows = [self.row(part) for part in self._parts(node)]
+        if None in rows or any(row != rows[0] for row in rows) or not isinstance(arguments[0], Node):
+            return False
+        source = arguments[0]
+        if node.target is operator.getitem:
+            return source in self._body.nodes
+        if not isinstance(node.target, OpOverload):
+            return False
+        if name in MATMULS:
+            return self._is_matmul(node)
+        if name == "index":
+            return self._is_gather(node)
+        if torch.Tag.pointwise in node.target.tags:
+            return self._is_pointwise(node, rows[0])
+        if source not in self._body.nodes or not all(self._is_inner(item) for item in node.all_input_nodes):
+            return False
+        if name in _RESHAPES:
+            return self._keeps_rows(source, node)
+        return name in _VIEWS or (name in _REDUCTIONS and self._reduces_within(node))
+
+    def _parts(self, node: Node) -> list[Any]:
+        """Returns the tensors of a result: a call of several results has users that select them."""
+        if isinstance(self._fakes[node], torch.Tensor):
+            return [node]
+        return [user for user in node.users if user.target is operator.getitem]
+
+    def _is_inner(self, node: Node) -> bool:
+        return node in self._body.nodes or node in self._body.guards
+
+    def _is_matmul(self, node: Node) -> bool:
+        """Whether a call multiplies rows by a matrix, and adds a vector that is the same for all rows of an expert."""
+        *bias, left, right = node.args
+        is_inner = [self._is_inner(item) for item in (*bias, left, right)]  # type: ignore[arg-type]
+        if node.kwargs or len(bias) > 1 or is_inner != [False] * len(bias) + [True, False] or self.row(left) != 0:
+            return False
+        return all(self._fakes[item].ndim == 1 for item in bias)  # type: ignore[index]
+
+    def _is_gather(self, node: Node) -> bool:
+        """Whether a call indexes a tensor from outside by consecutive vectors that have an element for each row."""
+        source, indices = node.args[0], node.args[1]
+        assert isinstance(source, Node) and isinstance(indices, list | tuple)
+        if self._is_inner(source) or source in self._stacked or source is self._body.result:
+            return False
+        first = next((dim for dim, item in enumerate(indices) if item is not None), 0)
+        vectors = indices[first:]
+        return all(isinstance(item, Node) and self._is_vector(item) for item in vectors)
+
+    def _is_vector(self, node: Node) -> bool:
+        return node in self._body.nodes and self._fakes[node].ndim == 1 and self.row(node) == 0
+
+    def _is_pointwise(self, node: Node, row: int | None) -> bool:
+        """Whether operands have their rows where the result has them, or none."""
+        target: Any = node.target
+        rank = self._fakes[node].ndim
+        numbers = [item for item in (*node.args, *node.kwargs.values()) if isinstance(item, torch.SymInt)]
+        if row is None or numbers or torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        for item in node.all_input_nodes:
+            fake = self._fakes[item]
+            if not isinstance(fake, torch.Tensor):
+                return False
+            if item in self._body.nodes:
+                if (self.row(item) or 0) + rank - fake.ndim != row or self.row(item) is None:
+                    return False
+            elif item in self._stacked:
+                if row != 0 or fake.ndim >= rank:
+                    return False
+            elif rank - fake.ndim <= row and fake.shape[row - rank] != 1:
+                return False
+        return True
+
+    def _keeps_rows(self, source: Node, node: Node) -> bool:
+        """Whether a view has as many elements before each row as its operand."""
+        before, after = self.row(source), self.row(node)
+        if before is None or after is None:
+            return False
+        sizes = [expressions_of(self._fakes[item].shape) for item in (source, node)]
+        return bool(product(sizes[0][:before]) == product(sizes[1][:after]))
+
+    def _reduces_within(self, node: Node) -> bool:
+        dims: Any = node.args[1] if len(node.args) > 1 else None
+        source: Any = node.args[0]
+        row, rank = self.row(source), self._fakes[source].ndim
+        dims = [dims] if isinstance(dims, int) else dims
+        return row is not None and bool(dims) and all(dim % rank != row for dim in dims)
+
+
+def is_selection(node: Node, body: ExpertBody, fakes: NodeValues) -> bool:
+    """Whether a call of a body selects rows by the expert's condition: `nonzero`, `unbind` of it, or an index."""
+    match name_of(node), node.args:
+        case "nonzero", _:
+            return True
+        case "unbind", (Node() as source, dim):
+            return name_of(source) == "nonzero" and dim in (1, -1)
+        case "index", (Node() as source, [Node() as mask]):
+            return mask not in body.nodes and source not in body.nodes and fakes[mask].dtype is torch.bool
+        case _:
+            return False
+
+
+def is_coordinate(node: Node) -> bool:
+    """Whether a call of a body is a column of its `nonzero`: the coordinates of rows in one dimension."""
+    return coordinate(node) is not None
+
+
+def coordinate(node: Node) -> int | None:
+    """Returns the dimension of the condition whose coordinates a call of a body has, if it is a column of `nonzero`."""
+    match name_of(node), node.args:
+        case "select", (Node() as source, (1 | -1), int() as column) if name_of(source) == "nonzero":
+            return column
+        case "getitem", (Node() as source, int() as column) if name_of(source) == "unbind":
+            inner = source.args[0]
+            return column if isinstance(inner, Node) and name_of(inner) == "nonzero" else None
+        case _:
+            return None
+
