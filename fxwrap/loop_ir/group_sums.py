@@ -281,7 +281,8 @@ class _Point:
     """A point of the unrolled axes, with the copies of operations there by position; `axes` replace the kernel's."""
 
     def __init__(self, axes: Mapping[Axis, Index | int]) -> None:
-        self.axes: dict[Atom, IndexLike] = {**axes}
+        self.axes: dict[Atom, IndexLike] = {}
+        self.axes.update(axes.items())
         self.copies: dict[int, Scalar] = {}
 
 
