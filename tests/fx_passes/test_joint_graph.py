@@ -144,6 +144,7 @@ POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), 
 """Windows, steps, paddings, and whether a last window may go beyond."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
 def test_max_pooling_saves_one_byte_per_index(
     kernel: Any, stride: Any, padding: Any, ceil: bool, fresh_dynamo: None

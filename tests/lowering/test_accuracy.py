@@ -35,6 +35,7 @@ def test_a_long_sum_beside_a_scan_is_computed_in_parts(emitter: Literal["python"
         assert (actual - expected).norm() <= 1e-7 * expected.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [*draw_cases(seed=0, count=5, largest=1 << 18)], ids=str)
 def test_random_reductions_are_as_accurate_as_eager(case: Case) -> None:
     assert not excess_errors(case, Options(fallback="error"))
