@@ -147,6 +147,7 @@ def test_a_bug_of_the_backward_is_found(patch: pytest.MonkeyPatch) -> None:
     assert divergence.runs + divergence.reference_runs <= 2 * math.log2(divergence.lines)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["lowering", "kernel printer", "pass", "converter"])
 def test_a_bug_of_a_loop_is_found_with_reference_values_in_a_file(part: str, patch: pytest.MonkeyPatch) -> None:
     BUGS[part](patch)
@@ -172,6 +173,7 @@ def test_the_iteration_of_a_loop_is_named(patch: pytest.MonkeyPatch) -> None:
     assert (bisection.divergence.part, bisection.divergence.culprit) == ("lowering", "of aten.tanh")
 
 
+@pytest.mark.long  # a bug of a scan and one of a loop have tests of their own
 @pytest.mark.parametrize("training", [long_only(False), True])
 def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch: pytest.MonkeyPatch) -> None:
     """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.schedule_simulation import Cluster, Comparison, Shape, compare
-from tests.support.long_form import long_only
 
 
-@pytest.mark.parametrize("ranks", [long_only(8), 4096])
+@pytest.mark.long  # of a simulation, not of fxwrap
+@pytest.mark.parametrize("ranks", [8, 4096])
 def test_a_step_takes_at_most_a_tenth_more_than_its_lower_bound(ranks: int) -> None:
     cluster = Cluster(ranks)
     result: Comparison = compare(cluster, Shape(), layers=4, tokens=4096)

@@ -88,6 +88,7 @@ def _operands(rows: int, keys: int) -> list[Tensor]:
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", (*EMPTY, *MEANINGFUL), ids=lambda function: function.__name__)
 def test_library_attention(mask: Callable[[int, int], Tensor], fresh_dynamo: None) -> None:
     """A call of the library's attention loses the mask, and stays right for other sizes."""

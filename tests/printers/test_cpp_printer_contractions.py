@@ -7,8 +7,7 @@ import pytest
 from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
 from fxwrap.printers.cpp import plan_contraction
 from tests.loop_ir.test_column_parts import statistics
-from tests.printers.cpp_kernels import check
-from tests.printers.test_cpp_printer_loops import compiled_together
+from tests.printers.cpp_kernels import check, compiled_together
 
 
 def matmul(rows: int | str, columns: int | str, reduced: int | str, dtype: str = "f32", epilogue: str = "") -> Kernel:
@@ -158,7 +157,7 @@ def matrix_kernels() -> list[Kernel]:
     return [*[matmul(*size, "bf16") for size in sizes], *computed]
 
 
-compiled_kernels = compiled_together(kernels)
+compiled_kernels = compiled_together(lambda position: kernels()[position])
 
 
 @pytest.mark.sampled(2)
@@ -174,7 +173,7 @@ def test_contractions(position: int) -> None:
             break
 
 
-compiled_matrix_kernels = compiled_together(matrix_kernels)
+compiled_matrix_kernels = compiled_together(lambda position: matrix_kernels()[position])
 
 
 @pytest.mark.sampled(2)
