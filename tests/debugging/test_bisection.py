@@ -114,6 +114,7 @@ def test_a_bug_is_found(
     assert json.loads(bisection.to_json())["divergence"]["part"] == part
 
 
+@pytest.mark.long  # each program without a bug is compared by other tests
 @pytest.mark.parametrize("emitter", ["cpp", long_only("fx")])
 def test_without_a_bug_everything_agrees(emitter: str) -> None:
     bisection = bisect(emitter, training=True)

@@ -114,6 +114,7 @@ def test_score_functions() -> None:
     assert_emitters_agree(score_functions, operands(), emitters=("python", "cpp"))
 
 
+@pytest.mark.long  # tests of gradients, of grouped queries and of few rows have some of these shapes
 def test_shapes() -> None:
     """Grouped query attention, shared keys, other strides, one query, more rows than an iteration has."""
     rectangular = blocks(causal, LENGTH, 50, (64, 16), B=BATCH)
