@@ -14,8 +14,8 @@ as soon as its side is measured; progress goes to the standard error.
 Exposed communication is the time in which a rank communicates and does not compute. On CPUs, it is the time of the step
 minus that of the same step whose process group copies locally instead of communicating (torch's fake group), each in
 its fastest round, since other load only adds time. On GPUs, it is the time of the kernels of NCCL and of symmetric
-memory in a profile of several steps while no other kernel runs. "Unbucketed" is the number of collectives of the model
-that a side compiles, run in eager.
+memory in a profile of several steps while no other kernel runs, on the rank that has least of it: a kernel of NCCL also
+waits for slower ranks. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class Job:
         return PARALLELISMS[self.name]
 
     def has(self, side: str) -> bool:
-        """Whether a side differs from the others: whole steps compile, collectives can be fused with matmuls."""
-        if side == "fxwrap step":
-            return self.parallelism.is_whole
+        """Whether a side differs from the others: collectives can be fused with matmuls."""
         return side != SYMMETRIC or "TP" in self.name
 
     def step(self, side: str, is_local: bool = False) -> Step:
@@ -199,6 +197,13 @@ def seconds(step: Step, tokens: Tensor) -> float:
     return float(elapsed)
 
 
+def on_all_ranks(value: float, tokens: Tensor) -> list[float]:
+    """Returns the values of a number on all ranks."""
+    parts = [torch.empty(1, device=tokens.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, torch.tensor([value], device=tokens.device))
+    return [float(part) for part in parts]
+
+
 def _synchronise(tokens: Tensor) -> None:
     if tokens.is_cuda:
         torch.cuda.synchronize()
@@ -292,6 +297,8 @@ def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
             times[name].append(seconds(step, job.tokens))
     progress(f"{job.name}, {side.name}: timed")
     count, exposed = profiled(side.step, job.tokens)
+    exposed_by_rank = on_all_ranks(exposed, job.tokens)
+    exposed = min(exposed_by_rank)
     if "local" in times:
         exposed = min(times["side"]) - min(times["local"])
     peak = peak_bytes(side.step, job.tokens)
@@ -305,7 +312,7 @@ def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
         "peak, MB": None if peak is None else round(peak, 1),
     }  # fmt: skip
     if report is not None:
-        report.add(row, {"seconds": times})
+        report.add(row, {"seconds": times, "exposed by rank": exposed_by_rank})
 
 
 def measure_sides(job: Job, names: Sequence[str], report: Report | None) -> None:

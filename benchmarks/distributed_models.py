@@ -241,20 +241,18 @@ def fsdp_and_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A form of parallelism: the eager model, the one that is compiled, the size of the second dimension of its mesh,
-    and whether a whole step compiles."""
+    """A form of parallelism: the model in eager and compiled, and the size of the second dimension of its mesh."""
 
     eager: Callable[[nn.Module, DeviceMesh], nn.Module]
     compiled: Callable[[nn.Module, DeviceMesh], nn.Module]
     inner: int = 1
-    is_whole: bool = True
 
 
 PARALLELISMS = {
     "FSDP": Parallelism(fsdp2, simple_fsdp),
     "TP": Parallelism(tensor_parallel, tensor_parallel),
     "TP+SP": Parallelism(tensor_and_sequence_parallel, tensor_and_sequence_parallel),
-    "FSDP+TP": Parallelism(fsdp_and_tensor_parallel, fsdp_and_tensor_parallel, inner=2, is_whole=False),
+    "FSDP+TP": Parallelism(fsdp_and_tensor_parallel, fsdp_and_tensor_parallel, inner=2),
 }
 
 

@@ -1,76 +1,53 @@
-"""Simulates training steps of Llama 70B layers with sharded parameters on 8 to 4,096 ranks, before and after overlap.
+"""Simulates training steps on 8 to 4,096 ranks, before and after bucketing and overlap.
 
-The graph is traced with a fake process group of that size, and the passes of a compile bucket and overlap it. A cost
-model gives each line its time: matmuls and attention by their operations, everything else by its bytes, collectives by
-latency and bandwidth of NVLink within a host of 8 GPUs, and of the network between hosts. Collectives run one after the
-other beside the compute lines; a start waits for the compute lines before it, and a wait for its collective.
+The graph is traced with fake process groups of that size, and the passes of a compile bucket and overlap it. It is that
+of Llama 70B layers with sharded parameters or, with `--parallelism`, a whole step of a model of `distributed.py`. The
+cost model is that of `schedule_costs.py`.
 
     python -m benchmarks.schedule_simulation [--ranks 8 64] [--layers 24] [--tokens 4096 1024] [--slack 0.0] [--record]
+    python -m benchmarks.schedule_simulation --parallelism TP FSDP+TP --ranks 4 8 --layers 8 --tokens 4096 --exposed
 
 A step is forward, backward and the update of AdamW. Prints for each size the number of collectives, the compute and
 communication time, the time of the step before and after, its ratio to the lower bound max(compute, communication),
-and the peak memory without inputs.
+and the peak memory without inputs. `--exposed` also prints the collectives that the step waits for, the longest waits
+first, with the lines beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.distributed._functional_collectives  # the rules for fake tensors of its operators
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxwrap
+from benchmarks.distributed import train_step
+from benchmarks.distributed_models import MODELS, PARALLELISMS
 from benchmarks.results import Report, add_record_option
-from fxwrap.devices import CPU, CUDA, DeviceSpec
-from fxwrap.lines import ExternCall, Launch, StartCollective, WaitCollective
+from benchmarks.schedule_costs import Cluster, Exposed, Simulated, simulate
+from fxwrap.lines import ExternCall, Launch
 from fxwrap.options import Options
 from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.overlap_collectives import overlap_collectives
-from fxwrap.wrapper_ir import LineBase, Program, TensorType, Value, defined, live_bytes, used
+from fxwrap.training.state import create_optimizer_state, find_state
+from fxwrap.training.trace import trace_step
+from fxwrap.wrapper_ir import LineBase, defined, live_bytes
 
 C10D = torch.ops._c10d_functional
-HOST = 8
-"""The GPUs of a host."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Speeds of H100 hosts: operations and bytes per second of a GPU, bytes per second and seconds of collectives."""
-
-    ranks: int
-    operations: float = 990e12 * 0.65
-    memory: float = 3.3e12 * 0.8
-    nvlink: float = 450e9 * 0.8
-    network: float = 8 * 50e9 * 0.85
-    """Of the eight network cards of a host, which a ring uses together."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes of a collective's larger side per second."""
-        return (self.nvlink if self.ranks <= HOST else self.network) * self.ranks / (self.ranks - 1)
-
-    @property
-    def latency(self) -> float:
-        """Seconds of a collective of few bytes: steps over NVLink, then a tree over hosts."""
-        return 15e-6 + 6e-6 * math.ceil(math.log2(max(self.ranks / HOST, 1)))
-
-    def spec(self) -> DeviceSpec:
-        """Returns the CPU, whose fake tensors stand for the GPU's, with the collectives of this cluster."""
-        return dataclasses.replace(
-            CPU, collective_latency_s=self.latency, collective_bytes_per_s=self.bandwidth,
-            coalesced_collectives=CUDA.coalesced_collectives,
-        )  # fmt: skip
+LENGTH = 1024
+"""The tokens of a sequence of a model."""
 
 
 @dataclass(frozen=True)
@@ -184,69 +161,25 @@ def training_graph(shape: Shape, layers: int, tokens: int) -> GraphModule:
         )
 
 
-# --- the cost model ---------------------------------------------------------------------------------------------------
+def model_graph(name: str, model: argparse.Namespace) -> GraphModule:
+    """Returns a whole step of Llama with a form of parallelism as one graph, with the ranks of the current group.
 
-
-def line_seconds(line: LineBase, cluster: Cluster) -> float:
-    """Returns the time of a line in seconds; that of a start is the time of its collective."""
-    match line:
-        case StartCollective():
-            sizes = [sum(_bytes(values)) for values in (used(line), defined(line))]
-            return cluster.latency + max(sizes) / cluster.bandwidth
-        case ExternCall():
-            traffic = sum(_bytes([*used(line), *defined(line)])) / cluster.memory
-            return max(_operations(line) / cluster.operations, traffic)
-        case Launch():
-            return sum(_bytes([*used(line), *line.outs])) / cluster.memory
-        case _:
-            return 0.0
-
-
-def _bytes(values: Iterable[Value]) -> list[int]:
-    return [int(item.type.storage_bytes) for item in values if isinstance(item.type, TensorType)]
-
-
-def _operations(line: ExternCall) -> float:
-    """Returns the multiplications and additions of a matmul or of causal attention, 0 for other calls."""
-    tensors = [item.tensor_type for item in used(line) if isinstance(item.type, TensorType)]
-    if line.target.startswith(("aten.mm.", "aten.addmm.")):
-        one, other = tensors[-2:] if not line.outs else tensors[-3:-1]
-        return 2.0 * math.prod(map(int, one.sizes)) * int(other.sizes[1])
-    if "scaled_dot_product" in line.target:
-        query = next(item for item in tensors if len(item.sizes) == 4)
-        batch, heads, length, head = map(int, query.sizes)
-        return (2.5 if "backward" in line.target else 1.0) * 2 * batch * heads * length * length * head
-    return 0.0
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """The times of a program in seconds: of all compute lines, of all collectives, and from begin to end."""
-
-    compute: float
-    communication: float
-    total: float
-    collectives: int
-
-
-def simulate(program: Program, cluster: Cluster) -> Simulated:
-    """Returns the times of a program: collectives run in order beside compute lines, which run in order."""
-    compute = communication = now = free = 0.0
-    ready: dict[str, float] = {}
-    collectives = 0
-    for line in program.body.lines:
-        seconds = line_seconds(line, cluster)
-        if isinstance(line, StartCollective):
-            free = max(free, now) + seconds
-            communication += seconds
-            collectives += 1
-            ready |= dict.fromkeys([value.name for value in defined(line)], free)
-        elif isinstance(line, WaitCollective):
-            now = max(now, ready[line.pending.name])
-        else:
-            now += seconds
-            compute += seconds
-    return Simulated(compute, communication, max(now, free), collectives)
+    Nothing is computed, and the memory of parameters is never written.
+    """
+    parallelism, ranks = PARALLELISMS[name], torch.distributed.get_world_size()
+    inner = parallelism.inner
+    sizes, names = ((ranks,), ("data",)) if inner == 1 else ((ranks // inner, inner), ("data", "model"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    with torch.device("meta"):
+        whole: nn.Module = MODELS["llama"](model).to(torch.bfloat16)
+    sharded = parallelism.compiled(whole, mesh).to_empty(device="cpu")
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for parameter in sharded.parameters():
+        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    step = train_step(sharded, torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-3))
+    create_optimizer_state(find_state(step))
+    tokens = torch.zeros(model.batch, LENGTH, dtype=torch.int64)
+    return trace_step(step, find_state(step), (tokens,), Options(), None).graph
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -267,18 +200,22 @@ class Comparison:
         return max(self.before.compute, self.after.communication)
 
 
-def compare(cluster: Cluster, shape: Shape, layers: int, tokens: int, slack: float = 0.0) -> Comparison:
-    """Returns the times of a training step with and without the passes. No process group may exist."""
+def compare(cluster: Cluster, trace: Callable[[], GraphModule], slack: float = 0.0) -> Comparison:
+    """Returns the times of a step with and without the passes. No process group may exist.
+
+    `trace` is called with a default group of the cluster's ranks, and returns the graph of the step.
+    """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
     try:
-        graph, spec = training_graph(shape, layers, tokens), cluster.spec()
-        program = fxwrap.lower(graph, options=Options(devices=(spec,), layout="preserve"))
+        spec = cluster.spec()
+        program = fxwrap.lower(trace(), options=Options(devices=(spec,), layout="preserve"))
         overlapped = overlap_collectives(bucket_collectives(program, {"cpu": spec}), slack=slack)
         fxwrap.verify(overlapped)
+        before, after = simulate(program, cluster), simulate(overlapped, cluster)
     finally:
         torch.distributed.destroy_process_group()
     peaks = [live_bytes(item, include_inputs=False).peak for item in (program, overlapped)]
-    return Comparison(simulate(program, cluster), simulate(overlapped, cluster), *peaks)
+    return Comparison(before, after, *peaks)
 
 
 def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int | float | None]:
@@ -295,20 +232,47 @@ def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int 
     }  # fmt: skip
 
 
+def exposed_text(item: Exposed) -> str:
+    """Returns a line of text about a wait, with the lines beside its collective."""
+    results = ", ".join([value.name for value in defined(item.start)])
+    beside = ", ".join([_line_name(line) for line in item.beside]) or "nothing"
+    operator = item.start.operator.removeprefix("_c10d_functional.").removesuffix(".default")
+    return f"  {item.waited * 1e6:.0f} of {item.seconds * 1e6:.0f} us: {operator} -> {results}, beside {beside}"
+
+
+def _line_name(line: LineBase) -> str:
+    if isinstance(line, Launch):
+        return line.kernel
+    return line.target if isinstance(line, ExternCall) else type(line).__name__
+
+
 def main() -> None:
-    """Adds a row for each number of ranks and tokens."""
+    """Adds a row for each form of parallelism, number of ranks and tokens."""
     parser = argparse.ArgumentParser(description="Simulates overlap of communication and computation.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 1024])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 1024], help="of each rank's batch")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--slack", type=float, default=0.0)
+    parser.add_argument("--parallelism", choices=PARALLELISMS, nargs="+", help="of Llama with layers of the 8B shape")
+    parser.add_argument("--exposed", action="store_true", help="print the waits that take time")
     add_record_option(parser)
     chosen = parser.parse_args()
     report = Report("schedule_simulation", chosen, note="times of a cost model, in ms")
-    for tokens in chosen.tokens:
-        for ranks in chosen.ranks:
-            comparison = compare(Cluster(ranks), Shape(), chosen.layers, tokens, chosen.slack)
-            report.add(row(comparison, ranks, tokens))
+    for name in chosen.parallelism or [None]:
+        for tokens in chosen.tokens:
+            trace = partial(training_graph, Shape(), chosen.layers, tokens)
+            if name is not None:
+                model = argparse.Namespace(
+                    layers=chosen.layers, width=4096, hidden=14336, heads=32, key_heads=8, vocabulary=32000,
+                    batch=tokens // LENGTH,
+                )  # fmt: skip
+                trace = partial(model_graph, name, model)
+            for ranks in chosen.ranks:
+                comparison = compare(Cluster(ranks), trace, chosen.slack)
+                parallelism = {} if name is None else {"parallelism": name}
+                report.add({**parallelism, **row(comparison, ranks, tokens)})
+                waits = sorted(comparison.after.exposed, key=lambda item: -item.waited) if chosen.exposed else []
+                print("\n".join(map(exposed_text, waits)), end="\n" if waits else "", flush=True)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class DeviceSpec:
             matmuls of one tensor with several weights.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
             combo kernels where the language has a `KernelCombiner`; 0 for none.
+        combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
+            each is a launch of its own.
         instructions_per_byte: instructions per element of a large tensor in the time to move one byte of each; 0 where
             caches make that unpredictable. It enables recomputation of cheap tensors and tables of slow functions.
         asserts_raise: a failed assertion in a kernel raises at its launch. Otherwise it fails on the device.
@@ -158,6 +160,7 @@ class DeviceSpec:
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
+    combo_large_kernels: int = 0
     instructions_per_byte: int = 0
     asserts_raise: bool = False
     cpu_rounding: bool = False

@@ -10,7 +10,15 @@ from functools import cached_property
 from torch.fx import Node
 
 from fxwrap.devices import language_traits
-from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_columns, split_reductions
+from fxwrap.loop_ir import (
+    Kernel,
+    SplitKernel,
+    as_index,
+    hoist_expressions,
+    parallel_column_block,
+    split_columns,
+    split_reductions,
+)
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
 from fxwrap.lowering.fusion.independent import independent_parts
@@ -120,7 +128,7 @@ class KernelSchedules:
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
-        split = split_columns(kernel)
-        if split is not None or not self._specs[device_type].massively_parallel:
-            return split
-        return split_reductions(kernel, self.hint)
+        if not self._specs[device_type].massively_parallel:
+            return split_columns(kernel)
+        block = parallel_column_block(kernel, self.hint)
+        return split_columns(kernel, block) or split_reductions(kernel, self.hint)

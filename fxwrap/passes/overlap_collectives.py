@@ -17,9 +17,13 @@ from fxwrap.wrapper_ir import LineBase, Program
 _AHEAD = (16, 8, 4, 2, 1)
 """By how many collectives a start or a wait moves at most; the next number is tried if memory is short."""
 
-_COVERS = (16, 64)
-"""The bytes that lines move while a collective moves one: about the ratio of a memory's bandwidth to a link's. If lines
-remain, the next number: networks between hosts are slower, and small collectives take their latency."""
+_COVERS = (2, 4, 8, 16, 32, 64)
+"""The bytes that lines move while a collective moves one. The ratio of a memory's bandwidth to a link's is about 8 with
+NVLink and higher between hosts; small collectives take their latency. Each collective gets lines for the first number
+before one gets them for the next."""
+
+_SUFFICIENT_COVER = 16
+"""The number from which on lines beside a collective are spare where memory is at its peak."""
 
 _CANDIDATES = 4
 """The lines with results at the peak that may run later, the largest ones."""
@@ -268,7 +272,7 @@ class _RegionOverlap:
                 continue
             if any(at[item] <= at[start] and item not in delayed for item in schedule.after(position)):
                 continue
-            covered = [item for item, (begin, end, _) in flights.items() if begin < at[position] < end]
+            covered = [item for item, (begin, end, _) in flights.items() if begin < at[position] < end <= at[start]]
             if any(flights[item][2] < cost for item in covered):
                 continue
             for item in covered:
@@ -295,7 +299,7 @@ class _RegionOverlap:
         """Whether a collective in flight beside a unit would lack lines without it."""
         at, cost = self.schedule.at, self.costs[position]
         in_flight = [start for start in self.starts if at[start] < at[position] < self.schedule.latest(start)]
-        return any(self._missing(start, _COVERS[0]) > -cost for start in in_flight)
+        return any(self._missing(start, _SUFFICIENT_COVER) > -cost for start in in_flight)
 
     def later_starts(self, position: int, after: int) -> list[int]:
         """Returns the next starts behind the unit `after` that a unit can run after."""

@@ -5,6 +5,7 @@ The first configuration of a kernel is the default; autotuning times all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,9 @@ from fxwrap.loop_ir import (
     Load,
     find_contraction,
     find_grouped_contraction,
+    find_grouped_sums,
+    has_groups,
+    sum_groups,
 )
 from fxwrap.printers.triton.configuration import (
     Configuration,
@@ -60,6 +64,14 @@ _FEW_ROWS_TILES = (
 _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
 """By the number of rows, the best one of these for matrices of many columns."""
 
+_GROUP_SUM_TILES = (
+    (64, 4, 4, 3), (16, 16, 4, 3), (32, 8, 4, 4), (64, 8, 8, 3), (32, 16, 8, 3), (16, 16, 8, 3), (64, 4, 4, 5),
+)  # fmt: skip
+"""Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
+
+_MIN_GROUP_BYTES = 32
+"""The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
+
 _GROUPED_TILES = (
     (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
     (64, 256, 4, 3), (16, 128, 2, 5),
@@ -98,7 +110,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
         candidates = _grouped_configurations(grouped, hint)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        candidates = _matvec_configurations(kernel, hint)
+        grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
+        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else rows
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -107,8 +120,14 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce.
+
+    Few rows whose groups of weights are summed have no row reductions.
+    """
     if contraction.row_reductions:
+        is_few = isinstance(contraction.row_count, int) and contraction.row_count <= _MAX_FEW_ROWS
+        if is_few and has_groups(contraction):
+            return False
         count = contraction.reduced_column_count
         if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
             return False
@@ -132,6 +151,34 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
         preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
         blocks = [item for item in blocks if item not in preferred]
     return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
+
+
+def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
+
+    The first one has few columns a program where all are few, so that programs occupy the device.
+    """
+    rows = hint(contraction.row_count)
+    summed = sum_groups(contraction) if rows <= _MAX_FEW_ROWS and can_use_dot(contraction) else None
+    if summed is None:
+        return []
+    form = find_grouped_sums(summed, contraction)
+    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
+        return []
+    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != _GROUP_SUM_TILES[0 if is_wide else 1])
+    padded = max(next_power_of_2(rows), _FEWEST_ROWS)
+    candidates = []
+    for columns, groups, warps, stages in tiles:
+        block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
+        candidates.append(
+            Configuration(
+                contraction.rows, contraction.columns, padded, columns, size, True, warps, stages, True, 0,
+                form.groups, block,
+            )
+        )  # fmt: skip
+    return candidates
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
@@ -159,6 +206,9 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in fitting
     ]
+    grouped = _group_sum_configurations(contraction, hint)
+    if grouped:
+        return [*grouped, *dots[:1]]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [
