@@ -53,6 +53,7 @@ def _attend_all(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "keys", "emitters"), [(1, 700, ["cpp"]), (16, 513, ["python"])], ids=["one row", "many rows"]
 )

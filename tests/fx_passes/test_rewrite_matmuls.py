@@ -224,6 +224,7 @@ JOINED: dict[str, tuple[Callable[..., Any], list[Tensor], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", JOINED)
 def test_matmuls_of_one_tensor_are_packed(name: str) -> None:
     function, inputs, expected = JOINED[name]
@@ -327,6 +328,7 @@ BIASES: dict[str, tuple[Callable[..., Tensor], str]] = {
 """What becomes of a product with a bias, by what reads it."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_are_moved_into_reading_kernels(name: str) -> None:
     function, expected = BIASES[name]

@@ -11,8 +11,7 @@ from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
 from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
 from fxwrap.runtime.native import NativeSource, compile_cpp
 from tests.loop_ir.test_column_parts import statistics
-from tests.printers.cpp_kernels import check
-from tests.printers.test_cpp_printer_loops import compiled_together
+from tests.printers.cpp_kernels import check, compiled_together
 
 
 def matmul(rows: int | str, columns: int | str, reduced: int | str, dtype: str = "f32", epilogue: str = "") -> Kernel:
@@ -162,7 +161,7 @@ def matrix_kernels() -> list[Kernel]:
     return [*[matmul(*size, "bf16") for size in sizes], *computed]
 
 
-compiled_kernels = compiled_together(kernels)
+compiled_kernels = compiled_together(lambda position: kernels()[position])
 
 
 @pytest.mark.sampled(2)
@@ -189,7 +188,7 @@ def test_columns_that_are_read_later_are_prefetched() -> None:
     assert PREFETCH.search(compile_cpp("", name="prefetches", extra_sources=[source]).read_bytes())
 
 
-compiled_matrix_kernels = compiled_together(matrix_kernels)
+compiled_matrix_kernels = compiled_together(lambda position: matrix_kernels()[position])
 
 
 @pytest.mark.sampled(2)
