@@ -15,7 +15,7 @@ import torch
 
 from fxwrap.loop_ir.builder import KernelBuilder, Scalar
 from fxwrap.loop_ir.contraction import ContractionForm, ProductSum
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.loop_ir.kernel import (
     Compute,
     Constant,
@@ -73,6 +73,26 @@ def sum_groups(contraction: ContractionForm) -> Kernel | None:
     """
     plans = _plans(contraction)
     return None if contraction.row_reductions or not plans else _GroupSummer(contraction, plans).run()
+
+
+def split_sums(contraction: ContractionForm, size: int) -> Kernel | None:
+    """Returns a contraction whose sums are those of parts of `size` products, or None.
+
+    The column operands are exact in the half precision of the rows, and the products are along one axis of such parts.
+    """
+    (axis, *others), items = contraction.summed, contraction.sums
+    row_dtypes = {row_precision(contraction, item) for item in items}
+    count = axis.size
+    if others or not isinstance(count, int) or count % size or contraction.row_reductions or contraction.group:
+        return None
+    (row_dtype, *more) = row_dtypes
+    if more or row_dtype is None or contraction.dtype is not torch.float32:
+        return None
+    if not all(_is_exact(contraction.kernel, item.column_operand, row_dtype) for item in items):
+        return None
+    part, inner = Axis(f"{axis.name}_part", count // size), Axis(f"{axis.name}_inner", size)
+    plans = {item.reduction: _Plan(item, item.column_operand, (), row_dtype, (part,), (inner,), ()) for item in items}
+    return _GroupSummer(contraction, plans, {axis: size * as_index(part) + inner}).run()
 
 
 def has_groups(contraction: ContractionForm) -> bool:
@@ -258,17 +278,20 @@ def integer_range(operations: Sequence[Operation], position: int) -> tuple[float
 
 
 class _Point:
-    """A point of the unrolled axes, with the copies of operations there by position."""
+    """A point of the unrolled axes, with the copies of operations there by position; `axes` replace the kernel's."""
 
-    def __init__(self, axes: Sequence[tuple[Axis, int]]) -> None:
-        self.axes: dict[Atom, IndexLike] = dict(axes)
+    def __init__(self, axes: Mapping[Axis, Index | int]) -> None:
+        self.axes: dict[Atom, IndexLike] = {}
+        self.axes.update(axes.items())
         self.copies: dict[int, Scalar] = {}
 
 
 class _GroupSummer:
     """Builds the kernel: digits of packed elements are unrolled, and steps are applied to the sums of groups."""
 
-    def __init__(self, contraction: ContractionForm, plans: Mapping[int, _Plan]) -> None:
+    def __init__(
+        self, contraction: ContractionForm, plans: Mapping[int, _Plan], axes: Mapping[Axis, Index] | None = None
+    ) -> None:
         self.kernel = contraction.kernel
         self.contraction = contraction
         self.plans = plans
@@ -276,8 +299,10 @@ class _GroupSummer:
         plan = next(iter(plans.values()))
         self.groups, self.inner = plan.groups, plan.inner
         sizes = [range(int(axis.size)) for axis in plan.unrolled]
-        self.points = [_Point(tuple(zip(plan.unrolled, point, strict=True))) for point in cartesian(*sizes)]
-        self.whole = _Point(())
+        self.points = [
+            _Point({**(axes or {}), **dict(zip(plan.unrolled, point, strict=True))}) for point in cartesian(*sizes)
+        ]
+        self.whole = _Point({})
 
     def run(self) -> Kernel:
         for position, operation in enumerate(self.kernel.operations):

@@ -9,6 +9,7 @@ from fxwrap.wrapper_ir import (
     Block,
     LineBase,
     LineT,
+    Ownership,
     Program,
     Value,
     alias_roots,
@@ -32,12 +33,19 @@ def accumulate_in_place(program: Program) -> Program:
     The tensor is owned by the block, which frees it after the call, and has the result's type. Results are bitwise
     equal, and the peak memory is at most as large. Linear in the number of lines.
     """
-    functions = tuple([(name, _accumulate(block, block.arguments)) for name, block in program.functions])
-    return program.replace(body=_accumulate(program.body, program_arguments(program)), functions=functions)
+    functions = tuple(
+        [(name, _accumulate(block, block.arguments, block.arguments)) for name, block in program.functions]
+    )
+    donated = [item.value for item in program.inputs if item.ownership is Ownership.OWNED]
+    others = [item for item in program_arguments(program) if item not in donated]
+    body = _accumulate(program.body, program_arguments(program), others)
+    return program.replace(body=body, functions=functions)
 
 
-def _accumulate(block: Block, arguments: Sequence[Value]) -> Block:
+def _accumulate(block: Block, arguments: Sequence[Value], readonly: Sequence[Value]) -> Block:
+    """Changes a block with these arguments, of which `readonly` may have other references."""
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
+    freed -= {item.name for item in readonly}
     roots = alias_roots(block.lines, arguments)
     last = last_uses([line for line in block.lines if not isinstance(line, Free)], arguments)
     sums: dict[str, Value] = {}  # the tensor that a result is, by the result's name
@@ -49,7 +57,7 @@ def _accumulate(block: Block, arguments: Sequence[Value]) -> Block:
             if line.root.name not in accumulated:
                 lines.append(_renamed(line, sums))
             continue
-        inner = {name: _accumulate(nested, nested.arguments) for name, nested in blocks(line)}
+        inner = {name: _accumulate(nested, nested.arguments, nested.arguments) for name, nested in blocks(line)}
         addend = _addend(line, roots)
         dies = addend is not None and addend.name in freed and last[addend.name] == position
         if isinstance(line, ExternCall) and addend is not None and dies:

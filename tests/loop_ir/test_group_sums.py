@@ -12,6 +12,7 @@ from fxwrap.loop_ir import (
     find_contraction,
     find_grouped_sums,
     parse_kernel,
+    split_sums,
     sum_groups,
 )
 from tests.printers.test_triton_shared_elements import INT4
@@ -62,9 +63,20 @@ def grouped(kernel: Kernel) -> Kernel | None:
     return sum_groups(contraction)
 
 
+def split(kernel: Kernel, size: int) -> Kernel | None:
+    contraction = find_contraction(kernel)
+    assert contraction is not None
+    return split_sums(contraction, size)
+
+
 def check(kernel: Kernel) -> Kernel:
     """Compares the sums of groups with the contraction, as the evaluator computes both."""
-    result, generator = grouped(kernel), torch.Generator().manual_seed(3)
+    return compare(kernel, grouped(kernel))
+
+
+def compare(kernel: Kernel, result: Kernel | None) -> Kernel:
+    """Evaluates a contraction and the kernel that replaces it."""
+    generator = torch.Generator().manual_seed(3)
     assert result is not None and parse_kernel(str(result)) == result
     inputs = {item.name: random(item.dtype, int(item.extent), generator) for item in kernel.inputs}
     inputs = {
@@ -104,6 +116,34 @@ def test_digits_of_words_are_unrolled() -> None:
     text = str(check(parse_kernel(SCALED_WORDS)))
     assert [f"{4 * digit}\n" in text for digit in range(8)] == [True] * 8
     assert text.count("load w") == 1 and "i64 index" not in text
+
+
+PLAIN = """kernel(x: {row}[3*256], w: i8[32*256], s: f32[32]) -> (out: f32[3*32]) for [i: 3, j: 32] reduce [k: 256] {{
+  %0 = {row} load x[256*i + k]
+  %1 = f32 cast %0
+  %2 = i8 load w[256*j + k]
+  %3 = f32 cast %2
+  %4 = f32 mul %1 %3
+  %5 = f32 reduce sum %4
+  %6 = f32 load s[j]
+  %7 = f32 mul %5 %6
+  store out[32*i + j] %7
+}}
+"""
+"""Weights of int8 with a scale for each column, which follows the sum."""
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_sums_are_those_of_parts(size: int) -> None:
+    kernel = parse_kernel(PLAIN.format(row="bf16"))
+    result = compare(kernel, split(kernel, size))
+    assert [axis.size for axis in result.reduced] == [256 // size, size]
+
+
+def test_parts_are_equal_and_exact() -> None:
+    assert split(parse_kernel(PLAIN.format(row="bf16")), 96) is None
+    assert split(parse_kernel(PLAIN.format(row="f32")), 64) is None
+    assert split(int8("mul %3 %4"), 64) is None, "the scale of a group is no part of a number"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_tensors_of_other_types_stay() -> None:
         assert _written(accumulate_in_place(parsed(text))) == ["c", "o"]
 
 
+def test_memory_with_other_references_stays() -> None:
+    shared = parsed(_SUMS.replace("%o: owned", "%o: shared"))
+    changed = verify(accumulate_in_place(shared))
+    assert _written(changed) == ["a", "c"]
+
+
 def _gradient(x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of three matmuls, as that of the gradients of queries, keys and values, and a sum of batches."""
     total = torch.addmm(torch.addmm(q @ x, k, x), v, x)

@@ -8,7 +8,7 @@ import pytest
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
 from fxwrap.printers.triton import Configuration, can_use_dot, configurations, print_triton
-from tests.loop_ir.test_group_sums import SCALED_WORDS, int8
+from tests.loop_ir.test_group_sums import PLAIN, SCALED_WORDS, int8
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.printers.test_triton_shared_elements import INT4
 from tests.printers.triton_kernels import check
@@ -69,6 +69,16 @@ def test_digits_of_words() -> None:
     kernel = parse_kernel(SCALED_WORDS)
     source = check(kernel, steps(kernel, 16, 2), tolerance=2e-3)
     assert source.count("tl.dot(") == 8
+
+
+def test_warps_share_out_the_products_of_columns() -> None:
+    """Parts of int8 sums are a batch of the dot, which adds to the totals."""
+    kernel = parse_kernel(PLAIN.format(row="bf16"))
+    known = [item for item in configurations(kernel) if item.p]
+    assert known and configurations(kernel)[0].p, "few columns"
+    for item in known:
+        source = check(kernel, item, tolerance=2e-3)
+        assert source.count("total = tl.dot(") == 1 and "total = tl.sum(total, 0, keep_dims=True)" in source
 
 
 def test_rows_of_float16() -> None:

@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
     find_grouped_contraction,
     find_grouped_sums,
     has_groups,
+    split_sums,
     sum_groups,
 )
 from fxwrap.printers.triton.configuration import (
@@ -69,6 +70,12 @@ _GROUP_SUM_TILES = (
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
 
+_SPLIT_SUM_TILES = ((16, 8, 4, 3), (32, 4, 4, 3), (64, 4, 4, 3), (16, 8, 8, 4), (32, 8, 8, 3))
+"""Columns, parts of the products of a column, warps and stages of weights of one byte."""
+
+_SPLIT_SUM_PRODUCTS = 64
+"""The number of products in a part."""
+
 _MIN_GROUP_BYTES = 32
 """The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
 
@@ -111,7 +118,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
         candidates = _grouped_configurations(grouped, hint)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
         grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
-        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else rows
+        split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
+        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*rows, *split]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -181,6 +189,33 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     return candidates
 
 
+def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of few rows times weights of one byte, whose warps share out the products of a column.
+
+    They are first where columns are few: a program's warps would otherwise compute the same products.
+    """
+    kernel, rows = contraction.kernel, hint(contraction.row_count)
+    columns = [
+        at for item in contraction.sums for at in contraction.prologue(item.column_operand) if kernel.varying[at]
+    ]
+    loads = [kernel.operations[at] for at in columns]
+    if rows > _MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads if isinstance(item, Load)):
+        return []
+    candidates, padded = [], max(next_power_of_2(rows), _FEWEST_ROWS)
+    for columns_block, parts, warps, stages in _SPLIT_SUM_TILES:
+        split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
+        form = None if split is None else find_grouped_sums(split, contraction)
+        if form is None or not isinstance(form.groups[0].size, int) or form.groups[0].size % parts:
+            continue
+        candidates.append(
+            Configuration(
+                contraction.rows, contraction.columns, padded, columns_block, _SPLIT_SUM_PRODUCTS, True, warps, stages,
+                True, 0, form.groups, parts,
+            )
+        )  # fmt: skip
+    return candidates
+
+
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
 
@@ -209,6 +244,8 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     grouped = _group_sum_configurations(contraction, hint)
     if grouped:
         return [*grouped, *dots[:1]]
+    split = _split_sum_configurations(contraction, hint)
+    dots = [*dots, *split] if is_wide or rows <= _MAX_SUMMED_ROWS else [*split, *dots]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [

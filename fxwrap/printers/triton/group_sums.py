@@ -27,6 +27,7 @@ from fxwrap.loop_ir import (
     operands,
     operation_dtype,
     row_precision,
+    split_sums,
     sum_groups,
 )
 from fxwrap.printers.triton.configuration import Configuration
@@ -46,9 +47,11 @@ _PAIR = 2
 def print_grouped_sums(
     kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
 ) -> TritonKernelText:
-    """Prints a contraction with the coefficients of groups applied to sums of groups."""
+    """Prints a contraction as the sums of its groups, with their coefficients, or else of parts of its sums."""
     contraction = find_contraction(kernel)
-    grouped = None if contraction is None else sum_groups(contraction)
+    grouped = None
+    if contraction is not None:
+        grouped = sum_groups(contraction) or split_sums(contraction, configuration.r_block)
     row_dtype = None if contraction is None else row_precision(contraction, contraction.sums[0])
     assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
     form = find_grouped_sums(grouped, contraction)
@@ -106,8 +109,10 @@ class GroupSumPrinter(DotPrinter):
         for position in sorted(step):
             if self.of_group[position] and not self.is_summed[position]:
                 self._operation(position, looped=True)
+        direct = {self._direct_total(item) for item in self.form.sums}
         for position in self.form.totals:
-            self._add_total(position)
+            if position not in direct:
+                self._add_total(position)
         self.depth -= 1
         self.origin = ""
         for position in self.form.totals:
@@ -143,6 +148,11 @@ class GroupSumPrinter(DotPrinter):
     def _loop_slice(self) -> set[int]:
         return backward_slice(self.kernel, self.form.totals)
 
+    def _direct_total(self, item: GroupSum) -> int | None:
+        """Returns the total that a sum of a group is added to as it is, so that dots add to it; else None."""
+        totals = [at for at in self.form.totals if operands(self.kernel.operations[at]) == (item.reduction,)]
+        return totals[0] if totals and self._count_users(item.reduction) == 1 else None
+
     def _emit_products(self, targets: tuple[set[int], set[int]], prologues: Sequence[set[int]]) -> None:
         """Prints the operands of a step, and the dots that sum their products."""
         sides = ("pyr", "prx")
@@ -153,8 +163,10 @@ class GroupSumPrinter(DotPrinter):
         if any(column is None for item in self.form.sums for _, column in item.terms):
             ones = self._ones(sides[1 if self._rows_are_first() else 0])
         for item in self.form.sums:
-            (name,) = self._result_names(item.reduction)
-            origin, accumulator = self.kernel.operations[item.reduction].origin, ""
+            direct = self._direct_total(item)
+            (name,) = self._result_names(item.reduction if direct is None else direct)
+            origin = self.kernel.operations[item.reduction].origin
+            accumulator = "" if direct is None else f", {name}"
             for row, column in item.terms:
                 pair = (texts[row], ones if column is None else texts[column])
                 left, right = pair if self._rows_are_first() else pair[::-1]
