@@ -20,8 +20,8 @@ from fxwrap.debugging import insert_observations
 from fxwrap.devices import CPU, CUDA
 from fxwrap.errors import FusionWarning
 from fxwrap.events import EventLog, WarningIssued
-from fxwrap.fx_passes import FxPassContext, GraphSource, PreparedGraph, pad_matmuls
-from fxwrap.lines import Return
+from fxwrap.fx_passes import FxPassContext, GraphSource, PreparedGraph, accumulate_matmuls, accumulations, pad_matmuls
+from fxwrap.lines import Launch, Return
 from fxwrap.lowering import RULES, Lowered, NodeCoverage, lower_prepared
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import (
@@ -37,6 +37,7 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.accumulate import accumulate_in_place
 from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
@@ -52,7 +53,7 @@ from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.torch_compat import FakeTensor
-from fxwrap.tuning import Tuner, has_gpu, matmul_regions
+from fxwrap.tuning import Tuner, has_gpu, matmul_regions, region_graph
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
 from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
 
@@ -152,6 +153,10 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
     lower = _lowering(prepared, context)
     lowered = lower(declined_nodes=context.declined_nodes)
     if tuner is not None and context.autotunes_now:
+        accumulated = _choose_accumulations(prepared, lowered.program, tuner, context)
+        if accumulated is not prepared:
+            prepared, lower = accumulated, _lowering(accumulated, context)
+            lowered = lower(declined_nodes=context.declined_nodes)
         lowered = _tune(lowered, prepared, lower, tuner, context)
     program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
     if not context.options.verify:
@@ -192,6 +197,36 @@ def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileConte
     )
     kernels = frozenset([name for region in regions for name in region.matmuls]) - library
     return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
+
+
+def _choose_accumulations(
+    prepared: PreparedGraph, program: Program, tuner: Tuner, context: CompileContext
+) -> PreparedGraph:
+    """Returns the graph in which matmuls add to another summand in place where that is measured to be faster.
+
+    A sum is timed with all that the kernel computes which adds in `program`.
+    """
+    if context.options.matmul_kernels != "auto" or context.compile_region is None:
+        return prepared
+    passes = FxPassContext(context.options, RULES)
+    launched = {
+        name: line.origin.nodes for line in program.lines()
+        if isinstance(line, Launch) and line.origin is not None for name in line.origin.nodes
+    }  # fmt: skip
+    chosen = []
+    for item in accumulations(prepared, passes):
+        total, addend = item.total.name, item.addend.name
+        names = {item.matmul.name, total, addend, *launched.get(total, ()), *launched.get(addend, ())}
+        part = region_graph(prepared.graph_module.graph, prepared.fakes.get, names)
+        if part is None or prepared.fakes[item.total].device.type not in context.tuned_devices:
+            continue
+        fakes = {node: node.meta["val"] for node in part.graph.nodes if "val" in node.meta}
+        rewritten = accumulate_matmuls(PreparedGraph(part, "region", fakes=fakes), passes, [total]).graph_module
+        if rewritten is not part and tuner.is_rewrite_faster(
+            part, rewritten, "accumulate_matmuls", context.compile_region, context.events
+        ):
+            chosen.append(total)
+    return accumulate_matmuls(prepared, passes, chosen) if chosen else prepared
 
 
 def _tune(
@@ -336,6 +371,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,
         "cuda_graphs", lambda options: options.cuda_graphs and options.check_values is None,
+    ),
+    Step(
+        "accumulate_in_place", "let matmuls add in place to tensors that nothing reads later",
+        _transform(accumulate_in_place), enabled=lambda options: not _is_functional(options),
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),

@@ -91,6 +91,8 @@ class DeviceSpec:
             as those of quantised weights.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
             matmuls are faster than a library's.
+        accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
+            that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
@@ -100,6 +102,8 @@ class DeviceSpec:
         streaming_attention_backward_sizes: the same for forward and backward of training together.
         streaming_attention_backward_width: the widest heads with which that is so.
         streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
+        decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
+            which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
@@ -150,6 +154,7 @@ class DeviceSpec:
     generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
+    accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -157,6 +162,7 @@ class DeviceSpec:
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
     streaming_attention_dropout: bool = False
+    decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
@@ -245,6 +251,7 @@ CPU = DeviceSpec(
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
     streaming_attention_dropout=True,
+    decoding_attention_rows=((torch.float32, 8), (torch.bfloat16, 8)),
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,

@@ -1,5 +1,6 @@
 """Passes over FX graphs: all rewrites before lowering."""
 
+from fxwrap.fx_passes.accumulated_matmuls import *
 from fxwrap.fx_passes.attention_masks import *
 from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *

@@ -173,9 +173,12 @@ class KernelBuilder:
     def finish(
         self, axes: Sequence[Axis], reduced: Sequence[Axis], inputs: Sequence[Buffer], outputs: Sequence[Buffer]
     ) -> Kernel:
-        """Returns the verified kernel without dead operations. Raises KernelError for an invalid one."""
+        """Returns the verified kernel without dead operations. Raises KernelError for an invalid one.
+
+        The kernels of equal layers are one object, whose properties are computed once.
+        """
         kernel = Kernel(tuple(axes), tuple(reduced), tuple(inputs), tuple(outputs), tuple(self.operations))
-        return verify_kernel(eliminate_dead_operations(kernel))
+        return _finished(kernel, kernel.uncompared_fields)
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
@@ -195,6 +198,11 @@ class KernelBuilder:
             position = self._value_numbers[operation] = len(self.operations)
             self.operations.append(operation)
         return Scalar(self, position, operation.dtype)
+
+
+@bounded_cache(1024)
+def _finished(kernel: Kernel, _uncompared_fields: tuple[str, ...]) -> Kernel:
+    return verify_kernel(eliminate_dead_operations(kernel))
 
 
 def _unary(name: str) -> Callable[[Scalar], Scalar]:

@@ -120,6 +120,7 @@ def test_the_default_generates_products_of_one_row_where_the_device_prefers_that
     assert called(programs_of(function, [row, rows, w], matmul_kernels="library")) == ["aten.mm.default"] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [255, 256])
 def test_the_default_generates_products_of_few_rows_of_large_matrices(size: int) -> None:
     x, w = random(F32, 8, 256), random(F32, size, 256)

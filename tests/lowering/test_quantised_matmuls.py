@@ -19,6 +19,7 @@ from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.torch_compat import FakeTensorMode
+from tests.support.long_form import long_only
 from tests.support.versions import fails_before, is_before
 
 BF16 = torch.bfloat16
@@ -99,8 +100,7 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any)
     return fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=Options(**options))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("matmul_kernels", ["auto", "generated"])
+@pytest.mark.parametrize("matmul_kernels", ["auto", long_only("generated")])
 def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
     assert_emitters_agree(quantised, quantised_inputs(), options={"matmul_kernels": matmul_kernels})
 

@@ -347,6 +347,7 @@ class Swapped(torch.nn.Module):
         return x + d
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_writes_of_an_exported_program_are_visible_at_once(fuse: bool) -> None:
     """An exported program names what overwrites its buffers in the order of the buffers, and not of the writes."""

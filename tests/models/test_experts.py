@@ -8,7 +8,6 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from fxwrap.comparison import capture
 from fxwrap.lines import ExternCall, Launch
-from tests.support.long_form import LONG
 
 CONFIG = MixtralConfig(
     hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
@@ -16,6 +15,7 @@ CONFIG = MixtralConfig(
 )  # fmt: skip
 
 
+@pytest.mark.long  # its kernels take 8 s to compile; tests of grouped matmuls have smaller ones
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_experts_are_kernels(fresh_dynamo: None) -> None:
     torch.manual_seed(0)
@@ -24,9 +24,8 @@ def test_experts_are_kernels(fresh_dynamo: None) -> None:
     tokens = torch.randint(64, (1, 24))
     with torch.no_grad():
         options = {"matmul_kernels": "generated"}
-        if LONG:  # its kernels take 8 s to compile
-            compiled = torch.compile(model, backend="fxwrap", options=options, fullgraph=True)
-            torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits, atol=2e-2, rtol=2e-2)
+        compiled = torch.compile(model, backend="fxwrap", options=options, fullgraph=True)
+        torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits, atol=2e-2, rtol=2e-2)
         (graph,) = capture(lambda x: model(x).logits, (tokens,), options=options)
     lines = list(graph.compiled.program.lines())
     assert not [line for line in lines if isinstance(line, ExternCall) and "_mm" in line.target]

@@ -25,6 +25,22 @@ def test_cpp(dtype: torch.dtype) -> None:
     assert source.count("contract<64, ") == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "width", "columns"),
+    [(torch.float32, 4, 64, 80), (torch.float32, 7, 5, 3), (torch.float64, 2, 16, 16), (torch.bfloat16, 8, 64, 64)],
+)
+def test_few_rows_in_cpp(dtype: torch.dtype, rows: int, width: int, columns: int) -> None:
+    """Lanes are keys, which are read where they are if they need no cast and fill vectors; masked tiles are skipped."""
+    source = check(attention_kernel(rows=rows, keys=133, width=width, columns=columns, dtype=dtype))
+    is_direct = width % 16 == 0 and dtype is not torch.bfloat16
+    assert source.count(f"contract_rows<{rows}, {str(is_direct).lower()}, ") == 1
+    assert source.count("if (visible.combined(combine::max) == 0) continue;") == 1
+
+
+def test_few_rows_with_softcap_in_cpp() -> None:
+    check(attention_kernel(rows=3, keys=70, width=16, columns=16, cap=20.0), rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_in_cpp(dtype: torch.dtype) -> None:
     source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials

@@ -145,7 +145,8 @@ def test_the_vendor_template_conforms() -> None:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("emitters", [("python",), pytest.param(("cpp", "fx", "interpreter"), marks=pytest.mark.long)])
+@pytest.mark.long  # the vendor template is a private device too
+@pytest.mark.parametrize("emitters", [("python",), ("cpp", "fx", "interpreter")])
 def test_the_private_device_runs_a_model(emitters: tuple[str, ...]) -> None:
     result = run_python(["-m", "examples.private_device.run", "bert", *emitters])
     assert result.returncode == 0, result.stdout + result.stderr

@@ -146,6 +146,7 @@ def test_captured_graphs_use_the_state_in_place() -> None:
     assert static == state & operands != set()
 
 
+@pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     """The backward recomputes what the partitioner of separate graphs lets it recompute, and gradients die early."""
 

@@ -16,7 +16,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.compile import compiler
 from fxwrap.devices import CPU, GemmPaddingCosts
-from fxwrap.lines import ExternCall, Launch
+from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.tuning import Tuner, TuningRecords, is_faster, region_graph, time_alternatives
 
 INPUTS = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(10, 24)]
@@ -173,3 +173,23 @@ def test_kernels_are_not_padded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     options = {"devices": [device], "matmul_kernels": "generated"}
     program = compiled(monkeypatch, tmp_path, RegionTimer(), lambda x, w: x @ w.t(), inputs, **options).program
     assert called(program) == [] and len([line for line in program.lines() if isinstance(line, Launch)]) == 1
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of what queries, keys and values are computed from."""
+    first, second, third = weights.unbind(0)
+    return torch.tanh(q @ first + k @ second + v @ third)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_sums_of_matmuls_are_timed_with_matmuls_that_add_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulates: bool
+) -> None:
+    inputs = [*[torch.randn(30, 40) for _ in range(3)], torch.randn(3, 40, 24)]
+    timer = RegionTimer(*[(1.0, 2.0) if accumulates else (2.0, 1.0)] * 2)
+    program = compiled(monkeypatch, tmp_path, timer, gradients, inputs).program
+    added = [line.target for line in program.lines() if isinstance(line, Mutate)]
+    assert timer.regions == 2
+    assert (added, len(called(program))) == ((["aten.addmm_.default"] * 2, 1) if accumulates else ([], 3))
+    again = compiled(monkeypatch, tmp_path, RegionTimer(), gradients, inputs)
+    assert str(again.program) == str(program)

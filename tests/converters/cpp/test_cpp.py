@@ -52,6 +52,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30
 # --- meaning ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_samples_match_the_interpreter(name: str) -> None:
     sample = SAMPLES[name]

@@ -125,6 +125,7 @@ def test_calls_need_no_file() -> None:
     assert_calls_equal(case.export(), export(case.export()), case)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"memory_planning": "greedy_by_size"}, {"fuse": False, "emitter": "fx"}], ids=str)
 def test_options_do_not_matter(options: dict[str, Any]) -> None:
     case = CASES["everything"]
@@ -229,6 +230,7 @@ def _loop(x: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [_aliases, _random, _number, _loop], ids=lambda function: function.__name__)
 def test_kinds_of_calls(function: Callable[[Tensor], Any]) -> None:
     class Module(nn.Module):
