@@ -87,9 +87,24 @@ def test_updates_in_triton() -> None:
     assert source.count("keep_dims=True), mask=") + source.count("keep_dims=True), sem=") == 2
 
 
-def _check_triton(kernel: Kernel) -> str:
+def test_programs_of_a_row_block_follow_each_other() -> None:
+    kernel = attention_kernel(heads=3, rows=40, keys=35)
+    source = _check_triton(kernel, StreamingConfiguration(16, 32, rows_last=True))
+    assert source.index("program % 3") < source.index("first_row = program % blocks")
+    lengths = (4096, 16384)
+    long = [attention_kernel(rows=length, keys=length, width=64, dtype=torch.bfloat16) for length in lengths]
+    assert [any(item.rows_last for item in streaming_configurations(kernel, int)) for kernel in long] == [False, True]
+
+
+def test_warps_of_few_rows_would_multiply_less_each() -> None:
+    """64 rows are those of four warps of a matmul: with eight, and as many on a multiprocessor, each has half of it."""
+    kernel = gradient_kernel(queries=512, keys=512, width=128, columns=128, dtype=torch.bfloat16)
+    assert all(item.num_warps == 4 for item in streaming_configurations(kernel, int) if item.row_block <= 64)
+
+
+def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None = None) -> str:
     """Compares a kernel in Triton's interpreter with the evaluator; returns its text."""
-    printed: PrintedKernel = print_streaming_triton(kernel, StreamingConfiguration(16, 32))
+    printed: PrintedKernel = print_streaming_triton(kernel, configuration or StreamingConfiguration(16, 32))
     generator = torch.Generator().manual_seed(0)
     buffers = [*kernel.inputs, *kernel.outputs]
     results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}
