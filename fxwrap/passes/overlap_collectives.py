@@ -253,35 +253,35 @@ class _RegionOverlap:
     def independent_before(self, start: int, cover: int) -> list[int]:
         """Returns units before a start that can run while it is in flight, in their order.
 
-        The last ones are chosen first, until the collective has lines that move `cover` times its bytes.
-        Those that cover an earlier collective stay, unless it has more than it needs.
+        Those that cannot run beside the next collective are chosen first, then the last ones, until the collective has
+        lines that move `cover` times its bytes. Those that cover an earlier collective stay, unless it has more than it
+        needs.
         """
         at, schedule = self.schedule.at, self.schedule
         missing = self._missing(start, cover)
         earlier = sorted([item for item in self.starts if at[item] < at[start]], key=at.__getitem__)[-_AHEAD[0] :]
-        flights = {item: (at[item], schedule.latest(item), -self._missing(item, cover)) for item in earlier}
+        surplus = {item: -self._missing(item, cover) for item in earlier}
+        next_start = min([at[item] for item in self.starts if at[item] > at[start]], default=float(len(self.units)))
         first = at[earlier[0]] if len(earlier) == _AHEAD[0] else -1.0
         window = sorted([item for item in at if first < at[item] < at[start]], key=at.__getitem__, reverse=True)
-        result: list[int] = []
+        urgent = [item for item in window if schedule.latest(item) < next_start]
         delayed: set[int] = set()
-        for position in window:
+        for position in (*urgent, *window):
             if missing <= 0:
                 break
             line, cost = self.units[position].lines[0], self.costs[position]
-            if line.is_async_start or line.is_async_wait:
+            if position in delayed or line.is_async_start or line.is_async_wait:
                 continue
             if any(at[item] <= at[start] and item not in delayed for item in schedule.after(position)):
                 continue
-            covered = [item for item, (begin, end, _) in flights.items() if begin < at[position] < end <= at[start]]
-            if any(flights[item][2] < cost for item in covered):
+            left = [item for item in earlier if at[item] < at[position] < schedule.latest(item) <= at[start]]
+            if any(surplus[item] < cost for item in left):
                 continue
-            for item in covered:
-                begin, end, surplus = flights[item]
-                flights[item] = begin, end, surplus - cost
+            surplus.update({item: surplus[item] - cost for item in left})
             missing -= cost
             delayed.add(position)
-            result.append(position)
-        return result[::-1] if any(self.costs[position] for position in result) else []
+        has_work = any(self.costs[position] for position in delayed)
+        return sorted(delayed, key=at.__getitem__) if has_work else []
 
     def movable_past(self, position: int) -> list[int]:
         """Returns units with work up to the unit at a position that can run after it, those with large results first.
