@@ -52,11 +52,15 @@ class ConvolutionGeometry:
 def prepack_convolution_weight(
     weight: torch.Tensor, geometry: ConvolutionGeometry, image_sizes: Sequence[int]
 ) -> torch.Tensor | None:
-    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN. The result is opaque.
+    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN for its dtype.
+
+    The result is opaque: only `prepacked_convolution` reads it.
 
     Why: as for `prepack_linear_weight`.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
         weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes

@@ -182,6 +182,18 @@ def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_
             exact.norm.running_var.mul_(4)
 
 
+def test_frozen_convolutions_of_bfloat16() -> None:
+    """Weights are folded in float64 and rounded once."""
+    torch.manual_seed(0)
+    model, x = Block().eval().bfloat16(), torch.randn(2, 8, 12, 12, dtype=torch.bfloat16)
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x)
+        assert extern_targets(programs[0]) == [CONVOLUTION] * 3
+        expected = copy.deepcopy(model).double()(x.double())
+        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+        assert error <= 1.2 * eager
+
+
 def test_a_call_of_the_library_computes_what_follows_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuDNN's do on GPUs: bias, residual and positive part."""
     calls: list[bool] = []
