@@ -123,6 +123,7 @@ def test_results_and_written_constants(scaled: Path, tmp_path: Path, preloaded: 
         assert torch.equal(read_result(tmp_path / f"{file}.0", wanted[0]), wanted[0])
 
 
+@pytest.mark.every_combination
 @pytest.mark.covering
 @pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
 @pytest.mark.parametrize(

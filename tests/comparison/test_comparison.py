@@ -272,7 +272,6 @@ def test_a_wrong_number_of_outputs_is_detected() -> None:
     assert kinds(compile_with_broken_emitter(lambda x: (x + 1, x + 2), torch.randn(4), change=change)) == {"structure"}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [

@@ -308,6 +308,7 @@ def test_live_range_ends_are_exclusive() -> None:
     assert assign_offsets([(0, 2, 8), (2, 4, 8)]).peak == 8
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize(
     ("buffers", "message"),
     [

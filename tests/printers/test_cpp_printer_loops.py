@@ -422,6 +422,7 @@ extern "C" void fxwrap_softmax(const float* x, float* out) {
 """
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("along", ["row", "column"])
 @pytest.mark.parametrize("bad", [None, 9])
 def test_a_failing_assertion_fails_the_launch(along: str, bad: int | None) -> None:

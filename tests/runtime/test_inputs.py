@@ -64,6 +64,7 @@ WRONG: dict[str, tuple[Any, str, str]] = {  # the input, and the texts for stati
 }  # fmt: skip
 
 
+@pytest.mark.every_combination
 @emitters
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 def test_wrong_inputs_raise_the_same_error(emitter: str, symbolic: bool) -> None:

@@ -346,6 +346,7 @@ def more_inputs(graph_module: GraphModule) -> None:
         graph.placeholder("z")
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("at", ["fx_before_lowering", "fx_emitted"])
 @pytest.mark.parametrize(
     ("run", "reason", "where"),

@@ -173,6 +173,7 @@ def test_inputs_are_written_at_the_end() -> None:
     assert [node.args[0].op for node in nodes[-2:]] == ["placeholder", "placeholder"]
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("import_graph", [fxwrap.from_fx, fxwrap.fx.in_place])
 @pytest.mark.parametrize("through_view", [False, True])
 def test_a_read_after_the_final_write_is_rejected(

@@ -183,6 +183,7 @@ def unchanged(graph: GraphModule) -> Callable[..., object]:
     return graph
 
 
+@pytest.mark.every_combination
 @both_forms
 @pytest.mark.parametrize("call_of", [unchanged, copied, compiled_by_dynamo])
 def test_calls_of_an_edited_region_raise_until_the_edit_is_accepted(

@@ -371,6 +371,7 @@ def test_unsupported_dtypes_are_declined(dtype: torch.dtype, reason: str) -> Non
     assert call_rule(overload, torch.ones(2, 3).to(dtype)) == f"kernels {reason} {dtype}"
 
 
+@pytest.mark.every_combination
 @pytest.mark.parametrize("target", [[5, 0], [-1, 0]])
 @pytest.mark.parametrize("reduction", [0, 1])
 def test_a_class_index_out_of_range_raises(target: list[int], reduction: int) -> None:
