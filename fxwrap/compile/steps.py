@@ -192,9 +192,7 @@ def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileConte
         lowered = lower(declined_nodes=lowered.declined_nodes)
     graph = unpadded.graph_module.graph
     regions = matmul_regions(lowered.program, graph)
-    library = tuner.choose_matmuls(
-        lowered.program, graph, unpadded.fakes.get, context.compile_region, context.events
-    )
+    library = tuner.choose_matmuls(lowered.program, graph, unpadded.fakes.get, context.compile_region, context.events)
     kernels = frozenset([name for region in regions for name in region.matmuls]) - library
     return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
 

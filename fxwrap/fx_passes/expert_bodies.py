@@ -131,7 +131,7 @@ class _Collector:
         match name_of(node), node.args:
             case "nonzero", (Node() as mask,):
                 return expert_condition(mask, self._fakes)
-            case ("index" | "index_put"), (_, [Node() as mask], *_) if is_tensor(mask, self._fakes):
+            case (("index" | "index_put"), (_, [Node() as mask], *_)) if is_tensor(mask, self._fakes):
                 return expert_condition(mask, self._fakes) if self._fakes[mask].dtype is torch.bool else None
             case _:
                 return None

@@ -67,7 +67,7 @@ def _comparison(node: object, fakes: NodeValues) -> _Comparison | None:
             return _with_numbers(one, other, fakes) or _with_numbers(other, one, fakes)
         case "one_hot", (Node() as indices, int()):
             return _of_indices(indices, fakes, (_CLASS,), 0)
-        case ("ne" | "gt"), (source, 0):
+        case (("ne" | "gt"), (source, 0)):
             return _comparison(source, fakes)
         case name, (source, *_) if name in _SAME_ELEMENTS:
             return _comparison(source, fakes)

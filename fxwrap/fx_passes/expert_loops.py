@@ -29,7 +29,6 @@ _ALIGNMENT = 16
 """The multiple of bytes that rows of a grouped matmul's operands must have."""
 
 
-
 def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which loops over experts, whose weights are slices of one tensor, are grouped matmuls."""
     if "aten._grouped_mm.default" in context.extern_operators:
@@ -115,9 +114,7 @@ def _repeated(index: Node, body: ExpertBody, fakes: NodeValues) -> Node | None:
             return None
 
 
-def _stored(
-    body: ExpertBody, positions: Sequence[Any], rows: Node, adds: bool, fakes: NodeValues
-) -> Terminal | None:
+def _stored(body: ExpertBody, positions: Sequence[Any], rows: Node, adds: bool, fakes: NodeValues) -> Terminal | None:
     """Returns what `index_put` adds or writes: the rows, or rows that were added to the elements read there."""
     axes = _axes(body, positions)
     if axes is None or adds:

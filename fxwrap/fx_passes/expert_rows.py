@@ -80,13 +80,13 @@ def _shifted(view: Node, fakes: NodeValues) -> tuple[Target, tuple[Any, ...]] | 
         return _aten.permute.default, ([0, *[dim + 1 for dim in order]],)
     rank = source.ndim
     match name_of(view), arguments[1:]:
-        case ("alias" | "detach" | "to_copy"), ():
+        case (("alias" | "detach" | "to_copy"), ()):
             return view.target, ()
         case "unsqueeze", (dim,):
             return view.target, (dim % (rank + 1) + 1,)
-        case ("slice" | "select"), (int() as dim, *rest):
+        case (("slice" | "select"), (int() as dim, *rest)):
             return view.target, (dim % rank + 1, *rest)
-        case ("split" | "split_with_sizes"), (sizes, *rest):
+        case (("split" | "split_with_sizes"), (sizes, *rest)):
             return view.target, (sizes, (rest[0] if rest else 0) % rank + 1)
         case _:
             return None
@@ -242,4 +242,3 @@ def coordinate(node: Node) -> int | None:
             return column if isinstance(inner, Node) and name_of(inner) == "nonzero" else None
         case _:
             return None
-

@@ -69,9 +69,7 @@ class _Candidate:
     key: _LaunchKey
 
 
-def _candidates(
-    program: Program, max_bytes: Mapping[str, int], max_large: Mapping[str, int]
-) -> dict[int, _Candidate]:
+def _candidates(program: Program, max_bytes: Mapping[str, int], max_large: Mapping[str, int]) -> dict[int, _Candidate]:
     """Returns the launches for which there is another one of the same key, by the identity of their lines."""
     combiners = {item.name: (item, combiner) for item in program.kernels if (combiner := _combiner(item)) is not None}
     chosen: list[_Candidate] = []

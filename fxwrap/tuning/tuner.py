@@ -176,6 +176,7 @@ class Tuner:
 
         Matmuls of both are library calls.
         """
+
         def programs() -> list[Callable[..., object]]:
             return [compile_region(item, _LIBRARY) for item in (rewritten, part)]
 

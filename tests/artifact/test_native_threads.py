@@ -11,10 +11,10 @@ import torch
 
 import fxwrap
 from tests.artifact import sanitize
+from tests.support.long_form import long_only
 
 
-@pytest.mark.long  # `make sanitize`, which CI runs with the long form, has more threads and calls
-@pytest.mark.parametrize("sanitizer", ("thread", "address"))
+@pytest.mark.parametrize("sanitizer", ("thread", long_only("address")))
 def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):
         pytest.skip(f"the compiler has no library for -fsanitize={sanitizer}")

@@ -42,9 +42,7 @@ def _targets(function: Function, *inputs: Tensor) -> list[str]:
     return [target.split(".")[1] for target in calls]
 
 
-@pytest.mark.parametrize(
-    ("function", "targets"), [(gradients, ["mm", "addmm_", "addmm_"]), (block, ["mm", "addmm_"])]
-)
+@pytest.mark.parametrize(("function", "targets"), [(gradients, ["mm", "addmm_", "addmm_"]), (block, ["mm", "addmm_"])])
 def test_matmuls_add_in_place(function: Function, targets: list[str]) -> None:
     inputs = [torch.randn(6, 6), torch.randn(6, 6)]
     assert _targets(function, *inputs) == targets

@@ -264,7 +264,7 @@ def test_groups_of_symbolic_numbers_of_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
-    """Sums of groups without a dequantised matrix in memory."""
+    """No dequantised matrix is in memory."""
     width, columns = 1024, 8192
     with FakeTensorMode():
         inputs = [
@@ -280,4 +280,4 @@ def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
         graph = make_fx(int4, tracing_mode="fake")(*inputs)
         program = fxwrap.compile_graph(graph, inputs, options=Options(compile_cache=False)).program
     (kernel,) = program.kernels
-    assert "biased_bytes(" in kernel.source and kernel.source.count("tl.dot(") == 4
+    assert kernel.language == "triton" and not any(isinstance(line, ExternCall) for line in program.lines())

@@ -119,7 +119,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
         grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
         split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
-        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*rows, *split]
+        candidates = [*rows[:1], *grouped_sums] if grouped_sums else [*rows, *split]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -164,7 +164,7 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
 def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
     """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
 
-    The first one has few columns a program where all are few, so that programs occupy the device.
+    The first of these has few columns a program where all are few, so that programs occupy the device.
     """
     rows = hint(contraction.row_count)
     summed = sum_groups(contraction) if rows <= _MAX_FEW_ROWS and can_use_dot(contraction) else None
@@ -192,7 +192,7 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
 def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
     """Returns configurations of few rows times weights of one byte, whose warps share out the products of a column.
 
-    They are first where columns are few: a program's warps would otherwise compute the same products.
+    Where columns are few, a program's warps would otherwise compute the same products.
     """
     kernel, rows = contraction.kernel, hint(contraction.row_count)
     columns = [
@@ -243,9 +243,8 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     ]
     grouped = _group_sum_configurations(contraction, hint)
     if grouped:
-        return [*grouped, *dots[:1]]
-    split = _split_sum_configurations(contraction, hint)
-    dots = [*dots, *split] if is_wide or rows <= _MAX_SUMMED_ROWS else [*split, *dots]
+        return [*dots[:1], *grouped]
+    dots = [*dots, *_split_sum_configurations(contraction, hint)]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [

@@ -118,18 +118,18 @@ template <class T, int rows, int columns, int group> struct ProductTile {
         }
       }
     }
+    constexpr int step = vectors * lanes;
+    for (int64_t k = count - count % step; k < count; ++k)
+      for (int j = 0; j < columns; ++j) {
+        const T value = column(j, k);
+        for (int i = 0; i < rows; ++i) sum[i][j] = multiply_add(row[i * stride + k], value, sum[i][j]);
+      }
     for (int i = 0; i < rows; ++i)
       for (int j = 0; j < columns; ++j) {
         T at[lanes];
         for (int lane = 0; lane < lanes; ++lane) at[lane] = total[i][j][lane];
         fold<lanes / 2>(at, combine::sum);
         sum[i][j] += at[0];
-      }
-    constexpr int step = vectors * lanes;
-    for (int64_t k = count - count % step; k < count; ++k)
-      for (int j = 0; j < columns; ++j) {
-        const T value = column(j, k);
-        for (int i = 0; i < rows; ++i) sum[i][j] = multiply_add(row[i * stride + k], value, sum[i][j]);
       }
   }
 
