@@ -8,9 +8,10 @@ import logging
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +36,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
-from tests.support.long_form import LONG, covering
+from tests.support.long_form import LONG, axes, covering, sampled
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -169,23 +170,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_combinations_long(items: list[pytest.Item]) -> None:
-    """Marks combinations of tests marked `covering` as long whose values occur in others, but for those on GPUs."""
+    """Marks cases as long that others of the test cover, but for those on GPUs. Which remain depends on its name.
+
+    Of a test with two axes or more (`tests.support.long_form.axes`) that is not marked `every_combination`, those
+    remain in which each value occurs; each pair of values with three axes or more. Of a test marked `covering`, each
+    parameter is an axis. Of a test marked `sampled(part)`, one in `part` of these remains.
+    """
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
-            if not any(map(item.get_closest_marker, ("gpu", "long"))):
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not any(map(item.get_closest_marker, ("gpu", "long", "every_combination"))):
                 families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
-        chosen = {*covering([_parameters(item) for item in family])}
+    for name, family in families.items():
+        remaining = {*_remaining(family, crc32(name.encode()))}
         for position, item in enumerate(family):
-            if position not in chosen:
+            if position not in remaining:
                 item.add_marker(pytest.mark.long)
 
 
+def _remaining(family: list[pytest.Function], turn: int) -> Sequence[int]:
+    """Returns the positions of the cases of a test that the short form runs."""
+    cases, together = [_parameters(item) for item in family], 1
+    if not family[0].get_closest_marker("covering"):
+        cases = axes(cases, [_names(mark) for mark in family[0].iter_markers("parametrize")])
+        together = max(min(len(cases[0]), 3) - 1, 0)
+    chosen = covering(cases, turn, together) if together else range(len(family))
+    mark = family[0].get_closest_marker("sampled")
+    return chosen if mark is None else sampled(chosen, turn, min(mark.args[0], len(chosen)))
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    """Returns the names of the parameters of a decorator."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+
+
 def _parameters(item: pytest.Function) -> dict[str, Hashable]:
-    """Returns the parameters of a test; a value that has no hash is one of its own."""
+    """Returns the parameters of a test, texts and numbers with their types: 1 is neither True nor 1.0."""
     values = item.callspec.params.items()
-    return {name: value if isinstance(value, Hashable) else id(value) for name, value in values}
+    return {name: (type(value), value) if isinstance(value, str | int | float) else id(value) for name, value in values}
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:

@@ -17,6 +17,8 @@ from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
 from fxwrap.lines import Launch
 from fxwrap.options import Options
+from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels
 from fxwrap.runtime.native import build_bridge, find_prebuilt_program, precompile_cpp
 from fxwrap.runtime.triton.compile import KernelUse
@@ -56,6 +58,33 @@ def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
 
 
 _MANY_CALLS = 24
+
+
+def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> KernelPrinter:
+    """Returns a printer of kernels whose compilers start while the rest of the graph is lowered, where they can.
+
+    Kernels with scalars are compiled with the complete program, which has typical values, and so are kernels that may
+    become parts of combo kernels.
+    """
+    specs = options.device_specs()
+    printed_before = set[PrintedKernel]()
+
+    def printer(request: KernelRequest) -> PrintedKernel:
+        printed = print_kernel(request)
+        language, spec = find_language(printed.language), specs.get(request.device.type)
+        start = None if language is None else language.kernels.compile_ahead
+        has_scalars = not all(entry.startswith("*") for entry in printed.signature)
+        if start is None or spec is None or has_scalars or printed in printed_before:
+            return printed
+        printed_before.add(printed)
+        buffers = (*request.kernel.inputs, *request.kernel.outputs)
+        moved = sum([request.hint(item.extent) * item.dtype.itemsize for item in buffers])
+        if not options.combo_kernels or moved > spec.combo_kernel_bytes:
+            text = KernelText(printed.language, printed.source, printed.signature, printed.options)
+            start(KernelUse(text, request.device))
+        return printed
+
+    return printer
 
 
 def compile_program_kernels(

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch.fx import GraphModule
 
 from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.kernels import KernelFailure, compile_program_kernels
+from fxwrap.compile.kernels import KernelFailure, compile_program_kernels, print_and_compile_ahead
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature
@@ -20,9 +20,9 @@ from fxwrap.debugging import insert_observations
 from fxwrap.devices import CPU, CUDA
 from fxwrap.errors import FusionWarning
 from fxwrap.events import EventLog, WarningIssued
-from fxwrap.fx_passes import GraphSource, PreparedGraph
-from fxwrap.lines import Return
-from fxwrap.lowering import Lowered, NodeCoverage, lower_prepared
+from fxwrap.fx_passes import FxPassContext, GraphSource, PreparedGraph, accumulate_matmuls, accumulations, pad_matmuls
+from fxwrap.lines import Launch, Return
+from fxwrap.lowering import RULES, Lowered, NodeCoverage, lower_prepared
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import (
     FX_EMITTED,
@@ -37,6 +37,7 @@ from fxwrap.options import (
     enabled_steps,
 )
 from fxwrap.passes import fold_views
+from fxwrap.passes.accumulate import accumulate_in_place
 from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
@@ -50,9 +51,9 @@ from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
-from fxwrap.printers import print_kernel
+from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.torch_compat import FakeTensor
-from fxwrap.tuning import Tuner, has_gpu
+from fxwrap.tuning import Tuner, has_gpu, matmul_regions, region_graph
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
 from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
 
@@ -147,12 +148,15 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
     tuner, prepared = context.tuner, context.prepared
     if isinstance(prepared, Program):
         return CompileState(prepared)
-    lower = partial(
-        lower_prepared, prepared, context.options, context.ownership,
-        print_kernel=print_kernel if tuner is None else tuner.print_kernel, tuned_devices=context.tuned_devices,
-    )  # fmt: skip
-    lowered: Lowered = lower(declined_nodes=context.declined_nodes)
     if tuner is not None and context.autotunes_now:
+        prepared = _choose_padding(prepared, tuner, context)
+    lower = _lowering(prepared, context)
+    lowered = lower(declined_nodes=context.declined_nodes)
+    if tuner is not None and context.autotunes_now:
+        accumulated = _choose_accumulations(prepared, lowered.program, tuner, context)
+        if accumulated is not prepared:
+            prepared, lower = accumulated, _lowering(accumulated, context)
+            lowered = lower(declined_nodes=context.declined_nodes)
         lowered = _tune(lowered, prepared, lower, tuner, context)
     program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
     if not context.options.verify:
@@ -160,6 +164,69 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
     for text in lowered.warnings:
         context.events.record(WarningIssued(FusionWarning.__name__, text))
     return CompileState(program, lowered.coverage, lowered.declined_nodes, bool(lowered.warnings))
+
+
+def _kernel_printer(context: CompileContext) -> KernelPrinter:
+    """Returns the tuner's printer, whose kernels are final after tuning, or one whose kernels compile at once."""
+    if context.tuner is not None:
+        return context.tuner.print_kernel
+    return print_and_compile_ahead(print_kernel, context.options)
+
+
+def _lowering(prepared: PreparedGraph, context: CompileContext) -> Callable[..., Lowered]:
+    """Returns the function that lowers a graph with the printer and the devices of a compile."""
+    return partial(
+        lower_prepared, prepared, context.options, context.ownership,
+        print_kernel=_kernel_printer(context), tuned_devices=context.tuned_devices,
+    )  # fmt: skip
+
+
+def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileContext) -> PreparedGraph:
+    """Returns the graph in which matmuls that are faster as kernels than padded and copied stay as they were."""
+    unpadded = prepared.unpadded
+    if unpadded is None or context.options.matmul_kernels != "auto" or context.compile_region is None:
+        return prepared
+    lower = _lowering(unpadded, context)
+    lowered = lower(declined_nodes=context.declined_nodes)
+    if tuner.tune(context.events):
+        lowered = lower(declined_nodes=lowered.declined_nodes)
+    graph = unpadded.graph_module.graph
+    regions = matmul_regions(lowered.program, graph)
+    library = tuner.choose_matmuls(
+        lowered.program, graph, unpadded.fakes.get, context.compile_region, context.events
+    )
+    kernels = frozenset([name for region in regions for name in region.matmuls]) - library
+    return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
+
+
+def _choose_accumulations(
+    prepared: PreparedGraph, program: Program, tuner: Tuner, context: CompileContext
+) -> PreparedGraph:
+    """Returns the graph in which matmuls add to another summand in place where that is measured to be faster.
+
+    A sum is timed with all that the kernel computes which adds in `program`.
+    """
+    if context.options.matmul_kernels != "auto" or context.compile_region is None:
+        return prepared
+    passes = FxPassContext(context.options, RULES)
+    launched = {
+        name: line.origin.nodes for line in program.lines()
+        if isinstance(line, Launch) and line.origin is not None for name in line.origin.nodes
+    }  # fmt: skip
+    chosen = []
+    for item in accumulations(prepared, passes):
+        total, addend = item.total.name, item.addend.name
+        names = {item.matmul.name, total, addend, *launched.get(total, ()), *launched.get(addend, ())}
+        part = region_graph(prepared.graph_module.graph, prepared.fakes.get, names)
+        if part is None or prepared.fakes[item.total].device.type not in context.tuned_devices:
+            continue
+        fakes = {node: node.meta["val"] for node in part.graph.nodes if "val" in node.meta}
+        rewritten = accumulate_matmuls(PreparedGraph(part, "region", fakes=fakes), passes, [total]).graph_module
+        if rewritten is not part and tuner.is_rewrite_faster(
+            part, rewritten, "accumulate_matmuls", context.compile_region, context.events
+        ):
+            chosen.append(total)
+    return accumulate_matmuls(prepared, passes, chosen) if chosen else prepared
 
 
 def _tune(
@@ -182,8 +249,10 @@ def _tune(
 
 
 def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:
-    max_bytes = {name: spec.combo_kernel_bytes for name, spec in context.options.device_specs().items()}
-    program = combine_kernels(state.program, max_bytes)
+    specs = context.options.device_specs()
+    max_bytes = {name: spec.combo_kernel_bytes for name, spec in specs.items()}
+    max_large = {name: spec.combo_large_kernels for name, spec in specs.items()}
+    program = combine_kernels(state.program, max_bytes, max_large=max_large)
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 
@@ -302,6 +371,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "partition", "move lines that CUDA graphs can capture into functions", _partition,
         "cuda_graphs", lambda options: options.cuda_graphs and options.check_values is None,
+    ),
+    Step(
+        "accumulate_in_place", "let matmuls add in place to tensors that nothing reads later",
+        _transform(accumulate_in_place), enabled=lambda options: not _is_functional(options),
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),

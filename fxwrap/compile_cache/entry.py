@@ -73,7 +73,8 @@ def entry_content(
     file = io.BytesIO()
     with ArchiveWriter(file) as writer:
         kernels = write_program(writer, program)
-        rows = [list(dataclasses.astuple(item)) for item in cached.coverage]
+        names = [item.name for item in dataclasses.fields(NodeCoverage)]
+        rows = [[getattr(item, name) for name in names] for item in cached.coverage]
         writer.add_bytes(COVERAGE, json.dumps(rows).encode())
         if cached.plan is not None:
             writer.add_bytes(PLAN, plan_to_json(cached.plan).encode())

@@ -40,12 +40,15 @@ class KernelRuntime:
         compile: `compile(uses)` compiles kernels for their devices and returns the error or None of each; operators
             replace a kernel that fails.
         warm_up: `warm_up(device_type)` runs before the lowering of a graph that may have many kernels on such devices.
+        compile_ahead: `compile_ahead(use)` may start the compilation of a kernel that `compile` will probably get, and
+            returns at once.
     """
 
     load: Callable[[str, tuple[str, ...], tuple[tuple[str, Any], ...]], Launcher]
     precompile: Callable[[Sequence[Any]], None] | None = None
     compile: Callable[[Sequence[Any]], Sequence[FxwrapError | None]] | None = None
     warm_up: Callable[[str], None] | None = None
+    compile_ahead: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,6 +91,8 @@ class DeviceSpec:
             as those of quantised weights.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
             matmuls are faster than a library's.
+        accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
+            that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
@@ -100,12 +102,16 @@ class DeviceSpec:
         streaming_attention_backward_sizes: the same for forward and backward of training together.
         streaming_attention_backward_width: the widest heads with which that is so.
         streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
+        decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
+            which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
             is faster than both where scores have no bias and no mask.
         packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
             matmuls of one tensor with several weights.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
             combo kernels where the language has a `KernelCombiner`; 0 for none.
+        combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
+            each is a launch of its own.
         instructions_per_byte: instructions per element of a large tensor in the time to move one byte of each; 0 where
             caches make that unpredictable. It enables recomputation of cheap tensors and tables of slow functions.
         asserts_raise: a failed assertion in a kernel raises at its launch. Otherwise it fails on the device.
@@ -148,6 +154,7 @@ class DeviceSpec:
     generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
+    accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -155,9 +162,11 @@ class DeviceSpec:
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
     streaming_attention_dropout: bool = False
+    decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
+    combo_large_kernels: int = 0
     instructions_per_byte: int = 0
     asserts_raise: bool = False
     cpu_rounding: bool = False
@@ -238,10 +247,11 @@ CPU = DeviceSpec(
     generated_matmul_bytes=1 << 18,
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
-    prepacked_convolution_dtypes=frozenset({torch.float32}),
+    prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
     streaming_attention_dropout=True,
+    decoding_attention_rows=((torch.float32, 8), (torch.bfloat16, 8)),
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
     cpu_rounding=True,

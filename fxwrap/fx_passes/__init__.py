@@ -1,10 +1,12 @@
 """Passes over FX graphs: all rewrites before lowering."""
 
+from fxwrap.fx_passes.accumulated_matmuls import *
 from fxwrap.fx_passes.attention_masks import *
 from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *
 from fxwrap.fx_passes.grouped_queries import *
 from fxwrap.fx_passes.joint_graph import *
+from fxwrap.fx_passes.pad_mm import *
 from fxwrap.fx_passes.prepare import *
 from fxwrap.fx_passes.prepared_graph import *
 from fxwrap.fx_passes.source import *

@@ -1,7 +1,8 @@
 """Attention of few query rows becomes a kernel that is split over keys: a call of FlexAttention.
 
 The kernels of libraries give each head one program, which reads all keys in sequence: one token occupies a small part
-of a large GPU. Lowering splits such calls over keys (`lowering/attention.py`).
+of a large GPU. Lowering splits such calls over keys (`lowering/attention.py`). On devices with few threads, libraries
+pack keys as for many rows, and read those that a mask hides.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _WHOLE = 1 << 30
 def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which attention of few query rows to many keys is a call of FlexAttention.
 
-    Calls with dropout, with `is_causal`, or whose log-sum-exp is used stay, and all calls on devices with few threads.
+    Calls with dropout, with `is_causal`, or whose log-sum-exp is used stay.
     """
     calls = {
         node: arguments for node in graph.nodes
@@ -84,14 +85,17 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     query, key, value = operands
     spec = context.options.device_specs().get(query.device.type)
     bias = _bias_of(arguments)
-    if spec is None or not spec.massively_parallel or (bias is not None and not _is_readable(fakes[bias], query)):
+    if spec is None or (bias is not None and not _is_readable(fakes[bias], query)):
         return False
     heads, rows, key_heads = query.shape[1], query.shape[2], key.shape[1]
-    if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads or rows > _MAX_ROWS:
+    if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads:
         return False
-    is_occupied = size_hint(query.shape[0]) * key_heads > _MAX_MATRICES
+    if spec.massively_parallel:
+        is_few = rows <= _MAX_ROWS and size_hint(query.shape[0]) * key_heads <= _MAX_MATRICES
+    else:
+        is_few = heads // key_heads * rows <= dict(spec.decoding_attention_rows).get(query.dtype, 0)
     return (
-        not is_occupied
+        is_few
         and size_hint(key.shape[2]) >= _MIN_KEYS
         and has_attention_kernel(operands, [query.shape[3], value.shape[3]], context.options)
     )

@@ -18,6 +18,7 @@ from fxwrap.fx_passes.prepared_graph import NodeValues
 _SAME_ELEMENTS = frozenset({"alias", "clone", "contiguous", "detach", "to_copy", "lift_fresh_copy"})
 _CLASS = "class"
 _WIDE = (torch.int32, torch.int64)
+"""Dtypes of indices that have a number beyond those of all experts."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _comparison(node: object, fakes: NodeValues) -> _Comparison | None:
 
 
 def _of_indices(indices: Node, fakes: NodeValues, more: tuple[str, ...], first: int) -> _Comparison | None:
-    if not is_tensor(indices, fakes) or fakes[indices].dtype.is_floating_point or fakes[indices].dtype.is_complex:
+    if not is_tensor(indices, fakes) or fakes[indices].dtype not in _WIDE:
         return None
     return _Comparison(indices, (*range(fakes[indices].ndim), *more), first)
 

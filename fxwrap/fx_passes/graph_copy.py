@@ -306,6 +306,7 @@ class StorageAliases:
             storage for node in graph.output.all_input_nodes for storage in storages_of(self.fakes.get(node))
         }
         self._on_storage = nodes_by_storage(nodes, self.fakes)
+        self._layouts: dict[str, Any] = {}
 
     def aliases(self, node: Node) -> list[Node]:
         """Returns the nodes whose tensors share a node's storage, in the graph's order, the node included."""
@@ -338,15 +339,34 @@ class StorageAliases:
         fakes = {**self.fakes, node: fake}
         try:
             for item in (*[item for item in aliases if item is not node], *readers):
-                fakes[item] = run_on_fakes(item, fakes)
+                fakes[item] = self._result_layout(item, fakes)
         except (RuntimeError, ValueError):  # a view that needs contiguous rows
             return False
         return all(same_layouts(fakes[reader], self.fakes[reader]) for reader in readers)
+
+    def _result_layout(self, node: Node, fakes: NodeValues) -> Any:
+        """Returns a fake value with the layout of a call's result; those of equal layers are computed once."""
+        texts = {operand: _layout_text(fakes[operand]) for operand in node.all_input_nodes}
+        if None in texts.values():
+            return run_on_fakes(node, fakes)
+        key = f"{node.target} {map_arg((node.args, node.kwargs), texts.__getitem__)}"
+        if key not in self._layouts:
+            self._layouts[key] = run_on_fakes(node, fakes)
+        return self._layouts[key]
 
     def _accepts_any_row_stride(self, node: Node) -> bool:
         """Whether a call reads rows with any stride without a copy."""
         name = operator_schema(node.target).name if isinstance(node.target, OpOverload) else ""
         return name in _ROW_STRIDE_AGNOSTIC or name in self.fused_operators
+
+
+def _layout_text(fake: object) -> str | None:
+    """Returns the dtype, device, sizes and strides of a tensor as a text; None for symbolic ones and other values."""
+    if not has_static_strides(fake) or not isinstance(fake, FakeTensor):
+        return None
+    if any(type(size) is not int for size in (*fake.shape, fake.storage_offset())):
+        return None
+    return f"<{fake.dtype} {fake.device} {tuple(fake.shape)} {fake.stride()} {fake.storage_offset()}>"
 
 
 def same_layouts(one: object, other: object) -> bool:

@@ -71,9 +71,15 @@ class _PaddedMatmul:
         return [*bias, (self.left, left), (self.right, right)]
 
 
-def pad_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
-    """Returns a graph whose large matmuls have aligned rows, where that saves more than the copies cost."""
-    matches = [match for node in graph.nodes if (match := _match_padded_matmul(node, graph.fakes, context)) is not None]
+def pad_matmuls(graph: PreparedGraph, context: FxPassContext, kernels: Collection[str] = ()) -> PreparedGraph:
+    """Returns a graph whose large matmuls have aligned rows, where that saves more than the copies cost.
+
+    Matmuls that become kernels, the nodes named `kernels`, stay as they are: a kernel stores rows of any length.
+    """
+    if context.options.matmul_kernels == "generated":
+        return graph
+    nodes = [node for node in graph.nodes if node.name not in kernels]
+    matches = [match for node in nodes if (match := _match_padded_matmul(node, graph.fakes, context)) is not None]
     if not matches:
         return graph
     views = StorageAliases(graph, context)
@@ -85,7 +91,7 @@ def pad_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     writer = _PaddingWriter(GraphCopy(graph))
     for match, outputs in profitable:
         writer.write(match, outputs, _chunk_width(match, graph.fakes) if outputs else 0)
-    return writer.copy.finish()
+    return replace(writer.copy.finish(), unpadded=graph)
 
 
 # --- matching ---------------------------------------------------------------------------------------------------------

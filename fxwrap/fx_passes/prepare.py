@@ -8,6 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxwrap.events import EventLog
+from fxwrap.fx_passes.accumulated_matmuls import accumulate_matmuls
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
@@ -94,6 +95,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
         prepack_weights, "freeze", lambda options: options.freeze,
+    ),
+    Step(
+        "accumulate_matmuls", "let matmuls add to the other summand of a sum in its memory",
+        accumulate_matmuls, "fuse", _fuses,
     ),
     Step("unfuse_biases", "let the kernels that read matmuls add their biases", unfuse_biases, "fuse", _fuses),
     Step(

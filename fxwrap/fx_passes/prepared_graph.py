@@ -60,12 +60,14 @@ class PreparedGraph(GraphSource):
         replaced: nodes that passes removed, with their coverage: "view" of another node's result, or "fused" with it.
         flexible_stride_outputs: positions of outputs whose strides may differ from those of the original graph.
         coverage_reasons: reasons for the coverage of nodes by name, where lowering has none.
+        unpadded: the graph before matmuls were padded; None if none was.
     """
 
     fakes: NodeValues = field(default_factory=dict)
     replaced: Mapping[Node, str] = field(default_factory=dict)
     flexible_stride_outputs: Collection[int] = ()
     coverage_reasons: Mapping[str, str] = field(default_factory=dict)
+    unpadded: PreparedGraph | None = None
 
 
 @dataclass(frozen=True)

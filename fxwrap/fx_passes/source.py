@@ -16,6 +16,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from fxwrap.caching import bounded_cache
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
 from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
@@ -155,7 +156,8 @@ def _exported_source(exported: ExportedProgram, options: Options, name: str) -> 
 
 def location_of(node: Node) -> str:
     """Returns "file:line" of a node in the model's source, or ""."""
-    return source_of(node).location
+    file, line = _innermost_frame(_stack_trace(node))
+    return Source(node.name, "", file, line).location
 
 
 def source_of(node: Node) -> Source:
@@ -212,6 +214,7 @@ _DYNAMO_ROOT = re.compile(r"^L\['\w+'\]\.?")
 """Dynamo's prefix of module paths: the local variable that holds the model."""
 
 
+@bounded_cache(4096)
 def _innermost_frame(trace: str) -> tuple[str, int]:
     """Returns file and line of a stack trace's innermost frame outside torch, or of the innermost one."""
     innermost, end = ("", 0), len(trace)

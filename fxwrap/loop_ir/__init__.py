@@ -6,6 +6,7 @@ from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.column_parts import *
 from fxwrap.loop_ir.contraction import *
 from fxwrap.loop_ir.evaluate import *
+from fxwrap.loop_ir.group_sums import *
 from fxwrap.loop_ir.index import *
 from fxwrap.loop_ir.kernel import *
 from fxwrap.loop_ir.offsets import *

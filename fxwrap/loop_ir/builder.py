@@ -64,7 +64,7 @@ class KernelBuilder:
         index = as_index(index)
         guarded = self._mask_with_guards(index, self.mask)
         mask = None if guarded is None else guarded.position
-        return self._add(Load(buffer, index, dtype, mask, other if mask is not None else 0, self.origin))
+        return self.add(Load(buffer, index, dtype, mask, other if mask is not None else 0, self.origin))
 
     def _mask_with_guards(self, index: Index, mask: Scalar | None) -> Scalar | None:
         """Returns the mask with the guards of the indirect indices in an index."""
@@ -81,11 +81,11 @@ class KernelBuilder:
         fits = dtype in _WIDEST_DTYPES or (dtype in INTEGERS and 0 <= value < 128)
         if not fits or type(value) is not _PYTHON_KINDS[_kind(dtype)]:
             value = _convert_number(repr(value), value, dtype)
-        return self._add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype, self.origin))
+        return self.add(Constant(value, torch.float32 if dtype in STORAGE_ONLY else dtype, self.origin))
 
     def number(self, expression: sympy.Basic, dtype: torch.dtype) -> Scalar:
         """Returns an expression over the program's symbols."""
-        return self._add(SymbolicScalar(expression, dtype, self.origin))
+        return self.add(SymbolicScalar(expression, dtype, self.origin))
 
     def index(self, index: IndexLike) -> Scalar:
         """Returns the value of an index expression, int64."""
@@ -93,7 +93,7 @@ class KernelBuilder:
         number = index.constant
         if number is not None:
             return self.constant(number, torch.int64)
-        return self._add(IndexValue(index, origin=self.origin))
+        return self.add(IndexValue(index, origin=self.origin))
 
     # --- operations --------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class KernelBuilder:
         result = {"bool": torch.bool, "same": values[-1].dtype}.get(spec.result, dtype)
         assert result is not None, f"{name} needs a dtype"
         positions = tuple([value.position for value in values])
-        return self._add(Compute(name, positions, result, self.origin))
+        return self.add(Compute(name, positions, result, self.origin))
 
     def reduce(self, kind: str, value: Scalar, axes: Sequence[Axis] = ()) -> tuple[Scalar, ...]:
         """Reduces over reduced axes of the kernel, by default over all, and returns the results of the kind."""
@@ -173,27 +173,36 @@ class KernelBuilder:
     def finish(
         self, axes: Sequence[Axis], reduced: Sequence[Axis], inputs: Sequence[Buffer], outputs: Sequence[Buffer]
     ) -> Kernel:
-        """Returns the verified kernel without dead operations. Raises KernelError for an invalid one."""
+        """Returns the verified kernel without dead operations. Raises KernelError for an invalid one.
+
+        The kernels of equal layers are one object, whose properties are computed once.
+        """
         kernel = Kernel(tuple(axes), tuple(reduced), tuple(inputs), tuple(outputs), tuple(self.operations))
-        return verify_kernel(eliminate_dead_operations(kernel))
+        return _finished(kernel, kernel.uncompared_fields)
 
     # --- internals ---------------------------------------------------------------------------------------------------
 
     def _add_combine(self, operation: Reduce | Scan, spec: CombineSpec) -> tuple[Scalar, ...]:
-        whole = self._add(operation)
+        whole = self.add(operation)
         if spec.results == 1:
             return (whole,)
         types = [torch.int64 if (spec.name, part) in POSITION_RESULTS else whole.dtype for part in range(spec.results)]
         return tuple(
-            [self._add(ReductionResult(whole.position, part, dtype, self.origin)) for part, dtype in enumerate(types)]
+            [self.add(ReductionResult(whole.position, part, dtype, self.origin)) for part, dtype in enumerate(types)]
         )
 
-    def _add(self, operation: ValueOperation) -> Scalar:
+    def add(self, operation: ValueOperation) -> Scalar:
+        """Adds an operation whose operands are positions of this body, unless it has an equal one."""
         position = self._value_numbers.get(operation)
         if position is None:
             position = self._value_numbers[operation] = len(self.operations)
             self.operations.append(operation)
         return Scalar(self, position, operation.dtype)
+
+
+@bounded_cache(1024)
+def _finished(kernel: Kernel, _uncompared_fields: tuple[str, ...]) -> Kernel:
+    return verify_kernel(eliminate_dead_operations(kernel))
 
 
 def _unary(name: str) -> Callable[[Scalar], Scalar]:

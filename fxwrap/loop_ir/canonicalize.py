@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import sympy
 
+from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndexLike, IndirectIndex, Modulo, SizeAtom, as_index
 from fxwrap.loop_ir.kernel import Kernel, Load, Operation, Reduce, Store, SymbolicScalar, indices, map_operation
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS
@@ -312,6 +313,7 @@ class _ExpressionReplacer:
                 return replace(atom, base=self._index(atom.base), divisor=self._index(atom.divisor))
 
 
+@bounded_cache(1024)
 def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
     """Returns the inputs whose memory an output may reuse, according to the kernel's accesses.
 

@@ -7,18 +7,44 @@ result: one kernel computes products and partial results, another one combines t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fxwrap.loop_ir.contraction import find_contraction
 from fxwrap.loop_ir.index import Atom, Axis, IndexLike, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Store
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan
-from fxwrap.symbolic import ceiling_divide
+from fxwrap.symbolic import Size, ceiling_divide, product
 
 MAX_COLUMN_BLOCK = 256
 """The largest number of columns that one program reduces: those of a tile of products."""
 
 COLUMN_BLOCK = 128
 """The number of columns in each part of longer rows."""
+
+
+_MIN_COLUMN_BLOCK = 16
+"""The fewest columns of a part: those of a tile of tensor cores."""
+
+_FEW_ROWS = 64
+"""The largest number of rows that one program has all of."""
+
+_PROGRAMS = 256
+"""The number of programs that occupy a large GPU."""
+
+
+def parallel_column_block(kernel: Kernel, hint: Callable[[Size], int]) -> int:
+    """Returns the number of columns of a part, on a massively parallel device.
+
+    Few rows are one tile: their columns alone are the programs, so that parts are small enough to occupy the device.
+    """
+    form, block = find_contraction(kernel), COLUMN_BLOCK
+    if form is None or hint(form.row_count) > _FEW_ROWS:
+        return block
+    count = hint(form.reduced_column_count) * hint(product([axis.size for axis in form.batch]))
+    while block > _MIN_COLUMN_BLOCK and count < block * _PROGRAMS:
+        block //= 2
+    return block
 
 
 def split_columns(kernel: Kernel, block: int = COLUMN_BLOCK) -> SplitKernel | None:

@@ -175,6 +175,13 @@ class Kernel:
     outputs: tuple[Buffer, ...]
     operations: tuple[Operation, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.reduced, self.inputs, self.outputs, self.operations))
+
     @cached_property
     def stores(self) -> tuple[Store, ...]:
         """The stores, in order."""

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.index import ZERO, Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.symbolic import Size
 
 
 def linearize_index(indices: Sequence[IndexLike], sizes: Sequence[Size]) -> Index:
     """Returns the offset of a multi-index in a row-major tensor of these sizes."""
+    return _linearized(tuple(indices), tuple(sizes))
+
+
+@bounded_cache(4096)
+def _linearized(indices: tuple[IndexLike, ...], sizes: tuple[Size, ...]) -> Index:
     position = ZERO
     for index, size in zip(indices, sizes, strict=True):
         position = position * as_index(size) + as_index(index)
@@ -18,6 +24,11 @@ def linearize_index(indices: Sequence[IndexLike], sizes: Sequence[Size]) -> Inde
 
 def strided_index(indices: Sequence[IndexLike], strides: Sequence[Size]) -> Index:
     """Returns the offset of a multi-index by strides, in elements."""
+    return _strided(tuple(indices), tuple(strides))
+
+
+@bounded_cache(4096)
+def _strided(indices: tuple[IndexLike, ...], strides: tuple[Size, ...]) -> Index:
     return sum((as_index(index) * as_index(stride) for index, stride in zip(indices, strides, strict=True)), ZERO)
 
 

@@ -9,8 +9,17 @@ from functools import cached_property
 
 from torch.fx import Node
 
+from fxwrap.caching import bounded_cache
 from fxwrap.devices import language_traits
-from fxwrap.loop_ir import Kernel, SplitKernel, as_index, hoist_expressions, split_columns, split_reductions
+from fxwrap.loop_ir import (
+    Kernel,
+    SplitKernel,
+    as_index,
+    hoist_expressions,
+    parallel_column_block,
+    split_columns,
+    split_reductions,
+)
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
 from fxwrap.lowering.fusion.independent import independent_parts
@@ -120,7 +129,19 @@ class KernelSchedules:
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
-        split = split_columns(kernel)
-        if split is not None or not self._specs[device_type].massively_parallel:
-            return split
-        return split_reductions(kernel, self.hint)
+        massively_parallel = self._specs[device_type].massively_parallel
+        if kernel.symbols:
+            return _split(kernel, massively_parallel, self.hint)
+        return _split_cached(kernel, kernel.uncompared_fields, massively_parallel)
+
+
+def _split(kernel: Kernel, massively_parallel: bool, hint: Callable[[Size], int]) -> SplitKernel | None:
+    if not massively_parallel:
+        return split_columns(kernel)
+    return split_columns(kernel, parallel_column_block(kernel, hint)) or split_reductions(kernel, hint)
+
+
+@bounded_cache(1024)
+def _split_cached(kernel: Kernel, _uncompared_fields: tuple[str, ...], massively_parallel: bool) -> SplitKernel | None:
+    """Splits a kernel of fixed sizes once for all equal layers of a model."""
+    return _split(kernel, massively_parallel, int)

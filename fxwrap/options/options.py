@@ -230,7 +230,7 @@ class Options:
 
     def device_specs(self) -> dict[str, DeviceSpec]:
         """Returns the capabilities of each device type; with kernels as subgraphs, those of the language "fx"."""
-        specs = {spec.device_type: spec for spec in (registered_specs() if self.devices is None else self.devices)}
+        specs = self._registered_specs()
         if self.kernels == "text":
             return specs
         return {
@@ -238,13 +238,16 @@ class Options:
             for name, spec in specs.items()
         }
 
+    def _registered_specs(self) -> dict[str, DeviceSpec]:
+        return {spec.device_type: spec for spec in (registered_specs() if self.devices is None else self.devices)}
+
     def kernel_language(self, spec: DeviceSpec) -> str:
         """Returns the kernel language of a device; `cpu_kernels` replaces C++."""
         return self.cpu_kernels if spec.kernel_language == CPU.kernel_language else spec.kernel_language
 
     def text_language(self, device_type: str) -> str:
         """Returns the language of kernels as text on a device type."""
-        return self.kernel_language(self.replace(kernels="text").device_specs()[device_type])
+        return self.kernel_language(self._registered_specs()[device_type])
 
     def replace(self, **changes: Any) -> Options:
         """Returns a copy with some options changed. Raises OptionError for an unknown name."""

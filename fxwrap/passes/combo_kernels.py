@@ -16,27 +16,34 @@ from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program
 
 
 def combine_kernels(
-    program: Program, max_bytes: Mapping[str, int], *, max_tensors: int = 240, max_extra_peak_bytes: int = 1 << 18
+    program: Program,
+    max_bytes: Mapping[str, int],
+    *,
+    max_large: Mapping[str, int] = {},
+    max_tensors: int = 240,
+    max_extra_peak_bytes: int = 1 << 18,
 ) -> Program:
     """Returns the program with launches of similar small kernels combined, at about the same peak memory.
 
     The language's `KernelCombiner` decides which kernels are similar and prints the combo kernel from their loop IR.
     Kernels without loop IR, as those of a parsed program, are not combined. Launches move to a common position that
     their dependences allow: a late one if their results are larger than the memory that is freed after them, else an
-    early one. Large launches are not combined: selecting the kernel in each program costs more than a launch. Programs
-    that use streams, and blocks inside lines, are unchanged. Takes n log n in the number of lines a combo kernel.
+    early one. Each program selects its kernel, which among many costs more than a launch of a large kernel: these are
+    combined apart from small ones, and few at a time. Programs that use streams, and blocks inside lines, are
+    unchanged. Takes n log n in the number of lines a combo kernel.
 
     Args:
         program: the program. It is not changed.
         max_bytes: the largest total size of a small launch's tensors, by device type. Launches on other devices are not
             combined.
+        max_large: the largest number of larger launches in a combo kernel, by device type; below 2 for none.
         max_tensors: the largest number of tensors of a combo kernel. fxwrap's launchers pass at most 256 parameters.
         max_extra_peak_bytes: how much the estimated peak memory may grow.
     """
-    candidates = _candidates(program, max_bytes)
+    candidates = _candidates(program, max_bytes, max_large)
     if not candidates or uses_streams(program):
         return program
-    return _KernelCombining(program, candidates, max_tensors, max_extra_peak_bytes).combined()
+    return _KernelCombining(program, candidates, max_large, max_tensors, max_extra_peak_bytes).combined()
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class _LaunchKey:
     signature: tuple[str, ...]
     options: tuple[tuple[str, object], ...]
     scalars: tuple[object, ...]
+    is_large: bool
     kernel: Hashable = None
 
 
@@ -61,10 +69,12 @@ class _Candidate:
     key: _LaunchKey
 
 
-def _candidates(program: Program, max_bytes: Mapping[str, int]) -> dict[int, _Candidate]:
+def _candidates(
+    program: Program, max_bytes: Mapping[str, int], max_large: Mapping[str, int]
+) -> dict[int, _Candidate]:
     """Returns the launches for which there is another one of the same key, by the identity of their lines."""
     combiners = {item.name: (item, combiner) for item in program.kernels if (combiner := _combiner(item)) is not None}
-    small: list[_Candidate] = []
+    chosen: list[_Candidate] = []
     for line in program.body.lines:
         if not isinstance(line, Launch) or line.kernel not in combiners or line.effect_set or not line.outs:
             continue
@@ -73,12 +83,14 @@ def _candidates(program: Program, max_bytes: Mapping[str, int]) -> dict[int, _Ca
         printed = PrintedKernel(
             kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
         )
-        if 0 < _bytes(line) <= limit or (0 < limit < _bytes(line) and combiner.leaves_idle(printed)):
-            key = _LaunchKey(kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)))
-            small.append(_Candidate(line, printed, combiner, key))
+        size = _bytes(line)
+        is_large = size > limit and not combiner.leaves_idle(printed)
+        if size and limit and (not is_large or max_large.get(device.type, 0) > 1):
+            key = _LaunchKey(kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)), is_large)
+            chosen.append(_Candidate(line, printed, combiner, key))
     keys: dict[PrintedKernel, Hashable] = {}
     keyed = []
-    for item in _with_shared_keys(small):  # keys of kernels are costly
+    for item in _with_shared_keys(chosen):  # keys of kernels are costly
         if item.kernel not in keys:
             keys[item.kernel] = item.combiner.group_key(item.kernel)
         if keys[item.kernel] is not None:
@@ -116,10 +128,16 @@ class _KernelCombining:
     """The combination of launches in each region of a program."""
 
     def __init__(
-        self, program: Program, candidates: Mapping[int, _Candidate], max_tensors: int, max_extra_peak_bytes: int
+        self,
+        program: Program,
+        candidates: Mapping[int, _Candidate],
+        max_large: Mapping[str, int],
+        max_tensors: int,
+        max_extra_peak_bytes: int,
     ) -> None:
         self.program = program
         self.candidates = candidates
+        self.max_large = max_large
         self.max_tensors = max_tensors
         self.regions = SchedulingRegions(program, {})
         self.last_user = {root: unit for units in self.regions.regions for unit in units for root in unit.accessed}
@@ -147,8 +165,10 @@ class _KernelCombining:
             candidate = self.candidates.get(id(unit.lines[0]))
             if candidate is not None and len(unit.lines) == 1:
                 units_by_key.setdefault(candidate.key, []).append(unit)
-        for units in units_by_key.values():
+        for key, units in units_by_key.items():
             max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
+            if key.is_large:
+                max_launches = min(max_launches, self.max_large[key.device.type])
             pending = list(schedule.groups(units, _at_most(max_launches)))[::-1]
             while pending:
                 group = pending.pop()

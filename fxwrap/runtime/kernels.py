@@ -26,7 +26,7 @@ from fxwrap.runtime.cpp_kernels import (
     load_cpp_entry_point,
     make_translation_units,
 )
-from fxwrap.runtime.triton.compile import KernelUse, compile_triton_kernels, start_workers
+from fxwrap.runtime.triton.compile import KernelUse, compile_ahead, compile_triton_kernels, start_workers
 from fxwrap.runtime.triton.compile import import_triton as triton_package
 from fxwrap.runtime.triton.kernels import load_triton_kernel
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
@@ -220,7 +220,9 @@ def _compile_triton(uses: Sequence[KernelUse]) -> list[FxwrapError | None]:
     return [next(errors) if is_on_gpu else _catch_error(triton_package) for is_on_gpu in on_gpu]
 
 
-TRITON_KERNELS = KernelRuntime(load_triton_kernel, compile=_compile_triton, warm_up=start_workers)
+TRITON_KERNELS = KernelRuntime(
+    load_triton_kernel, compile=_compile_triton, warm_up=start_workers, compile_ahead=compile_ahead
+)
 """Triton kernels: on the GPU of their tensors, else in Triton's interpreter."""
 
 USER_TRITON_KERNELS = KernelRuntime(load_user_kernel)

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
+    fused_convolution,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -109,12 +110,27 @@ def frozen_convolution(
             result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
         else:
             assert folded is not None, "the weight is a tensor"
-            result = torch.conv2d(image, folded, shift, geometry.stride, geometry.padding, geometry.dilation, groups)
-            if residual is not None:
-                result.add_(residual)
-            if relu:
-                result.relu_()
+            result = _convolution(image, folded, shift, geometry, residual, relu)
         return _with_strides(result, strides)
+
+
+def _convolution(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: ConvolutionGeometry,
+    residual: torch.Tensor | None,
+    relu: bool,
+) -> torch.Tensor:
+    """Returns a convolution with what follows it, in one call where the device's library has one."""
+    result = fused_convolution(image, weight, bias, geometry, residual) if relu else None
+    if result is not None:
+        return result
+    numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    result = torch.conv2d(image, weight, bias, *numbers)
+    if residual is not None:
+        result.add_(residual)
+    return result.relu_() if relu else result
 
 
 def _with_strides(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -222,7 +222,7 @@ def _initialize_present_devices_only() -> None:
         if (device.index or 0) < torch.accelerator.device_count():
             initialize(device)
 
-    fake_tensor_module.init_gpu_context = initialize_present  # type: ignore[assignment]
+    fake_tensor_module.init_gpu_context = initialize_present
 
 
 if TorchVersion("2.13") > torch.__version__:

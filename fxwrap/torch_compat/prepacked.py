@@ -1,4 +1,4 @@
-"""Weights in the layout of the CPU's libraries, oneDNN and MKL."""
+"""Calls of libraries that torch has no public operators for: oneDNN's and MKL's weights, and cuDNN's epilogues."""
 
 from __future__ import annotations
 
@@ -52,11 +52,15 @@ class ConvolutionGeometry:
 def prepack_convolution_weight(
     weight: torch.Tensor, geometry: ConvolutionGeometry, image_sizes: Sequence[int]
 ) -> torch.Tensor | None:
-    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN. The result is opaque.
+    """Returns a weight in oneDNN's layout for images of these sizes; None without oneDNN for its dtype.
+
+    The result is opaque: only `prepacked_convolution` reads it.
 
     Why: as for `prepack_linear_weight`.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
     packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
         weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes
@@ -81,4 +85,30 @@ def prepacked_convolution(
     else:
         epilogue: tuple[object, ...] = ("add", 1.0, "relu" if relu else None, [], None)
         result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
+    return result
+
+
+def fused_convolution(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    geometry: ConvolutionGeometry,
+    residual: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Returns the positive part of a convolution, plus a tensor of its layout, by one call of cuDNN.
+
+    None where the device's library has no such call.
+
+    Why: torch has no public operators for cuDNN's epilogues.
+    """
+    has_cudnn: bool = torch.version.hip is None and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    if image.device.type != "cuda" or not has_cudnn:
+        return None
+    operators: Any = torch.ops.aten
+    numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    result: torch.Tensor
+    if residual is None:
+        result = operators.cudnn_convolution_relu(image, weight, bias, *numbers)
+    else:
+        result = operators.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *numbers)
     return result

@@ -162,13 +162,37 @@ class Tuner:
         compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog,
     ) -> TuningRecord | None:  # fmt: skip
         """Returns the record of a region, after timing it if there is none; None if it cannot be timed."""
+
+        def programs() -> list[Callable[..., object]]:
+            return [compile_region(part, choice) for choice in (_GENERATED, _LIBRARY)]
+
+        return self._timed_record(region, part, programs, events)
+
+    def is_rewrite_faster(
+        self, part: GraphModule, rewritten: GraphModule, rewrite: str,
+        compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog,
+    ) -> bool:  # fmt: skip
+        """Whether a part of a graph is faster after a pass named `rewrite`, by its record or by timing both forms.
+
+        Matmuls of both are library calls.
+        """
+        def programs() -> list[Callable[..., object]]:
+            return [compile_region(item, _LIBRARY) for item in (rewritten, part)]
+
+        record = self._timed_record(MatmulRegion(rewrite, (), frozenset()), part, programs, events)
+        return record is not None and record.fingerprint == _GENERATED
+
+    def _timed_record(
+        self, region: MatmulRegion, part: GraphModule, programs: Callable[[], Sequence[Callable[..., object]]],
+        events: EventLog,
+    ) -> TuningRecord | None:  # fmt: skip
+        """Returns the record of two programs of a region, the second one with the library's calls."""
         key = region_key(region, part, (str(_FORMAT), region_device(part), _triton_version(), torch.__version__))
         record = self._known.get(key) or self._records.read(key)
         if record is None or record.fingerprint not in (_LIBRARY, _GENERATED):
             try:
                 with without_fake_mode(), torch.no_grad():
-                    programs = [compile_region(part, choice) for choice in (_GENERATED, _LIBRARY)]
-                    mine, theirs = self._time_regions(programs, region_inputs(part))
+                    mine, theirs = self._time_regions(programs(), region_inputs(part))
             except (FxwrapError, torch.OutOfMemoryError):
                 return None
             seconds, library_seconds = median_seconds(mine), median_seconds(theirs)

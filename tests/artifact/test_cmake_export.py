@@ -104,6 +104,7 @@ class Smoothed(torch.nn.Module):
         return {"scores": torch.softmax(x * self.scale, -1)}
 
 
+@pytest.mark.long  # it compiles the runtime; the other project has operators too
 @pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
 def test_a_project_without_operators_needs_no_libtorch(tmp_path: Path) -> None:
     x = examples(3)[0]

@@ -170,6 +170,7 @@ class Steps(torch.nn.Module):
         return z + n, y
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
 def test_control_flow_and_numbers(tmp_path: Path, preloaded: str) -> None:
     shapes = {"x": None, "n": torch.export.Dim.DYNAMIC}
@@ -216,6 +217,7 @@ class Doubled(torch.nn.Module):
 NUMBERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.float16, torch.float64]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=[DTYPE_NAMES[dtype] for dtype in NUMBERS])
 def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     x = torch.tensor([3, 0, 1, 7, 2, 5]).to(dtype)
@@ -265,6 +267,7 @@ class Shifted(torch.nn.Module):
         return x.roll(1, 0) - 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
 def test_programs_of_one_signature_in_one_process(tmp_path: Path, preloaded: str) -> None:
     """The loader must not take the second library for the first one."""

@@ -154,6 +154,7 @@ def test_two_runtimes_in_one_process(affine: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "equal\n", done.stdout + done.stderr
 
 
+@pytest.mark.long  # it compiles the runtime again; others have two runtimes of one version
 def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
     """The other version has another table of functions, and its programs are compiled for that."""
     path = tmp_path / "pure.fxw"

@@ -58,6 +58,7 @@ def commands(inputs: Sequence[Any], folder: Path) -> list[str]:
     return words
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUN if LONG else BRIEFLY)
 def test_results_are_those_of_the_interpreter(name: str, tmp_path: Path) -> None:
     program, inputs = SAMPLES[name].program(), SAMPLES[name].inputs(seed=3)

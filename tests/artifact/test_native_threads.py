@@ -13,6 +13,7 @@ import fxwrap
 from tests.artifact import sanitize
 
 
+@pytest.mark.long  # `make sanitize`, which CI runs with the long form, has more threads and calls
 @pytest.mark.parametrize("sanitizer", ("thread", "address"))
 def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):

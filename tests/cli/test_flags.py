@@ -129,7 +129,7 @@ ALSO_PRINTED = (("show", "--help"), ("--version",))
 """Command lines whose text argparse prints, as that of --help."""
 
 
-@pytest.mark.parametrize("arguments", [("passes",), ("--help",), *map(long_only, ALSO_PRINTED)])
+@pytest.mark.parametrize("arguments", [("passes",), long_only(("--help",)), *map(long_only, ALSO_PRINTED)])
 def test_a_closed_pipe_is_no_error(arguments: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

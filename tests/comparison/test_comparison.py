@@ -272,6 +272,7 @@ def test_a_wrong_number_of_outputs_is_detected() -> None:
     assert kinds(compile_with_broken_emitter(lambda x: (x + 1, x + 2), torch.randn(4), change=change)) == {"structure"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [
@@ -446,6 +447,7 @@ def test_programs_with_owned_inputs_and_mutable_constants_agree() -> None:
 # --- defects of eager -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_batch_norm_that_eager_differentiates_wrongly_is_corrected(dtype: torch.dtype) -> None:
     """On a CPU, for a batch of one whose channels are contiguous, and a contiguous gradient (CvT and LeViT)."""

@@ -15,7 +15,7 @@ from fxwrap.options import Options
 from tests.support.long_form import LONG, long_only
 from tests.support.models import MODELS
 
-COUNT = 40 if LONG else 10
+COUNT = 40 if LONG else 6
 """The configurations of each model: 200 over five models in the long form."""
 
 

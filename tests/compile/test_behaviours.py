@@ -150,12 +150,14 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_behave_as_in_eager_mode(name: str) -> None:
     function, inputs = FUNCTIONS[name]
     assert_emitters_agree(function, inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", REAL, ids=str)
 def test_floating_dtypes_forward_and_backward(dtype: torch.dtype) -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
@@ -229,6 +231,7 @@ def test_the_backend_is_found_by_name_without_an_import() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_each_emitter_trains_through_the_backend(emitter: str, fresh_dynamo: None) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

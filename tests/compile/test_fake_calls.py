@@ -44,6 +44,7 @@ def check(run: Callable[..., Sequence[Tensor]], reference: Callable[..., Sequenc
     assert metadata(run(*inputs)) == expected  # also outside the mode
 
 
+@pytest.mark.sampled(2)
 @some_emitters
 def test_a_compiled_function(fresh_dynamo: None, emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
@@ -67,6 +68,7 @@ def test_a_compiled_graph_checks_layouts(emitter: str) -> None:
     torch.testing.assert_close(compiled(x, w), function(x, w))
 
 
+@pytest.mark.sampled(2)
 @other_emitters
 def test_constants_parameters_and_training(fresh_dynamo: None, emitter: str) -> None:
     constant = torch.arange(4.0)
@@ -104,6 +106,7 @@ def with_dynamic_rows(mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
+@pytest.mark.sampled(2)
 @some_emitters
 def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, dynamic=True, fullgraph=True)
@@ -148,6 +151,7 @@ def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
     assert (real == 0.5).all()
 
 
+@pytest.mark.sampled(2)
 @other_emitters
 def test_jagged_nested_tensors(fresh_dynamo: None, emitter: str) -> None:
     def layer(x: Tensor, w: Tensor) -> Tensor:

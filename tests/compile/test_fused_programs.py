@@ -183,6 +183,7 @@ def split_at_attention(module: GraphModule) -> list[GraphModule]:
     return [whole.get_submodule(node.target) for node in whole.graph.nodes if node.op == "call_module"]
 
 
+@pytest.mark.long  # `test_equal_layers_share_their_kernels` is of the kernels that are built
 def test_a_model_split_in_six_builds_at_most_three_times(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None
 ) -> None:

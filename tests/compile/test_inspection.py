@@ -94,6 +94,7 @@ def test_graphs_of_one_model_with_breaks_sizes_and_gradients() -> None:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["function", "module.compile", "method", "decorated", "make_backend", "torch.nn"])
 def test_every_form_of_a_compiled_function(form: str) -> None:
     x, module = torch.randn(2, 4), Model().requires_grad_(False)

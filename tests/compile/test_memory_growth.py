@@ -71,9 +71,9 @@ def compile_with_dynamo(size: int, _emitter: str) -> None:
 @pytest.mark.parametrize(
     ("run", "emitter", "graphs"),
     [
-        (compile_and_run, "python", sample_size(500, part=25)),
-        (compile_and_run, "fx", sample_size(470, part=23)),
-        (compile_with_dynamo, "python", sample_size(30, part=6)),
+        (compile_and_run, "python", sample_size(500, part=50)),
+        (compile_and_run, "fx", sample_size(470, part=47)),
+        (compile_with_dynamo, "python", sample_size(30, part=10)),
     ],
     ids=["python", "fx", "dynamo"],
 )

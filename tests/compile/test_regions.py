@@ -50,6 +50,7 @@ def _parts(module: GraphModule) -> list[CompiledRegion]:
     return [child for child in module.modules() if isinstance(child, CompiledRegion)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("emitter", "dynamic"), [("python", False), ("fx", True), ("cpp", True)])
 def test_tagged_nodes_are_compiled_and_equal_regions_shared(emitter: str, dynamic: bool) -> None:
     model, inputs = Model(), (torch.randn(4, 8), {"by": torch.randn(8)})

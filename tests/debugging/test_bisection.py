@@ -114,6 +114,7 @@ def test_a_bug_is_found(
     assert json.loads(bisection.to_json())["divergence"]["part"] == part
 
 
+@pytest.mark.long  # each program without a bug is compared by other tests
 @pytest.mark.parametrize("emitter", ["cpp", long_only("fx")])
 def test_without_a_bug_everything_agrees(emitter: str) -> None:
     bisection = bisect(emitter, training=True)
@@ -147,6 +148,7 @@ def test_a_bug_of_the_backward_is_found(patch: pytest.MonkeyPatch) -> None:
     assert divergence.runs + divergence.reference_runs <= 2 * math.log2(divergence.lines)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["lowering", "kernel printer", "pass", "converter"])
 def test_a_bug_of_a_loop_is_found_with_reference_values_in_a_file(part: str, patch: pytest.MonkeyPatch) -> None:
     BUGS[part](patch)
@@ -172,6 +174,7 @@ def test_the_iteration_of_a_loop_is_named(patch: pytest.MonkeyPatch) -> None:
     assert (bisection.divergence.part, bisection.divergence.culprit) == ("lowering", "of aten.tanh")
 
 
+@pytest.mark.long  # a bug of a scan and one of a loop have tests of their own
 @pytest.mark.parametrize("training", [long_only(False), True])
 def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch: pytest.MonkeyPatch) -> None:
     """The gradient of `last.sum()` is an expanded tensor, which the backward of the scan carries first.
@@ -205,6 +208,7 @@ def test_bugs_of_scans_maps_and_shared_functions_are_found(training: bool, patch
             assert "aten.tanh" in bisection.divergence.culprit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_bug_of_an_associative_scan_is_found(dynamic: bool, patch: pytest.MonkeyPatch) -> None:
     """Of a scan that is expanded into operators, and of one of symbolic length, whose loop runs element by element."""

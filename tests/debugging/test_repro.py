@@ -52,6 +52,7 @@ def fail_to_lower(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(RULES, "aten.tanh.default", fail)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", BUGS)
 def test_a_seeded_bug_shrinks_to_few_nodes(part: str, patch: pytest.MonkeyPatch) -> None:
     BUGS[part](patch)
@@ -80,6 +81,7 @@ def test_a_failing_compile_offers_the_command_and_shrinks(patch: pytest.MonkeyPa
     assert "fxwrap.save_repro(error, 'repro.py')" in direct.value.__notes__[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_file_fails_alike(patch: pytest.MonkeyPatch, tmp_path: Path, dynamic: bool) -> None:
     BUGS["lowering"](patch)

@@ -332,7 +332,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "waits_in_a_pool": check_waits_in_a_pool,
     "captures": check_captures,
     "one_worker": check_one_worker,
-    "random": lambda rank: check_random(rank, 30),
+    "random": lambda rank: check_random(rank, 30 if LONG else 10),
 }
 
 

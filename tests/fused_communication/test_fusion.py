@@ -100,6 +100,7 @@ def returned_whole(x: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
     return whole @ b, whole @ c, whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "x", "matmuls"),
     [(rows, ROWS, 1), (batches, X, 1), (sequence, X, 1), (several, X, 2), (read_elsewhere, X, 1),

@@ -93,6 +93,7 @@ def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
         assert errors[0] <= 1.2 * errors[1] + rounding + 1e-6 * unit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_printed_kernels(dtype: torch.dtype) -> None:
     """The kernels of each language have the evaluator's results, with rows whose scores all are the lowest number.
@@ -173,6 +174,7 @@ def _launches(programs: list[str]) -> list[int]:
     return [len(re.findall(r"launch @flex_attention_(?:\d|grad_query)", text)) for text in programs]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "emitter"),
     [(_attend, "python"), (_attend, "cpp"), (_attend, "fx"), (_capped, "interpreter"), (_clipped, "interpreter")],

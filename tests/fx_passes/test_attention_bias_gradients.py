@@ -83,6 +83,7 @@ def _check(function: Callable[..., Tensor], operands: list[Tensor], emitter: str
     return programs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "operands", "emitter"),
     [
@@ -103,6 +104,7 @@ def test_bias_gradients(function: Callable[..., Tensor], operands: list[Tensor],
         assert "bmm" not in backward.split("kernel @")[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "operands"), [(_expanded, _operands(key_heads=2)), (_repeated, _operands(HEADS, 1, KEYS, key_heads=2))]
 )
@@ -124,6 +126,7 @@ def test_repeated_keys_that_are_read_again() -> None:
     _check(attend, _operands(key_heads=2))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
 def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]], fresh_dynamo: None) -> None:
     """Relative positions, a table of windows, and disentangled scores are trained."""

@@ -45,6 +45,7 @@ def _step(function: Callable[..., Tensor], operands: list[Tensor]) -> list[Tenso
     return [output.detach(), *[item.grad for item in leaves if item.grad is not None], torch.rand(2)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("function", "dtype", "emitter"),
     [

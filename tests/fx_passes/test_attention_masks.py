@@ -173,6 +173,7 @@ def test_mask_rewrites(mask: Mask) -> None:
     assert (call.kwargs["attn_mask"] is None) == (expected in ("causal", "all_true"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
@@ -307,6 +308,7 @@ def test_masks_of_one_row_or_unequal_lengths_are_not_causal() -> None:
     assert [_mask_rewrites(_graph_of(function, x)) for function in (other, one)] == [[], []]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "mask",
     [_all_true_mask, _packed, _transposed_bias, _bias_with_fully_masked_rows, _repeated],

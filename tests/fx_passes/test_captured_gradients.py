@@ -101,6 +101,7 @@ def biased(slopes: Tensor, relative: Tensor, cap: Tensor, table: Tensor, keys: T
     return score_mod
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_kernels(language: str) -> None:
     """One kernel computes the gradient of queries and those of all captured tensors."""
@@ -111,6 +112,7 @@ def test_kernels(language: str) -> None:
     assert (item.kind, item.reason) == ("fused", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_operands_without_gradients(language: str) -> None:
     """A kernel with sums over scores alone, and without masks."""
@@ -140,6 +142,7 @@ def deterministic_algorithms() -> Any:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("masked", [False, True])
 def test_each_score_has_its_own_element(masked: bool, deterministic_algorithms: None) -> None:
     """No atomic additions, which deterministic algorithms forbid; zeros before where blocks are not visited."""
@@ -182,6 +185,7 @@ def test_indices_out_of_range() -> None:
         compiled(*inputs, score_mod=lambda s, b, h, m, n: s + bias[m + n], enable_gqa=True)
 
 
+@pytest.mark.long  # dynamic lengths, and gradients of captured tables, have tests of their own
 def test_dynamic_lengths() -> None:
     """One program of the forward and one of the backward serve several lengths, of captured tables, too."""
     compiles: list[fxwrap.Compiled] = []

@@ -82,6 +82,7 @@ def functional(function: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphM
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", CASES, ids=[case.__name__ for case in CASES])
 def test_common_subexpressions(function: Callable[..., Any]) -> None:
     generator = torch.Generator().manual_seed(0)

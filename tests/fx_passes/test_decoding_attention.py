@@ -1,4 +1,4 @@
-"""Attention of few query rows to many keys, split over keys on massively parallel devices."""
+"""Attention of few query rows to many keys: split over keys on massively parallel devices, else one kernel."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def _attend_all(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rows", "keys", "emitters"), [(1, 700, ["cpp"]), (16, 513, ["python"])], ids=["one row", "many rows"]
 )
@@ -62,12 +63,13 @@ def test_emitters_agree(rows: int, keys: int, emitters: list[str]) -> None:
     assert_emitters_agree(_attend_all, inputs, options=PARALLEL, emitters=emitters)
 
 
-def test_error_is_that_of_eager() -> None:
-    """Against float64; fully masked rows are zero, and parts without any key do not count."""
+@pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
+def test_error_is_that_of_eager(options: Options) -> None:
+    """Against float64; fully masked rows are zero, and parts or tiles without any key do not count."""
     torch.manual_seed(0)
     inputs = (*_operands(3, 1024, dtype=torch.bfloat16), *_biases(3, 1024, torch.bfloat16))
     inputs[3][0, :, :, 100:] = -torch.inf
-    results = torch.compile(_attend_all, backend=make_backend(PARALLEL), fullgraph=True)(*inputs)
+    results = torch.compile(_attend_all, backend=make_backend(options), fullgraph=True)(*inputs)
     expected = _attend_all(*[item.double() for item in inputs])
     for result, eager, exact in zip(results, _attend_all(*inputs), expected, strict=True):
         error, eager_error = [torch.linalg.vector_norm(item.double() - exact) for item in (result, eager)]
@@ -76,8 +78,25 @@ def test_error_is_that_of_eager() -> None:
     assert not results[1][1, :, -1].any()
 
 
-def test_dynamic_lengths() -> None:
-    compiled = torch.compile(attend, backend=make_backend(PARALLEL), fullgraph=True, dynamic=True)
+def test_heads_that_share_keys_count_as_rows_on_few_threads() -> None:
+    """Tiles of keys that the mask hides are not read: their values do not matter."""
+    torch.manual_seed(0)
+    query, (_, key, value) = _operands(1, 1, heads=8)[0], _operands(1, 600)
+    bias = torch.zeros(600).masked_fill(torch.arange(600) >= 128, -torch.inf)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return attend(query, key, value, attn_mask=bias.expand(1, 1, 1, -1), enable_gqa=True)
+
+    expected = run(query, key, value, bias)
+    key[:, :, 192:], value[:, :, 192:] = torch.nan, torch.nan
+    result = torch.compile(run, backend="fxwrap", fullgraph=True)(query, key, value, bias)
+    torch.testing.assert_close(result, expected)
+    assert "flex_attention" in _targets(run, (query, key, value, bias), Options())
+
+
+@pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
+def test_dynamic_lengths(options: Options) -> None:
+    compiled = torch.compile(attend, backend=make_backend(options), fullgraph=True, dynamic=True)
     for keys in (600, 900, 3):
         operands = _operands(4, keys)
         torch.testing.assert_close(compiled(*operands), attend(*operands))
@@ -108,13 +127,14 @@ CPU_CALL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 @pytest.mark.parametrize(
     ("inputs", "options"),
     [
-        (_operands(1, 1024), Options()),
+        (_operands(9, 1024), Options()),
+        (_operands(1, 1024, dtype=torch.float64), Options()),
         (_operands(1, 1024), dataclasses.replace(PARALLEL, preserve_ops=(CPU_CALL,))),
         (_operands(17, 1024), PARALLEL),
         (_operands(1, 256), PARALLEL),
         (_operands(1, 512, batch=70), PARALLEL),
     ],
-    ids=["few threads", "preserved", "many rows", "few keys", "many matrices"],
+    ids=["rows that fill vectors", "unmeasured dtype", "preserved", "many rows", "few keys", "many matrices"],
 )
 def test_calls_that_stay(inputs: tuple[Tensor, ...], options: Options) -> None:
     assert CPU_CALL in _targets(lambda query, key, value: attend(query, key, value), inputs, options)

@@ -114,6 +114,7 @@ def test_score_functions() -> None:
     assert_emitters_agree(score_functions, operands(), emitters=("python", "cpp"))
 
 
+@pytest.mark.long  # tests of gradients, of grouped queries and of few rows have some of these shapes
 def test_shapes() -> None:
     """Grouped query attention, shared keys, other strides, one query, more rows than an iteration has."""
     rectangular = blocks(causal, LENGTH, 50, (64, 16), B=BATCH)
@@ -201,6 +202,7 @@ def kernels_of(
     return result, [kernel.name for compiled in compiles for kernel in compiled.program.kernels]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_one_kernel(language: str) -> None:
     """Partial, full and unvisited blocks, grouped heads, rows without keys and a captured table, in one kernel."""
@@ -215,6 +217,7 @@ def test_one_kernel(language: str) -> None:
     torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_few_rows_are_split_over_keys(language: str) -> None:
     """The heads of a group are the rows of a tile. Parts for GPUs have fewer keys, for which Triton needs seconds."""
@@ -353,6 +356,7 @@ def test_gradients(emitter: str) -> None:
         torch.testing.assert_close(result, reference.to(result.dtype), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("language", "kv_batch"), [("cpp", 1), ("triton", BATCH)])
 def test_kernels_of_gradients(language: str, kv_batch: int) -> None:
     """Grouped heads, rows without keys, full and partial blocks, shared keys, and the gradient of the log-sum-exp."""
@@ -436,6 +440,7 @@ def test_numbers_in_vectorised_functions() -> None:
     assert_emitters_agree(graph, (torch.randn(3),))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_few_rows_of_a_group_are_one_tile(language: str) -> None:
     """Three queries of two heads that share keys are six rows, with and without a split of the keys."""

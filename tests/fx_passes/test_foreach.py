@@ -46,6 +46,7 @@ def arguments(operator: OpOverload) -> list[Any]:
     return actual
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operator", DECOMPOSED, ids=str)
 def test_every_overload_matches_eager(operator: OpOverload) -> None:
     operands = arguments(operator)
@@ -103,6 +104,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*Profiler record function")
 @pytest.mark.parametrize("name", [long_only(name) if name in ("rmsprop", "sgd") else name for name in OPTIMIZERS])
 def test_an_optimizer_step_is_fully_fused(name: str) -> None:

@@ -78,6 +78,7 @@ def _inputs(batch: int = 3, rows: int = 1) -> tuple[Tensor, ...]:
     return query, torch.randn(batch, HEADS, LENGTH, WIDTH), torch.randn(batch, HEADS, LENGTH, WIDTH), mask
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PACKED)
 def test_heads_become_rows_and_nothing_is_repeated(name: str, fresh_dynamo: None) -> None:
     inputs = _inputs()

@@ -99,6 +99,7 @@ def in_double(tensors: list[Tensor]) -> list[Tensor]:
     return [item.double() for item in tensors]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[item.__name__ for item in FUNCTIONS])
 def test_gradients(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
     """Against float64; without kernels, so that each operator rounds its result."""
@@ -144,6 +145,7 @@ POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), 
 """Windows, steps, paddings, and whether a last window may go beyond."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
 def test_max_pooling_saves_one_byte_per_index(
     kernel: Any, stride: Any, padding: Any, ceil: bool, fresh_dynamo: None
@@ -215,6 +217,7 @@ def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype, fresh_dy
     assert sorted(saved, key=str) == [torch.bool, torch.float32]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
 def test_a_returned_view_is_not_donated_to_the_backward(emitter: str, fresh_dynamo: None) -> None:
     """The product is saved and replaced by a multiplication; AOTAutograd must see that a result is a view of it."""

@@ -112,6 +112,7 @@ def in_float64(model: nn.Module, x: Tensor) -> Any:
 # --- what is seen of it ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_results_and_strides_match_eager(emitter: str) -> None:
     """One output is an intermediate result, which the graph itself has channels-last."""
@@ -122,6 +123,7 @@ def test_results_and_strides_match_eager(emitter: str) -> None:
     close(compiled(*inputs), in_float64(model, x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 def test_without_and_with_the_option(dtype: torch.dtype, tolerance: float) -> None:
     model, x = block().to(dtype), torch.randn(IMAGES).to(dtype)
@@ -133,6 +135,7 @@ def test_without_and_with_the_option(dtype: torch.dtype, tolerance: float) -> No
     close(keep(*inputs), expected, tolerance)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"groups": 8}, {"groups": 2}, {"channels": 1}, {"channels": 24, "groups": 3}])
 def test_groups_and_single_channels(options: dict[str, int]) -> None:
     model, x = block(**options), torch.randn(IMAGES)
@@ -142,6 +145,7 @@ def test_groups_and_single_channels(options: dict[str, int]) -> None:
         close(actual, block(**options).double()(x.double()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_sizes_of_images_and_batches(size: int) -> None:
     """Strides of dimensions of one element are eager's too."""
@@ -170,7 +174,7 @@ def test_a_dynamic_batch() -> None:
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("emitter", "dynamic"), [long_only("cpp", False), ("python", True)])
+@pytest.mark.parametrize(("emitter", "dynamic"), [("cpp", False), long_only("python", True)])
 def test_a_step_of_training(emitter: str, dynamic: bool) -> None:
     """Activations are saved channels-last, gradients and running statistics are eager's."""
     model, twin, seen = block().train(), block().train().double(), []
@@ -332,6 +336,7 @@ def test_constants_of_exported_programs_are_converted_once() -> None:
 # --- torch ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.backends.mkldnn.flags(enabled=False)  # type: ignore[untyped-decorator]
 def test_convolution_strides_match_fake_tensors(dtype: torch.dtype) -> None:

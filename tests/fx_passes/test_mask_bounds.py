@@ -88,6 +88,7 @@ def _operands(rows: int, keys: int) -> list[Tensor]:
     return tensors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", (*EMPTY, *MEANINGFUL), ids=lambda function: function.__name__)
 def test_library_attention(mask: Callable[[int, int], Tensor], fresh_dynamo: None) -> None:
     """A call of the library's attention loses the mask, and stays right for other sizes."""
@@ -105,6 +106,7 @@ def test_library_attention(mask: Callable[[int, int], Tensor], fresh_dynamo: Non
     assert found == [["all_true"] if mask in EMPTY else []]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask", (*EMPTY, _causal, _without_last), ids=lambda function: function.__name__)
 def test_formulas(mask: Callable[[int, int], Tensor], fresh_dynamo: None) -> None:
     """The kernel of attention written as its formula reads and computes no such mask."""

@@ -119,6 +119,7 @@ def test_producing_kernels_write_the_padding() -> None:
     assert sorted(allocated) == [(6, 12), (12, 8)], "the gradient, and a copy of the weight"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
 def test_padding_is_unobservable(emitter: str) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Any, ...]:

@@ -40,6 +40,7 @@ def paged_caches(key: Tensor, value: Tensor) -> tuple[PagedAttention, Tensor, Te
     return paged, *caches
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_a_decoding_step_is_one_kernel(language: str) -> None:
     """The kernel visits the pages of a sequence only; the lists of query blocks are not computed."""

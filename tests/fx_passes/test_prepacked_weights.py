@@ -18,7 +18,7 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from fxwrap.runtime import prepacked_weights
-from fxwrap.torch_compat import prepacked_linear
+from fxwrap.torch_compat import ConvolutionGeometry, fused_convolution, prepacked_linear
 
 PREPACKED = "fxwrap.prepacked_linear.default"
 FROZEN = Options(freeze=True)
@@ -180,6 +180,52 @@ def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_
             assert error <= 3 * eager
             model.norm.running_var.mul_(4)
             exact.norm.running_var.mul_(4)
+
+
+def test_frozen_convolutions_of_bfloat16() -> None:
+    """Weights are folded in float64 and rounded once."""
+    torch.manual_seed(0)
+    model, x = Block().eval().bfloat16(), torch.randn(2, 8, 12, 12, dtype=torch.bfloat16)
+    with torch.no_grad():
+        programs, compiled = compiled_programs(model, x)
+        assert extern_targets(programs[0]) == [CONVOLUTION] * 3
+        expected = copy.deepcopy(model).double()(x.double())
+        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+        assert error <= 1.2 * eager
+
+
+def test_a_call_of_the_library_computes_what_follows_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's do on GPUs: bias, residual and positive part."""
+    calls: list[bool] = []
+
+    def fused(image: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, residual: Tensor | None) -> Tensor:
+        calls.append(residual is not None)
+        numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+        result = torch.conv2d(image, weight, bias, *numbers)
+        return torch.relu(result if residual is None else result + residual)
+
+    monkeypatch.setattr(prepacked_weights, "prepack_convolution_weight", lambda *_: None)
+    monkeypatch.setattr(prepacked_weights, "fused_convolution", fused)
+    model, x = Block().eval(), torch.randn(2, 8, 12, 12)
+    with torch.no_grad():
+        _, compiled = compiled_programs(model, x)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert calls and all(calls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cudnn_computes_what_follows_a_convolution(dtype: torch.dtype) -> None:
+    geometry = ConvolutionGeometry((2, 2), (1, 1), (1, 1), 1)
+    image = torch.randn(4, 16, 20, 20, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    weight = (torch.randn(32, 16, 3, 3, device="cuda", dtype=dtype) / 12).to(memory_format=torch.channels_last)
+    bias = torch.randn(32, device="cuda", dtype=dtype)
+    exact = torch.conv2d(image.double(), weight.double(), bias.double(), 2, 1)
+    for residual in (None, torch.randn(exact.shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)):
+        result = fused_convolution(image, weight, bias, geometry, residual)
+        assert result is not None and result.is_contiguous(memory_format=torch.channels_last)
+        expected = torch.relu(exact if residual is None else exact + residual.double())
+        assert (result.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
 def test_batch_norms_in_train_mode_and_shared_convolutions_are_not_folded() -> None:

@@ -183,6 +183,7 @@ def test_random_formulas(formula: Formula) -> None:
     assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(exact.norm())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("language", "count"), [("cpp", sample_size(10)), ("triton", sample_size(10))])
 def test_printed_kernels(language: str, count: int) -> None:
     """Kernels of each language have the evaluator's results."""
@@ -294,6 +295,7 @@ def test_keys_of_groups_are_not_repeated() -> None:
     assert len(kernel.inputs) == 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lowest", [-math.inf, torch.finfo(torch.float32).min])
 def test_fully_masked_rows(lowest: float) -> None:
     """NaN where all scores are minus infinity, a mean of all values where they are equal."""
@@ -366,6 +368,7 @@ def _deberta() -> tuple[nn.Module, dict[str, Tensor], int]:
     return transformers.DebertaV2Model(config), inputs, 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
 def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]]) -> None:
     """Each layer's attention is one kernel, in models with relative positions, windows and disentangled scores."""

@@ -18,6 +18,9 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
+from fxwrap.fx_passes import graph_copy, prepare_graph
+from fxwrap.fx_passes.graph_copy import StorageAliases, run_on_fakes
+from fxwrap.fx_passes.prepared_graph import FxPassContext
 from fxwrap.lines import ExternCall, Launch
 
 aten = torch.ops.aten
@@ -221,6 +224,7 @@ JOINED: dict[str, tuple[Callable[..., Any], list[Tensor], list[str]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", JOINED)
 def test_matmuls_of_one_tensor_are_packed(name: str) -> None:
     function, inputs, expected = JOINED[name]
@@ -262,6 +266,33 @@ def test_ineligible_matmuls_are_not_packed(reason: str) -> None:
     assert extern_targets(program).count("aten.mm.default") == len(inputs)
 
 
+def test_layouts_of_equal_layers_are_propagated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.fx.Node] = []
+
+    def counted(node: torch.fx.Node, *arguments: Any) -> Any:
+        calls.append(node)
+        return run_on_fakes(node, *arguments)
+
+    def layers(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        matrices = [x[:, :3] @ weight.t() for weight in weights]
+        return tuple([matrix.view(2, 3, 4).sin() for matrix in matrices] + [x[:5].cos() @ x])
+
+    graph = make_fx(layers, tracing_mode="fake")(torch.randn(6, 6), *weights(3, 4, 3))
+    prepared = prepare_graph(graph, None, Options().resolve_devices())
+    aliases = StorageAliases(prepared, FxPassContext(Options(), frozenset({"aten.sin.default"})))
+    first, *others = [node for node in prepared.nodes if node.target == aten.mm.default][:3]
+    monkeypatch.setattr(graph_copy, "run_on_fakes", counted)
+
+    def accepts(node: torch.fx.Node, strides: tuple[int, int]) -> bool:
+        calls.clear()
+        with prepared.fakes[node].fake_mode:
+            return aliases.accepts_layout(node, torch.empty_strided((6, 4), strides))  # type: ignore[arg-type]
+
+    assert accepts(first, (8, 1)) and len(calls) == 2, "the view and its reader"
+    assert all(accepts(node, (8, 1)) and not calls for node in others)
+    assert not accepts(first, (1, 8)), "no view of it has one stride for both dimensions of rows"
+
+
 def test_symbolic_sizes_are_not_packed(fresh_dynamo: None) -> None:
     programs: list[fxwrap.Program] = []
 
@@ -297,6 +328,7 @@ BIASES: dict[str, tuple[Callable[..., Tensor], str]] = {
 """What becomes of a product with a bias, by what reads it."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_are_moved_into_reading_kernels(name: str) -> None:
     function, expected = BIASES[name]

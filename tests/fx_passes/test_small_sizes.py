@@ -55,6 +55,7 @@ LEAST: dict[str, tuple[Function, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LEAST)
 def test_sizes_are_accepted_as_far_as_the_graph_is_that_of_larger_ones(name: str) -> None:
     function, least = LEAST[name]

@@ -149,6 +149,7 @@ def test_a_model_matches_its_stream_free_version(case: Case, stream_log: StreamL
     assert steps(stream_log.done) == case.events
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.xfail(
     is_before("2.13") and not is_before("2.12"),
     reason="the backward calls record_stream, which CPU tensors do not have",

@@ -24,6 +24,7 @@ def snippets() -> list[tuple[bool, str]]:
     return [(bool(match[1]), match[2]) for match in _SNIPPET.finditer(text)]
 
 
+@pytest.mark.long  # other tests of this folder run each interface alone
 def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -39,6 +40,7 @@ def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     torch.testing.assert_close(names["result"], names["block"](names["x"]))
 
 
+@pytest.mark.long  # `tests/training` trains a transformer
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason=NO_ACCELERATE)
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Buffer, Constant, KernelBuilder, Load, as_index, reorder_operations
+from fxwrap.loop_ir import Axis, Buffer, Constant, Kernel, KernelBuilder, Load, as_index, reorder_operations
 
 F32, F64, BF16, I64, BOOL = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool
 P = Axis("p0", 4)
@@ -74,6 +74,24 @@ def test_dead_operations_are_eliminated_and_indirect_indices_renumbered() -> Non
     kernel = body.finish([P], [], [Buffer("places", I64, 4), Buffer("x", F32, 9)], [Buffer("out", F32, 4)])
     assert not any(isinstance(item, Constant) for item in kernel.operations)
     assert str(kernel.operations[1].index) == "%0"  # type: ignore[union-attr]
+
+
+def _finished(origin: str, other: float) -> Kernel:
+    body = KernelBuilder()
+    with body.origin_scope(origin), body.masked(body.index(P) < 3):
+        x = body.load("x", P, F32, other)
+    body.store("out", P, x)
+    return body.finish([P], [], [Buffer("x", F32, 4)], [Buffer("out", F32, 4)])
+
+
+def test_equal_kernels_are_one_object() -> None:
+    kernel = _finished("layer", 0.0)
+    assert _finished("layer", 0.0) is kernel
+    for origin, other in (("other operator", 0.0), ("layer", -0.0)):
+        different = _finished(origin, other)
+        assert different is not kernel
+        assert different == kernel and hash(different) == hash(kernel), "equality ignores origins"
+        assert different.uncompared_fields != kernel.uncompared_fields
 
 
 def test_renumbering_keeps_operands() -> None:

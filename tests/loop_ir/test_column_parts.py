@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxwrap.loop_ir import Kernel, SplitKernel, evaluate_kernel, find_contraction, parse_kernel, split_columns
+from fxwrap.loop_ir import (
+    Kernel,
+    SplitKernel,
+    evaluate_kernel,
+    find_contraction,
+    parallel_column_block,
+    parse_kernel,
+    split_columns,
+)
 from fxwrap.symbolic import evaluate
 
 
@@ -57,6 +65,17 @@ def test_parts_combine_to_the_whole(kind: str, columns: int) -> None:
     assert split is not None and len(split.kernels) == 2
     first = find_contraction(split.kernels[0])
     assert first is not None and first.reduced_column_count == 128 and first.row_reductions
+    check(kernel, split)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(5, 4096, 16), (5, 16384, 64), (5, 40000, 128), (65, 4096, 128)]
+)
+def test_few_rows_have_small_parts_on_gpus(rows: int, columns: int, block: int) -> None:
+    kernel = statistics(columns, "max", rows)
+    assert parallel_column_block(kernel, lambda size: int(evaluate(size, {}))) == block
+    split = split_columns(kernel, block)
+    assert split is not None
     check(kernel, split)
 
 

@@ -21,6 +21,7 @@ SCANNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_a_long_sum_beside_a_scan_is_computed_in_parts(emitter: Literal["python", "cpp"]) -> None:
     def function(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -35,6 +36,7 @@ def test_a_long_sum_beside_a_scan_is_computed_in_parts(emitter: Literal["python"
         assert (actual - expected).norm() <= 1e-7 * expected.norm()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [*draw_cases(seed=0, count=5, largest=1 << 18)], ids=str)
 def test_random_reductions_are_as_accurate_as_eager(case: Case) -> None:
     assert not excess_errors(case, Options(fallback="error"))
@@ -69,6 +71,7 @@ SEVERAL_AXES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("case", SEVERAL_AXES)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -213,6 +216,7 @@ def _block_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
     return list(torch.ops.aten.native_batch_norm_backward(through, x, weight, None, None, mean, rstd, True, 1e-3, mask))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernels", ["cpp", "triton"])
 def test_blocks_of_batch_norm_and_clamp_are_as_accurate_as_eager(kernels: Literal["cpp", "triton"]) -> None:
     """The kernels of a MobileNetV2 on one image, whose gradients amplify each rounding by thousands.

@@ -184,6 +184,7 @@ def int4_packed(group: int) -> Callable[..., Tensor]:
     return lambda x, weight, scales: functional.silu(torch._weight_int4pack_mm(x, weight, group, scales))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("group", "tiles", "rows", "cpu_kernels"),
     [(32, 8, 1, "triton"), (64, 2, 17, "triton"), (128, 4, 3, "cpp"), (256, 8, 2, "cpp")],

@@ -179,6 +179,7 @@ RESULTS = {"read_before_and_after": 1, "read_in_the_same_space": 2, "into_a_row"
 """The number of tensors of the input's sizes that a function computes."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRITES)
 def test_a_kernel_writes_an_input_at_indices(name: str) -> None:
     x, i, v = torch.randn(4, 8), torch.tensor([2, 0]), torch.randn(2, 8)

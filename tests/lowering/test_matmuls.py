@@ -48,7 +48,7 @@ def every_matmul(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, batch: torch
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, long_only(torch.float16)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, long_only(BF16), long_only(torch.float16)], ids=str)
 def test_results_are_as_exact_as_those_of_eager_mode(dtype: torch.dtype) -> None:
     inputs = [random(dtype, 3, 40), random(dtype, 24, 40), random(dtype, 24), random(dtype, 2, 4, 40)]
     compiled = programs_of(every_matmul, inputs)
@@ -120,6 +120,7 @@ def test_the_default_generates_products_of_one_row_where_the_device_prefers_that
     assert called(programs_of(function, [row, rows, w], matmul_kernels="library")) == ["aten.mm.default"] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [255, 256])
 def test_the_default_generates_products_of_few_rows_of_large_matrices(size: int) -> None:
     x, w = random(F32, 8, 256), random(F32, size, 256)

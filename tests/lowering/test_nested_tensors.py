@@ -27,6 +27,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_forward(fresh_dynamo: None, emitter: str) -> None:
     def function(x: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
@@ -43,6 +44,7 @@ def test_forward(fresh_dynamo: None, emitter: str) -> None:
                 assert_same(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
 def test_training(fresh_dynamo: None, emitter: str) -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))

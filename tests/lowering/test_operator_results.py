@@ -141,6 +141,7 @@ SEVERAL: dict[str, Any] = {
 ONLY_ON_CPU = frozenset({"histogramdd_edges"})
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", sampled([*SEVERAL], 0, 2))
 def test_each_operator_result_is_a_root(name: str, device: str) -> None:
@@ -212,6 +213,7 @@ DATA_DEPENDENT: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
 def test_results_whose_sizes_depend_on_data_are_read_by_kernels(name: str, device: str, fresh_dynamo: None) -> None:
@@ -270,6 +272,7 @@ SHARING: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", SHARING)
 def test_an_aliasing_result_is_a_view_of_its_operand(name: str, ops: Any, device: str) -> None:

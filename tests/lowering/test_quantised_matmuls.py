@@ -18,6 +18,8 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.testing import assert_emitters_agree
+from fxwrap.torch_compat import FakeTensorMode
+from tests.support.long_form import long_only
 from tests.support.versions import fails_before, is_before
 
 BF16 = torch.bfloat16
@@ -98,7 +100,7 @@ def compiled(function: Callable[..., Any], inputs: list[Tensor], **options: Any)
     return fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=Options(**options))
 
 
-@pytest.mark.parametrize("matmul_kernels", ["auto", "generated"])
+@pytest.mark.parametrize("matmul_kernels", ["auto", long_only("generated")])
 def test_every_emitter_agrees_on_quantised_matmuls(matmul_kernels: str) -> None:
     assert_emitters_agree(quantised, quantised_inputs(), options={"matmul_kernels": matmul_kernels})
 
@@ -258,3 +260,24 @@ def test_groups_of_symbolic_numbers_of_rows() -> None:
         offsets = torch.tensor(ends, dtype=torch.int32)
         x = random(ends[-1], WIDTH)
         torch.testing.assert_close(program(x, into, offsets)[0], function(x, into, offsets), atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
+    """Sums of groups without a dequantised matrix in memory."""
+    width, columns = 1024, 8192
+    with FakeTensorMode():
+        inputs = [
+            torch.empty(rows, width, dtype=BF16, device="cuda"),
+            torch.empty(columns, width // 2, dtype=torch.uint8, device="cuda"),
+            *[torch.empty(columns, width // 64, dtype=BF16, device="cuda") for _ in range(2)],
+        ]
+
+        def int4(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+            halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, 64).to(x.dtype)
+            return functional.linear(x, ((halves - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1))
+
+        graph = make_fx(int4, tracing_mode="fake")(*inputs)
+        program = fxwrap.compile_graph(graph, inputs, options=Options(compile_cache=False)).program
+    (kernel,) = program.kernels
+    assert "biased_bytes(" in kernel.source and kernel.source.count("tl.dot(") == 4

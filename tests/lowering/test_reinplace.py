@@ -69,6 +69,7 @@ AGAIN_IN_PLACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dynamic"), [(name, name != "several") for name in AGAIN_IN_PLACE])
 def test_an_input_is_written_in_place_without_copies(name: str, dynamic: bool, fresh_dynamo: None) -> None:
     function = AGAIN_IN_PLACE[name]
@@ -180,6 +181,7 @@ NOT_IN_PLACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NOT_IN_PLACE)
 def test_the_copy_stays_where_it_is_observable(name: str) -> None:
     graph = make_fx(NOT_IN_PLACE[name], tracing_mode="fake")(*inputs())
@@ -272,6 +274,7 @@ class Cache(torch.nn.Module):
         return (shown[self.returned], total) if self.returned else (total,)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fuse", "dynamic"), [(True, False), (True, True), (False, False)])
 def test_an_exported_program_writes_its_buffers_in_place(fuse: bool, dynamic: bool) -> None:
     arguments = (torch.randn(8, 4), torch.tensor([5, 0]), torch.randn(2, 4))
@@ -344,6 +347,7 @@ class Swapped(torch.nn.Module):
         return x + d
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_writes_of_an_exported_program_are_visible_at_once(fuse: bool) -> None:
     """An exported program names what overwrites its buffers in the order of the buffers, and not of the writes."""
@@ -402,6 +406,7 @@ SLICES: dict[str, Any] = {
 WRITES = {"rows": 1, "a_row": 1, "a_block_of_a_row": 2, "reads_the_same_slice": 3, "something_stored": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fuse"), [(name, number % 3 != 1) for number, name in enumerate(SLICES)])
 def test_a_slice_of_an_input_is_overwritten_in_place(name: str, fuse: bool, fresh_dynamo: None) -> None:
     arguments, options = (torch.randn(4, 8), torch.randn(2, 8)), Options(fuse=fuse)

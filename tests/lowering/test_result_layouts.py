@@ -117,6 +117,7 @@ def _operand(generator: random.Random, sizes: list[int], layout: str, dtype: tor
     return tensor.permute([order.index(item) for item in range(4)])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_declared_strides_are_actual_strides(seed: int) -> None:
     generator, checked = random.Random(seed), 0

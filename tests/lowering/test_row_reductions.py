@@ -173,6 +173,7 @@ def test_evaluated_results_beside_float64(dtype: torch.dtype) -> None:
     assert_close(planned.run(operands.all()), operands)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("cpu_kernels", "dtype"), [("cpp", torch.float32), ("cpp", torch.bfloat16), ("triton", torch.float16)], ids=str
 )  # Triton's interpreter truncates to bfloat16

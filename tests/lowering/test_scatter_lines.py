@@ -116,6 +116,7 @@ def test_a_functional_scatter_reuses_a_dead_base(name: str, device: str) -> None
     assert line.target.name in allocated and allocated >= {item.outs[0].name for item in lines_of(program, Launch)}
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", sampled([*SCATTERS], 1, 2))
 def test_a_functional_scatter_copies_a_live_base(name: str, device: str) -> None:
@@ -143,6 +144,7 @@ IN_PLACE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", sampled([*IN_PLACE], 0, 2))
 def test_an_in_place_scatter_is_ordered_with_its_readers(name: str, device: str) -> None:
@@ -226,6 +228,7 @@ def index_inputs(device: str) -> tuple[Tensor, ...]:
     return base, torch.tensor([3, 0, 2], device=device), values
 
 
+@pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", INDEX_PUTS)
 def test_a_functional_index_put_copies_only_a_live_base(name: str, device: str) -> None:

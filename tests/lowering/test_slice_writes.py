@@ -93,6 +93,7 @@ def run(program: fxwrap.Program, emitter: str, rows: Tensor, *inputs: Tensor) ->
     return result, held.clone()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("module", "fuse"),
     [
@@ -236,6 +237,7 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", OVERLAPPING)
 def test_results_of_overlapping_operands_have_memory_for_each_element(case: str, fresh_dynamo: None) -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:

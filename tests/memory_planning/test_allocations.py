@@ -90,6 +90,7 @@ def _operator_allocations(model: str, kind: str) -> tuple[Counter[int], list[Any
     return allocated - _allocation_counts(program), results, inputs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
 @pytest.mark.parametrize(

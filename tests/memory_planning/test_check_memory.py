@@ -138,6 +138,7 @@ class Block(nn.Module):
         return self.norm(x + self.second(torch.softmax(self.first(x).cumsum(0), -1)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_training_with_the_option(emitter: str, fresh_dynamo: None) -> None:
     model, x = Block(), torch.randn(8, 32)

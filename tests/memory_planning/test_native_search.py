@@ -68,6 +68,7 @@ def test_blocks_are_equal(native: NativeSearch, kind: str, tolerances: tuple[flo
         reference.improve(400)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

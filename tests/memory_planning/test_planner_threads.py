@@ -35,6 +35,7 @@ int main() {
 """
 
 
+@pytest.mark.long  # a minute with ThreadSanitizer; `tests/artifact/test_native_threads.py` runs it briefly
 @pytest.mark.skipif(not is_available("thread"), reason="the compiler has no ThreadSanitizer that runs here")
 def test_sweeps_of_several_threads_share_no_memory(tmp_path: Path) -> None:
     folder = Path(planner_library.__file__).parent

@@ -48,6 +48,7 @@ def count_allocations(spans: Sequence[Span], around: Tensor) -> int:
     return len(allocated)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("long_share", "most"), [(0.0, 141), (0.2, 180)])
 def test_few_allocations_are_left(long_share: float, most: int) -> None:
     """Without one of the heuristics of `pools.py`, more are left in at least one case.

@@ -67,6 +67,7 @@ def counters(trace: MemoryTrace) -> dict[str, dict[int, int]]:
     return tracks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
 def test_the_peak_is_that_of_the_plan(training: bool, fresh_dynamo: None) -> None:
     programs = compiled(training)

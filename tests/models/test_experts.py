@@ -15,6 +15,7 @@ CONFIG = MixtralConfig(
 )  # fmt: skip
 
 
+@pytest.mark.long  # its kernels take 8 s to compile; tests of grouped matmuls have smaller ones
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_experts_are_kernels(fresh_dynamo: None) -> None:
     torch.manual_seed(0)

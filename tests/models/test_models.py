@@ -55,6 +55,7 @@ def test_forward_in_eval_mode(case: ModelCase) -> None:
     assert report["eager"].float64_error.relative < 1e-4  # the reference computes the same thing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "dropout"), STEPS)
 def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None, tmp_path: Path) -> None:
     model = case.build(seed=0, dropout=dropout, layers=layers_of(case, several=dropout))

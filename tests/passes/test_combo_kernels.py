@@ -208,6 +208,18 @@ def test_unknown_sizes_are_not_combined() -> None:
     assert combine_kernels(program, {"cpu": SMALL}) is program
 
 
+def test_large_launches_are_combined_few_at_a_time() -> None:
+    """Apart from small ones: to select one of few kernels costs less than a launch, also for a large kernel."""
+    inputs = vectors(20, 24, 30, *range(2000, 2005))
+    program = lowered(each, *inputs)
+    assert [len(line.outs) for line in launches(combined(program))] == [3, 1, 1, 1, 1, 1]
+    result = verify(combine_kernels(program, {"cpu": SMALL}, max_large={"cpu": 2}))
+    assert sorted([len(line.outs) for line in launches(result)]) == [1, 2, 2, 3]
+    assert all(len({item.type.sizes[0] > 1000 for item in line.outs}) == 1 for line in launches(result))
+    outputs = fxwrap.run(result, [item.clone() for item in inputs])
+    torch.testing.assert_close(list(outputs), list(each(*inputs)), rtol=1e-5, atol=1e-6)
+
+
 def test_a_combined_launch_has_a_tensor_limit() -> None:
     program = check(each, *vectors(*range(20, 30)), max_tensors=6)
     assert [len(line.outs) for line in launches(program)] == [3, 3, 3, 1]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import pytest
 import torch
 
 from fxwrap.loop_ir import INTEGERS, ZERO, Axis, Buffer, Index, Kernel, KernelBuilder, evaluate_kernel, linearize_index
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.kernels import load_kernel, prepare_kernels
 from fxwrap.symbolic import evaluate
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -94,3 +97,25 @@ def pointwise(formula: Callable[[KernelBuilder, Axis, Axis], None], rows: int, c
 def matrix(row: Axis, column: Axis) -> Index:
     """The offset in a contiguous matrix."""
     return linearize_index((row, column), (row.size, column.size))
+
+
+def compiled_together(kernel_of: Callable[..., Kernel]) -> Any:
+    """Returns a fixture that compiles the kernels of a test's cases together, which takes a fraction of the time.
+
+    `kernel_of` has the parameters of the test. Kernels of cases that are skipped are not compiled.
+    """
+
+    @pytest.fixture(scope="module")
+    def compile_them(request: pytest.FixtureRequest) -> None:
+        tests = [item for item in request.session.items if request.node in item.listchain()]
+        cases = [
+            item.callspec.params
+            for item in tests
+            if isinstance(item, pytest.Function)
+            and request.fixturename in item.fixturenames
+            and not item.get_closest_marker("skip")
+        ]
+        printed = [print_cpp_kernel(kernel_of(**case)) for case in cases]
+        prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
+
+    return compile_them

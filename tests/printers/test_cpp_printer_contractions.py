@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+import re
+
 import pytest
 
 from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
-from fxwrap.printers.cpp import plan_contraction
+from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
+from fxwrap.runtime.native import NativeSource, compile_cpp
 from tests.loop_ir.test_column_parts import statistics
-from tests.printers.cpp_kernels import check
-from tests.printers.test_cpp_printer_loops import compiled_together
+from tests.printers.cpp_kernels import check, compiled_together
 
 
 def matmul(rows: int | str, columns: int | str, reduced: int | str, dtype: str = "f32", epilogue: str = "") -> Kernel:
@@ -158,9 +161,10 @@ def matrix_kernels() -> list[Kernel]:
     return [*[matmul(*size, "bf16") for size in sizes], *computed]
 
 
-compiled_kernels = compiled_together(kernels)
+compiled_kernels = compiled_together(lambda position: kernels()[position])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("position", range(len(kernels())))
 def test_contractions(position: int) -> None:
@@ -173,9 +177,21 @@ def test_contractions(position: int) -> None:
             break
 
 
-compiled_matrix_kernels = compiled_together(matrix_kernels)
+PREFETCH = re.compile(rb"\x0f\x18[\x10-\x17\x50-\x57\x90-\x97]")
+"""The instruction `prefetcht1`."""
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it looks for an instruction")
+def test_columns_that_are_read_later_are_prefetched() -> None:
+    """GCC omits calls of functions that only call __builtin_prefetch."""
+    source = NativeSource(print_cpp_kernel(matmul(8, 96, 1024)).source, kernels=1)
+    assert PREFETCH.search(compile_cpp("", name="prefetches", extra_sources=[source]).read_bytes())
+
+
+compiled_matrix_kernels = compiled_together(lambda position: matrix_kernels()[position])
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_matrix_kernels")
 @pytest.mark.parametrize("position", range(len(matrix_kernels())))
 def test_contractions_of_matrices(position: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from itertools import product
-from typing import Any
 
 import pytest
 import sympy
@@ -23,11 +21,10 @@ from fxwrap.loop_ir import (
     linearize_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.kernels import load_kernel
 from fxwrap.runtime.native import build_bridge, compiler
 from fxwrap.symbolic import make_symbol
-from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
+from tests.printers.cpp_kernels import BF16, F32, check, compiled_together, matrix, pointwise, reduction
 from tests.printers.triton_kernels import squares_kernel
 
 DTYPES = (F32, torch.float64, torch.int64, torch.int32, torch.uint8)
@@ -51,22 +48,10 @@ def kinds_and_dtypes() -> list[tuple[str, torch.dtype]]:
     return cases
 
 
-def compiled_together(kernels: Callable[[], Iterable[Kernel]]) -> Any:
-    """Returns a fixture that compiles kernels together, which takes a fraction of the time."""
-
-    @pytest.fixture(scope="module")
-    def compile_them() -> None:
-        printed = [print_cpp_kernel(kernel) for kernel in kernels()]
-        prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
-
-    return compile_them
+compiled_reductions = compiled_together(lambda kind, dtype, shape: reduction(kind, dtype, *SHAPES[shape]))
 
 
-compiled_reductions = compiled_together(
-    lambda: (reduction(kind, dtype, *shape) for kind, dtype in kinds_and_dtypes() for shape in SHAPES.values())
-)
-
-
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_reductions")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("kind", "dtype"), kinds_and_dtypes(), ids=str)
@@ -84,9 +69,7 @@ LONG = {
 
 LONG_KINDS = ("sum", "max", "argmin", "welford", "softmax")
 
-compiled_long_reductions = compiled_together(
-    lambda: (reduction(kind, F32, *shape) for kind in LONG_KINDS for shape in LONG.values())
-)
+compiled_long_reductions = compiled_together(lambda kind, shape: reduction(kind, F32, *LONG[shape]))
 
 
 @pytest.mark.usefixtures("compiled_long_reductions")
@@ -151,9 +134,10 @@ SCAN_CASES = [
     if spec.domain.accepts(dtype)
 ]
 
-compiled_scans = compiled_together(lambda: (scan(kind, dtype, sizes, dim) for kind, dtype, dim, sizes in SCAN_CASES))
+compiled_scans = compiled_together(lambda kind, dtype, dim, sizes: scan(kind, dtype, sizes, dim))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_scans")
 @pytest.mark.parametrize(("kind", "dtype", "dim", "sizes"), SCAN_CASES, ids=str)
 def test_scans(kind: str, dtype: torch.dtype, dim: int, sizes: tuple[int, int]) -> None:
@@ -181,9 +165,10 @@ def softmax(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
 
 SOFTMAX_CASES = list(product([(3, 100), (100, 3), (1, 1), (2, 40000), (3000, 40)], (F32, BF16), (0, 1)))
 
-compiled_softmaxes = compiled_together(lambda: (softmax(*sizes, dtype, dim) for sizes, dtype, dim in SOFTMAX_CASES))
+compiled_softmaxes = compiled_together(lambda sizes, dtype, dim: softmax(*sizes, dtype, dim))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_softmaxes")
 @pytest.mark.parametrize(("sizes", "dtype", "dim"), SOFTMAX_CASES, ids=str)
 def test_softmax_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
@@ -211,9 +196,10 @@ def layer_norm(rows: int, columns: int, dtype: torch.dtype, dim: int) -> Kernel:
 
 NORM_CASES = list(product([(3, 100), (100, 3), (5, 2000), (2, 40000), (1000, 70)], (F32, BF16), (0, 1)))
 
-compiled_norms = compiled_together(lambda: (layer_norm(*sizes, dtype, dim) for sizes, dtype, dim in NORM_CASES))
+compiled_norms = compiled_together(lambda sizes, dtype, dim: layer_norm(*sizes, dtype, dim))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_norms")
 @pytest.mark.parametrize(("sizes", "dtype", "dim"), NORM_CASES, ids=str)
 def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, dim: int) -> None:
@@ -255,7 +241,7 @@ TRANSPOSED_CASES = list(
     product([(1, 1), (7, 33), (64, 64), (65, 130), (100, 144), (3, 1000)], (F32, BF16, torch.float64))
 )
 
-compiled_transposed = compiled_together(lambda: (transposed(*case) for case in TRANSPOSED_CASES))
+compiled_transposed = compiled_together(transposed)
 
 
 @pytest.mark.usefixtures("compiled_transposed")
@@ -321,7 +307,7 @@ def combining(mode: str, dtype: torch.dtype) -> Kernel:
 
 COMBINING_CASES = list(product(("add", "max", "min", "prod"), (F32, torch.int64, BF16)))
 
-compiled_combining = compiled_together(lambda: (combining(*case) for case in COMBINING_CASES))
+compiled_combining = compiled_together(combining)
 
 
 @pytest.mark.usefixtures("compiled_combining")
@@ -342,7 +328,7 @@ def table_of_sums(columns: int, dtype: torch.dtype) -> Kernel:
 
 TABLE_CASES = list(product((16, 70, 1024), (F32, torch.int64, BF16)))
 
-compiled_tables = compiled_together(lambda: (table_of_sums(*case) for case in TABLE_CASES))
+compiled_tables = compiled_together(table_of_sums)
 
 
 @pytest.mark.usefixtures("compiled_tables")

@@ -20,8 +20,8 @@ from fxwrap.loop_ir import (
     as_index,
 )
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.kernels import load_kernel, prepare_kernels
+from fxwrap.runtime.kernels import load_kernel
+from tests.printers.cpp_kernels import compiled_together
 
 FLOATS = (torch.float32, torch.float64)
 ULPS = {"lgamma": 16, "digamma": 64, "erfinv": 8, "sigmoid": 6}
@@ -108,19 +108,15 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled() -> None:
-    """Compiles the kernels of all cases together, which takes a fraction of the time."""
-    kernels = [_case(spec, dtype)[0] for spec, dtype in CASES]
-    printed = [print_cpp_kernel(kernel) for kernel in kernels]
-    prepare_kernels(tuple([KernelText(item.language, item.source, item.signature) for item in printed]))
-
-
 def _case(spec: OperationSpec, dtype: torch.dtype) -> tuple[Kernel, list[torch.Tensor]]:
     used = skip_divisions_by_zero(spec, dtype, operands_of(spec, dtype))
     return kernel_of(spec, used, torch.bool if spec.result == "bool" else dtype), used
 
 
+compiled = compiled_together(lambda spec, dtype: _case(spec, dtype)[0])
+
+
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("spec", "dtype"), CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
 def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
@@ -171,6 +167,7 @@ def test_a_function_is_accurate_everywhere(spec: OperationSpec, dtype: torch.dty
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", sorted(KERNEL_DTYPES, key=str), ids=str)
 def test_casts_match_torch(source: torch.dtype) -> None:
     targets = sorted(KERNEL_DTYPES, key=str)

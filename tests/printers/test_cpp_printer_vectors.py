@@ -56,6 +56,7 @@ def _wrapped(index: Scalar) -> Scalar:
 _TABLES = [torch.uint8, torch.int16, torch.int32, torch.int64, F32, torch.float64, BF16, torch.float16, torch.bool]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

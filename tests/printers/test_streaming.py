@@ -25,6 +25,22 @@ def test_cpp(dtype: torch.dtype) -> None:
     assert source.count("contract<64, ") == 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "width", "columns"),
+    [(torch.float32, 4, 64, 80), (torch.float32, 7, 5, 3), (torch.float64, 2, 16, 16), (torch.bfloat16, 8, 64, 64)],
+)
+def test_few_rows_in_cpp(dtype: torch.dtype, rows: int, width: int, columns: int) -> None:
+    """Lanes are keys, which are read where they are if they need no cast and fill vectors; masked tiles are skipped."""
+    source = check(attention_kernel(rows=rows, keys=133, width=width, columns=columns, dtype=dtype))
+    is_direct = width % 16 == 0 and dtype is not torch.bfloat16
+    assert source.count(f"contract_rows<{rows}, {str(is_direct).lower()}, ") == 1
+    assert source.count("if (visible.combined(combine::max) == 0) continue;") == 1
+
+
+def test_few_rows_with_softcap_in_cpp() -> None:
+    check(attention_kernel(rows=3, keys=70, width=16, columns=16, cap=20.0), rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_in_cpp(dtype: torch.dtype) -> None:
     source = check(gradient_kernel(queries=133, keys=70, dtype=dtype), rtol=1e-4)  # sums of 266 large exponentials
@@ -71,9 +87,24 @@ def test_updates_in_triton() -> None:
     assert source.count("keep_dims=True), mask=") + source.count("keep_dims=True), sem=") == 2
 
 
-def _check_triton(kernel: Kernel) -> str:
+def test_programs_of_a_row_block_follow_each_other() -> None:
+    kernel = attention_kernel(heads=3, rows=40, keys=35)
+    source = _check_triton(kernel, StreamingConfiguration(16, 32, rows_last=True))
+    assert source.index("program % 3") < source.index("first_row = program % blocks")
+    lengths = (4096, 16384)
+    long = [attention_kernel(rows=length, keys=length, width=64, dtype=torch.bfloat16) for length in lengths]
+    assert [any(item.rows_last for item in streaming_configurations(kernel, int)) for kernel in long] == [False, True]
+
+
+def test_warps_of_few_rows_would_multiply_less_each() -> None:
+    """64 rows are those of four warps of a matmul: with eight, and as many on a multiprocessor, each has half of it."""
+    kernel = gradient_kernel(queries=512, keys=512, width=128, columns=128, dtype=torch.bfloat16)
+    assert all(item.num_warps == 4 for item in streaming_configurations(kernel, int) if item.row_block <= 64)
+
+
+def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None = None) -> str:
     """Compares a kernel in Triton's interpreter with the evaluator; returns its text."""
-    printed: PrintedKernel = print_streaming_triton(kernel, StreamingConfiguration(16, 32))
+    printed: PrintedKernel = print_streaming_triton(kernel, configuration or StreamingConfiguration(16, 32))
     generator = torch.Generator().manual_seed(0)
     buffers = [*kernel.inputs, *kernel.outputs]
     results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}

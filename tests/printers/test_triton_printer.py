@@ -83,6 +83,7 @@ OPERATION_CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("spec", "dtype"), OPERATION_CASES, ids=lambda item: getattr(item, "name", str(item)[6:]))
 def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
     arguments = pairs(spec, dtype)
@@ -140,6 +141,7 @@ def converted(body: KernelBuilder, name: str, index: Index, source: torch.dtype,
     return body.compute(name, body.load("a", index, source), dtype=target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(sorted(KERNEL_DTYPES, key=str), 2)), ids=str)
 def test_casts_match_torch(source: torch.dtype, target: torch.dtype) -> None:
     operand = values(source)
@@ -222,6 +224,7 @@ REDUCTION_CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "rows", "size"),
     [(*case, 5, 19) for case in REDUCTION_CASES]
@@ -347,6 +350,7 @@ def layer_norm_kernel(rows: int, size: int, dtype: torch.dtype = BF16) -> Kernel
     return build([p], [r], inputs, outputs, write)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [16, 33])
 def test_stages(size: int) -> None:
     for kernel in (softmax_kernel(5, size), layer_norm_kernel(5, size)):

@@ -169,6 +169,7 @@ def test_powers_of_symbols_compile() -> None:
     assert instructions(kernel, Configuration(y=kernel.axes, y_block=4, r_block=64, looped=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES, key=str), ids=str)
 def test_every_operation_compiles(dtype: torch.dtype) -> None:
     axis = Axis("p0", 4096)

@@ -92,6 +92,7 @@ def test_every_configuration_is_correct() -> None:
             check(kernel, item, tolerance=0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("old", "new", "block"), [("q: 4", "q: 3", 64), ("q: 4", "q: 4", 4)], ids=["no_power_of_two", "blocks_within_a_run"]
 )

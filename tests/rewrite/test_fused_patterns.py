@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -293,9 +294,8 @@ def as_calls(match: rw.Match, builder: rw.LineBuilder) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "training"),
-    [("gpt2", False), ("resnet", True), *[long_only(name, training) for name in ("gpt2", "llama", "t5", "bert")
-                                          for training in (False, True) if (name, training) != ("gpt2", False)]],
-)  # fmt: skip
+    [("resnet", True), *[long_only(*item) for item in product(("gpt2", "llama", "t5", "bert"), (False, True))]],
+)
 def test_the_calls_of_a_launch_compute_what_its_kernel_does(name: str, training: bool, fresh_dynamo: None) -> None:
     replaced = Pass(lambda program: rw.rewrite(program, rw.launch(lambda *_: True, ...), as_calls), key="1")
     counts = Counter[str]()

@@ -132,6 +132,7 @@ def compile_with_rewritten_matmuls(graph: GraphModule, inputs: Sequence[Any], op
     return compiled
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_matmuls_of_a_model_are_rewritten(name: str, kind: str) -> None:
     graph, inputs = traced(MODELS[name], kind)

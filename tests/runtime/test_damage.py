@@ -13,6 +13,7 @@ from tests.runtime.damage import FUZZERS, is_bad
 COUNTS = {"programs": 12, "cache": 5, "kills": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FUZZERS)
 def test_random_damage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -152,6 +152,7 @@ def test_a_bit_under_torch_compile(emitter: str, name: str, fresh_dynamo: None) 
     assert_same_call(torch.compile(function, backend="fxwrap", options={"emitter": emitter}), function, make_input)
 
 
+@pytest.mark.sampled(2)
 @emitters
 def test_bits_inside_a_graph(emitter: str, fresh_dynamo: None) -> None:
     def function(z: Tensor) -> tuple[Tensor, ...]:
@@ -305,6 +306,7 @@ def test_version_counters_of_written_inputs(emitter: str, name: str) -> None:
         assert (base._version > 0) is (expected[0]._version > 0)
 
 
+@pytest.mark.sampled(2)
 @emitters
 def test_autograd_sees_that_a_saved_tensor_was_written(emitter: str, fresh_dynamo: None) -> None:
     write = direct(lambda x, y: x.copy_(y.sin()), random(3, 4), random(3, 4), emitter=emitter)

@@ -238,6 +238,7 @@ def test_a_manifest_with_another_signature(change: Any, text: str, tmp_path: Pat
         fxwrap.load(path)
 
 
+@pytest.mark.long  # others return dataclasses
 def test_gpt2_with_a_model_output(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

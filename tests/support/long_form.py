@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+from math import prod
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -22,21 +25,55 @@ def sampled(items: Sequence[T], turn: int, part: int = 3) -> Sequence[T]:
     return items if LONG else items[turn % part :: part]
 
 
-def covering(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+def covering(cases: Sequence[Mapping[str, Hashable]], turn: int = 0, together: int = 1) -> list[int]:
     """Returns positions of combinations of parameters in which each value of each parameter occurs, few of them.
 
-    Combinations with the most values that no earlier one has come first: of a product of lists, as many remain as the
-    longest list has values.
+    The next one chosen has the most values that no earlier one has, of these the one whose values occur least often so
+    far: of a product of lists, as many remain as the longest list has values, and the values of the others occur about
+    equally often. Among equals, the first after position `turn`: other turns choose other combinations. `together` is
+    the number of parameters whose values occur in each combination of theirs: 2 for each pair of values.
     """
-    values = [frozenset(case.items()) for case in cases]
+    values = [[*combinations(sorted(case.items(), key=_name), min(together, len(case)))] for case in cases]
+    remaining = [(position + turn) % len(values) for position in range(len(values))]
+    counts: Counter[Hashable] = Counter()
     chosen: list[int] = []
-    seen: set[tuple[str, Hashable]] = set()
-    for gain in range(max(map(len, values), default=0), 0, -1):
-        for position, items in enumerate(values):
-            if len(items - seen) >= gain:
-                chosen.append(position)
-                seen |= items
+    while remaining:
+        best = min(remaining, key=lambda position: _preference(values[position], counts))
+        if chosen and all(counts[item] for item in values[best]):
+            break
+        chosen.append(best)
+        remaining.remove(best)
+        counts.update(values[best])
     return sorted(chosen)
+
+
+def _name(item: tuple[str, Hashable]) -> str:
+    return item[0]
+
+
+def _preference(values: Sequence[Hashable], counts: Mapping[Hashable, int]) -> tuple[int, int]:
+    occurrences = [counts[item] for item in values]
+    return -occurrences.count(0), sum(occurrences)
+
+
+def axes(cases: Sequence[Mapping[str, Hashable]], lists: Sequence[Sequence[str]]) -> list[dict[str, Hashable]]:
+    """Returns the cases of a test by axes: each list of parameters, by a decorator, is one if it has several values.
+
+    A row of a table is one value. A list that has each combination of the values of its parameters is a product, and
+    each of these an axis. Parameters of no list are axes of their own.
+    """
+    names = [name for case in cases[:1] for name in case]
+    groups = [tuple(group) for group in lists if all(name in names for name in group)]
+    groups += [(name,) for name in names if not any(name in group for group in groups)]
+    varied = []
+    for group in groups:
+        rows = {tuple([case[name] for name in group]) for case in cases}
+        counts = [len({row[position] for row in rows}) for position in range(len(group))]
+        is_product = len(rows) == prod(counts)
+        varied += [(name,) for name in group] if is_product else [group]
+    columns = {group: [tuple([case[name] for name in group]) for case in cases] for group in varied}
+    several = {group: column for group, column in columns.items() if len({*column}) > 1}
+    return [{",".join(group): column[position] for group, column in several.items()} for position in range(len(cases))]
 
 
 def long_only(*values: Any) -> Any:

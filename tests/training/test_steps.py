@@ -66,6 +66,7 @@ def assert_same_state(training: Training, eager: Training) -> None:
         assert error < 3e-6, (name, error)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
 def test_training_equals_eager(emitter: str) -> None:
     compiled = assert_same_training(mlp, Options(emitter=emitter))
@@ -88,6 +89,7 @@ def varying_mlp() -> Training:
     return replace(training, inputs=inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
 def test_batch_sizes_that_change(emitter: str) -> None:
     assert_same_training(varying_mlp, Options(emitter=emitter), steps=8, dynamic=True)
@@ -144,6 +146,7 @@ def test_captured_graphs_use_the_state_in_place() -> None:
     assert static == state & operands != set()
 
 
+@pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     """The backward recomputes what the partitioner of separate graphs lets it recompute, and gradients die early."""
 

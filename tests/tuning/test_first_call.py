@@ -39,6 +39,7 @@ def dynamic() -> torch.export.ExportedProgram:
     return torch.export.export(Scaled(), (torch.randn(600, 32),), dynamic_shapes=({0: Dim("batch", min=2, max=4096)},))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_tuning_uses_first_call_sizes_and_replaces_the_program(
     emitter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

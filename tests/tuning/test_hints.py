@@ -38,6 +38,7 @@ def selected() -> torch.export.ExportedProgram:
     return torch.export.export(Selected(), (torch.ones(50),))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bounds", "hint", "count"),
     [

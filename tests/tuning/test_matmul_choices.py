@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.compile import compiler
-from fxwrap.devices import CPU
-from fxwrap.lines import ExternCall
+from fxwrap.devices import CPU, GemmPaddingCosts
+from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.tuning import Tuner, TuningRecords, is_faster, region_graph, time_alternatives
 
 INPUTS = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(10, 24)]
@@ -147,3 +147,49 @@ def test_a_matmul_is_timed_once_with_the_reductions_of_its_rows(
         result = fxwrap.compile_graph(make_fx(loss)(*inputs), inputs, options=options)
         assert (timer.regions, len(called(result.program))) == (1, calls)
         torch.testing.assert_close(result(*inputs)[0], loss(*inputs))
+
+
+@pytest.mark.parametrize("kernel_seconds", [1.0, 2.0])
+def test_a_kernel_is_timed_beside_the_padded_matmul(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_seconds: float
+) -> None:
+    """A library wants aligned rows, so that its result is copied; a kernel stores rows of any length."""
+    costs = GemmPaddingCosts(saved_bytes_per_operation=1e3, copy_overhead_bytes=0, min_saved_bytes=1)
+    device = dataclasses.replace(CPU, gemm_padding_dtypes=frozenset({torch.float32}), gemm_padding_costs=costs)
+    inputs = [torch.randn(3, 40), torch.randn(23, 40)]
+    timer = RegionTimer(*[(kernel_seconds, 1.5)] * 2)
+    program = compiled(monkeypatch, tmp_path, timer, lambda x, w: x @ w.t(), inputs, devices=[device]).program
+    launches = [line for line in program.lines() if isinstance(line, Launch)]
+    if kernel_seconds < 1.5:
+        assert (called(program), len(launches)) == ([], 1)
+    else:
+        assert called(program) == ["aten.mm.default"] and len(launches) == 2  # the weight is padded, the result copied
+
+
+def test_kernels_are_not_padded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    costs = GemmPaddingCosts(saved_bytes_per_operation=1e3, copy_overhead_bytes=0, min_saved_bytes=1)
+    device = dataclasses.replace(CPU, gemm_padding_dtypes=frozenset({torch.float32}), gemm_padding_costs=costs)
+    inputs = [torch.randn(30, 40), torch.randn(23, 40)]
+    options = {"devices": [device], "matmul_kernels": "generated"}
+    program = compiled(monkeypatch, tmp_path, RegionTimer(), lambda x, w: x @ w.t(), inputs, **options).program
+    assert called(program) == [] and len([line for line in program.lines() if isinstance(line, Launch)]) == 1
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of what queries, keys and values are computed from."""
+    first, second, third = weights.unbind(0)
+    return torch.tanh(q @ first + k @ second + v @ third)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_sums_of_matmuls_are_timed_with_matmuls_that_add_in_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accumulates: bool
+) -> None:
+    inputs = [*[torch.randn(30, 40) for _ in range(3)], torch.randn(3, 40, 24)]
+    timer = RegionTimer(*[(1.0, 2.0) if accumulates else (2.0, 1.0)] * 2)
+    program = compiled(monkeypatch, tmp_path, timer, gradients, inputs).program
+    added = [line.target for line in program.lines() if isinstance(line, Mutate)]
+    assert timer.regions == 2
+    assert (added, len(called(program))) == ((["aten.addmm_.default"] * 2, 1) if accumulates else ([], 3))
+    again = compiled(monkeypatch, tmp_path, RegionTimer(), gradients, inputs)
+    assert str(again.program) == str(program)

@@ -248,6 +248,7 @@ def check(case: Case, device: str) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [long_only(case) if case.long else case for case in CASES], ids=str)
 def test_on_cpu(case: Case) -> None:
     check(case, "cpu")

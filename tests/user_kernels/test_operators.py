@@ -151,6 +151,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [long_only(case) if case.long else case for case in CASES], ids=str)
 def test_on_cpu(case: Case) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -184,6 +184,7 @@ def test_nodes_of_an_emitted_graph() -> None:
 # --- graphs that are not functional ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_a_graph_that_writes_its_inputs(mode: str) -> None:
     def function(x: Tensor) -> Tensor:

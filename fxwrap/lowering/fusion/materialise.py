@@ -242,7 +242,7 @@ class _MaterialisationPlanner:
             return False
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
-            is_repeated = self._is_lookup_table(plan, widest / elements) or self._is_normalised_operand(use, plan)
+            is_repeated = self._is_lookup_table(use, plan, widest / elements) or self._is_normalised_operand(use, plan)
             return cost <= _CHEAP_BROADCAST and not is_repeated
         if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
             return True
@@ -273,9 +273,16 @@ class _MaterialisationPlanner:
             recomputed <= instructions_per_byte * plan.definition.dtype.itemsize * readers
         )  # one write, all but one read
 
-    def _is_lookup_table(self, plan: DefinitionPlan, reads_per_element: float) -> bool:
-        """Whether elements are expensive and read so often that reading them from a cache is faster."""
+    def _is_lookup_table(self, use: DefUse, plan: DefinitionPlan, reads_per_element: float) -> bool:
+        """Whether elements are expensive and read so often that reading them from a cache is faster.
+
+        A matmul of few rows computes each element of a dequantised matrix once for all rows.
+        """
         spec = self.specs.get(plan.definition.device.type)
+        rows = 0 if spec is None else dict(spec.generated_dequantised_rows).get(plan.definition.dtype, 0)
+        consumers = [consumer.definition for consumer in self.consumers[use.definition]]
+        if reads_per_element <= rows and all(isinstance(item, Reduced) for item in consumers):
+            return False
         after_reduction = any(isinstance(other, Reduced) for other in plan.reads)
         expensive = plan.cost >= _MIN_TABLE_COST
         if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:

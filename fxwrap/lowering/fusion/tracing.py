@@ -93,7 +93,7 @@ def resolve_views(definition: Definition, indices: Indices) -> tuple[Definition,
     while isinstance(definition, Viewed):
         indices = definition.index_map(indices)
         definition = definition.base
-    return definition, tuple([as_index(index) for index in indices])
+    return definition, tuple([index if type(index) is Index else as_index(index) for index in indices])
 
 
 class BodyBuilder:

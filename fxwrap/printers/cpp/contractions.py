@@ -37,18 +37,15 @@ from fxwrap.symbolic import Size, product
 MAX_TILE_ROWS = 16
 """The largest number of rows of a tile, which reads its columns from memory once."""
 
-MAX_GROUP_ROWS = 8
-"""Rows that are multiplied at a time where elements of columns are computed: their accumulators fill the registers."""
-
-MAX_LOADED_GROUP_ROWS = 4
-"""The same where elements of columns are only loaded, which more columns at a time make faster."""
-
 SYMBOLIC_TILE_ROWS = 4
 """The rows of a tile where their number is symbolic."""
 
 MAX_PANEL_ELEMENTS = 1 << 22
 """The largest number of elements of a row operand, which is computed into memory before the columns are read."""
 
+
+PANEL_PADDING = 16
+"""Elements between the rows of a panel: rows of a power of two bytes would compete for the same lines of a cache."""
 
 MAX_COLUMN_LOOP_ELEMENTS = 1 << 18
 """The largest matrix with contiguous rows that loops over its columns read fast: longer rows are on many pages."""
@@ -142,9 +139,7 @@ class ContractionPrinter(LoopPrinter):
         contraction, reduced = self.contraction, self.contraction.reduced_columns
         self.print_row_operands()
         rows, _ = self.tiles.tile_rows
-        loads = all(isinstance(self.kernel.operations[item.column_operand], Load) for item in contraction.sums)
-        group = MAX_LOADED_GROUP_ROWS if loads else MAX_GROUP_ROWS
-        self.writer.line(f"constexpr int group = group_rows({rows}, {group}), width = {self.columns_of_tile}(group);")
+        self.writer.line(f"constexpr int group = group_rows({rows}), width = {self.columns_of_tile}(group);")
         outer = [axis for axis in (*contraction.batch, *contraction.columns) if axis is not self.tiles.column_axis]
         if not reduced:
             self.print_columns(outer, self.parallel())
@@ -316,16 +311,16 @@ class ContractionPrinter(LoopPrinter):
         self.writer.line("});" + self.statements.comment(self.kernel.operations[item.reduction]))
 
     def print_prefetches(self, operand: int) -> None:
-        """Writes the prefetches of a column's elements of the next tile, where no other value selects them."""
+        """Writes the prefetches of a column's elements that are read later, where no other value selects them."""
         column, vector = self.tiles.column_axis, self.tiles.vector_axis
         following = Axis(f"{column.name}_next", column.size)
-        self.writer.line(f"const int64_t {following.name} = {column.name}_0 + columns + j;")
+        self.writer.line(f"const int64_t {following.name} = {column.name}_0 + j;")
         text = self.statements.index({})
         for at in self.contraction.prologue(operand):
             load = self.kernel.operations[at]
             if isinstance(load, Load) and load.index.stride(vector) == as_index(1) and is_direct(load):
                 index = text(load.index.substitute({column: following}))
-                self.writer.line(f"__builtin_prefetch({load.buffer} + {index}, 0, 2);")
+                self.writer.line(f"prefetch_line({load.buffer} + {index});")
 
     def vectors(self, operand: int) -> int:
         """Returns the number of vectors of a sum that the narrowest vector of a column's elements widens to."""
@@ -354,11 +349,11 @@ class ContractionPrinter(LoopPrinter):
         name, kind = f"{self.statements.name(operand)}_panel", self.statements.type(operand)
         axes = [axis for axis in (*self.contraction.batch, *self.contraction.rows) if axis in self.dependences(operand)]
         space = [*axes, *self.outer_reduced, self.tiles.vector_axis]
-        sizes: list[Size] = [axis.size for axis in space]
+        sizes: list[Size] = [*[axis.size for axis in space[:-1]], space[-1].size + PANEL_PADDING]
         self.writer.line(f"PartialResults<{kind}> {name}({print_size(product(sizes))});")
         index = linearize_index(space, sizes)
         heads = [loop_head(axis) for axis in space[:-1]]
-        count = product(sizes)
+        count = product([axis.size for axis in space])
         parallel = heads and (not isinstance(count, int) or count >= MIN_PARALLEL_WORK)
         pragma = "#pragma omp parallel for COLLAPSE schedule(static)" if parallel else ""
         with self.writer.nest(heads, pragma), self.writer.nest([loop_head(space[-1])], "#pragma omp simd"):

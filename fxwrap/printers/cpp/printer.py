@@ -20,6 +20,7 @@ from fxwrap.loop_ir import (
     map_operation,
 )
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
+from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
@@ -36,7 +37,7 @@ INCLUDE = '#include "kernel.h"\n'
 
 _RESERVED_WORDS = """
 kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
-count offset op combine fxwrap to update bitcast literal infinity nan for_lanes
+count offset op combine part largest total visible fxwrap to update bitcast literal infinity nan for_lanes
 zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
@@ -79,7 +80,8 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         parts = find_streaming_reduction(kernel)
         if parts is None:
             raise KernelError("it reduces some of its reduced axes, and is no streaming reduction")
-        return StreamingPrinter(plan, parts, writer, origin_comments)
+        streaming = FewRowsPrinter if has_few_rows(kernel, parts) else StreamingPrinter
+        return streaming(plan, parts, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)

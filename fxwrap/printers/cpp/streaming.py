@@ -56,10 +56,10 @@ class StreamingPrinter(LoopPrinter):
         self.parts = parts
         self.inner = parts.axes[-1]
         self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
-        self.lanes = _round_up(_at_most(_MAX_LANES, parts.row.size), 16)
+        self.lanes = self._row_count()
         self.keys = _at_most(_MAX_KEYS, self.inner.size)
         self.type = CPP_TYPES[self.statements.dtype(parts.products[0].position)]
-        depths = [_element_count(item.axes) for item in parts.products]
+        depths = [element_count(item.axes) for item in parts.products]
         widths = [self._width(item) for item in parts.weighted_sums]
         elements = self.lanes * self.keys * (len(depths) + len(parts.weights) - (parts.softmax is not None))
         elements += (self.lanes + self.keys) * (sum(depths) + sum(widths))
@@ -68,6 +68,10 @@ class StreamingPrinter(LoopPrinter):
         if elements > _MAX_TILE_ELEMENTS:
             raise KernelError(f"the tiles of its streaming reduction have {elements} elements, too many for a stack")
         self.asserts = self._assert_scopes()
+
+    def _row_count(self) -> int:
+        """Returns the rows of a tile."""
+        return round_up(_at_most(_MAX_LANES, self.parts.row.size), 16)
 
     def print(self) -> None:
         """Writes the loops over tiles of rows."""
@@ -91,7 +95,7 @@ class StreamingPrinter(LoopPrinter):
 
     def _width(self, item: Contraction) -> int:
         """Returns the elements of the values of a sum for one position, rounded up as in its tile."""
-        return _round_up(_element_count(self._columns(item)))
+        return round_up(element_count(self._columns(item)))
 
     # --- scopes -----------------------------------------------------------------------------------------------------
 
@@ -178,18 +182,18 @@ class StreamingPrinter(LoopPrinter):
         """
         parts, lanes, line = self.parts, self.lanes, self.writer.line
         for item in parts.products:
-            depth = _element_count(item.axes)
-            self._declare(f"rows_{item.position}", depth * lanes)
-            self._declare(f"keys_{item.position}", _round_up(self.keys) * depth, " = {}")
-            self._declare(f"products_{item.position}", _round_up(self.keys) * lanes)
+            depth = self._depth(item)
+            self._declare(f"rows_{item.position}", depth * lanes, " = {}")
+            self._declare(f"keys_{item.position}", round_up(self.keys) * depth, " = {}")
+            self._declare(f"products_{item.position}", round_up(self.keys) * lanes)
         self._declare("factors", lanes)
         if parts.softmax is not None:
             self._declare("maxima", lanes)
             for scaled in parts.scaled_weights:
-                self._declare(f"weights_{scaled.position}", _round_up(self.keys) * lanes)
+                self._declare(f"weights_{scaled.position}", round_up(self.keys) * lanes)
         else:
             for weights in parts.weights:
-                self._declare(f"weights_{weights}", _round_up(self.keys) * lanes)
+                self._declare(f"weights_{weights}", round_up(self.keys) * lanes)
         for total in parts.sums:
             self._declare(f"sums_{total.position}", lanes, " = {}")
         for item in parts.weighted_sums:
@@ -202,7 +206,19 @@ class StreamingPrinter(LoopPrinter):
             with self.writer.nest([loop_head(axis) for axis in item.axes]), self._lane_loop():
                 values = dict(known)
                 self.statements.write([item.left], values)
-                line(f"rows_{item.position}[{_position(item.axes, lanes)} + lane] = {values[item.left]};")
+                line(f"{self._row_element(item)} = {values[item.left]};")
+
+    def _depth(self, item: Contraction) -> int:
+        """Returns the elements of a position in the tile of a product's second factors."""
+        return element_count(item.axes)
+
+    def _row_element(self, item: Contraction) -> str:
+        """Returns the element of the tile of a product's first factors in the loops over its axes and rows."""
+        return f"rows_{item.position}[{position_of(item.axes, self.lanes)} + lane]"
+
+    def _sum_element(self, item: Contraction) -> str:
+        """Returns the element of a weighted sum in the loops over rows and columns."""
+        return f"sums_{item.position}[{position_of(self._columns(item), self.lanes)} + lane]"
 
     @property
     def _lowest(self) -> str:
@@ -214,18 +230,17 @@ class StreamingPrinter(LoopPrinter):
     # --- a tile of the streamed axes --------------------------------------------------------------------------------
 
     def _print_step(self, known: EmittedValues) -> None:
-        parts, lanes, line = self.parts, self.lanes, self.writer.line
+        parts, line = self.parts, self.writer.line
         factors = [item.right for item in (*parts.products, *parts.weighted_sums)]
         known |= {item.position: self._element(f"products_{item.position}") for item in parts.products}
         factors += [item.factor for item in parts.scaled_weights]
         self._hoist([*parts.elements, *factors], [*self.outer, *parts.axes[:-1]], known)
         self.write_device_asserts(self.asserts["step"], known)
         line(f"const int64_t count = fxwrap::min<int64_t>({self.keys}, {self.inner.name}_end - {self.inner.name}_0);")
+        self._print_tile_condition(known)
         for item in parts.products:
-            depth, keys = _element_count(item.axes), f"keys_{item.position}"
-            self._pack(keys, item.right, item.axes, depth, known)
-            arguments = f"rows_{item.position}, {keys}, {depth}, 1, {depth}, count, nullptr, products_{item.position}"
-            line(f"contract<{lanes}, {self.type}>({arguments});")
+            self._pack(f"keys_{item.position}", item.right, item.axes, self._depth(item), known)
+            self._print_product(item)
         if parts.softmax is not None:
             self._declare("next", self.lanes)
             with self._lanes():
@@ -249,6 +264,15 @@ class StreamingPrinter(LoopPrinter):
             self._print_weighted_sum(item, known)
         for update in parts.updates:
             self._print_update(update, known)
+
+    def _print_tile_condition(self, known: EmittedValues) -> None:
+        """Writes the end of a step that contributes nothing, where that is cheap to know."""
+
+    def _print_product(self, item: Contraction) -> None:
+        """Writes the multiplication of a tile of rows and a tile of positions."""
+        depth = self._depth(item)
+        arguments = f"rows_{item.position}, keys_{item.position}, {depth}, 1, {depth}, count, nullptr"
+        self.writer.line(f"contract<{self.lanes}, {self.type}>({arguments}, products_{item.position});")
 
     def _element(self, tile: str) -> str:
         """Returns the element of a tile of products or weights in the loops over its positions and rows."""
@@ -339,23 +363,30 @@ class StreamingPrinter(LoopPrinter):
             line(f"next[lane] = largest == {self._lowest} ? {zero} : largest;")
 
     def _print_weighted_sum(self, item: Contraction, known: EmittedValues) -> None:
-        columns, width = self._columns(item), self._width(item)
-        values, sums, count = f"values_{item.position}", f"sums_{item.position}", _element_count(columns)
         softmax = self.parts.softmax
         weights = self._scores if softmax is not None and item.left == softmax.weights else f"weights_{item.left}"
-        self._pack(values, item.right, columns, width, known)
-        arguments = f"{weights}, {values}, 1, {width}, count, {count}, factors, {sums}"
-        self.writer.line(f"contract<{self.lanes}, {self.type}>({arguments});")
+        self._pack(f"values_{item.position}", item.right, self._columns(item), self._width(item), known)
+        self._print_accumulation(item, weights)
+
+    def _print_accumulation(self, item: Contraction, weights: str) -> None:
+        """Writes the multiplication of a tile of weights and a tile of values."""
+        count = element_count(self._columns(item))
+        arguments = f"{weights}, values_{item.position}, 1, {self._width(item)}, count, {count}, factors"
+        self.writer.line(f"contract<{self.lanes}, {self.type}>({arguments}, sums_{item.position});")
 
     def _pack(self, tile: str, value: int, axes: Sequence[Axis], stride: int, known: EmittedValues) -> None:
         """Writes a tile of factors that do not depend on rows, `stride` elements for each key."""
         with self._key_loop():
             values = dict(known)
             self._hoist([value], [*self.outer, *self.parts.axes], values)
+            self._print_key(value, axes, values)
             heads = [loop_head(axis) for axis in axes]
             with self.writer.nest(heads[:-1]), self.writer.nest(heads[-1:], "#pragma omp simd"):
                 self.statements.write([value], values)
-                self.writer.line(f"{tile}[key * {stride} + {_position(axes)}] = {values[value]};")
+                self.writer.line(f"{tile}[key * {stride} + {position_of(axes)}] = {values[value]};")
+
+    def _print_key(self, value: int, axes: Sequence[Axis], known: EmittedValues) -> None:
+        """Writes what is done once for each position of a tile of factors."""
 
     # --- updates of memory ------------------------------------------------------------------------------------------
 
@@ -467,8 +498,7 @@ class StreamingPrinter(LoopPrinter):
         if parts.softmax is not None:
             values[parts.softmax.maximum] = "maxima[lane]"
         for item in parts.weighted_sums:
-            index = _position(self._columns(item), self.lanes)
-            values[item.position] = f"sums_{item.position}[{index} + lane]"
+            values[item.position] = self._sum_element(item)
         self._print_additions(parts.row_updates, values)
         if not groups:
             return
@@ -486,7 +516,7 @@ class StreamingPrinter(LoopPrinter):
                     self.write_stores(groups[columns], dict(values))
 
 
-def _element_count(axes: Sequence[Axis]) -> int:
+def element_count(axes: Sequence[Axis]) -> int:
     """Returns the number of elements of axes. Raises KernelError if it is symbolic: it is the size of a tile."""
     count = 1
     for axis in axes:
@@ -500,11 +530,11 @@ def _at_most(limit: int, size: Size) -> int:
     return max(1, min(limit, size)) if isinstance(size, int) else limit
 
 
-def _round_up(number: int, multiple: int = _GROUP) -> int:
+def round_up(number: int, multiple: int = _GROUP) -> int:
     return -(-number // multiple) * multiple
 
 
-def _position(axes: Sequence[Axis], stride: int = 1) -> str:
+def position_of(axes: Sequence[Axis], stride: int = 1) -> str:
     """Returns the row-major position of an element of axes, times a stride."""
     text = "0"
     for axis in axes:

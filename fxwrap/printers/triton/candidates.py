@@ -5,6 +5,7 @@ The first configuration of a kernel is the default; autotuning times all.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,10 @@ from fxwrap.loop_ir import (
     Load,
     find_contraction,
     find_grouped_contraction,
+    find_grouped_sums,
+    has_groups,
+    split_sums,
+    sum_groups,
 )
 from fxwrap.printers.triton.configuration import (
     Configuration,
@@ -60,6 +65,20 @@ _FEW_ROWS_TILES = (
 _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
 """By the number of rows, the best one of these for matrices of many columns."""
 
+_GROUP_SUM_TILES = (
+    (64, 4, 4, 3), (16, 16, 4, 3), (32, 8, 4, 4), (64, 8, 8, 3), (32, 16, 8, 3), (16, 16, 8, 3), (64, 4, 4, 5),
+)  # fmt: skip
+"""Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
+
+_SPLIT_SUM_TILES = ((16, 8, 4, 3), (32, 4, 4, 3), (64, 4, 4, 3), (16, 8, 8, 4), (32, 8, 8, 3))
+"""Columns, parts of the products of a column, warps and stages of weights of one byte."""
+
+_SPLIT_SUM_PRODUCTS = 64
+"""The number of products in a part."""
+
+_MIN_GROUP_BYTES = 32
+"""The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
+
 _GROUPED_TILES = (
     (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
     (64, 256, 4, 3), (16, 128, 2, 5),
@@ -98,7 +117,9 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
         candidates = _grouped_configurations(grouped, hint)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        candidates = _matvec_configurations(kernel, hint)
+        grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
+        split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
+        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*rows, *split]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -107,8 +128,14 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
 
 
 def can_use_dot(contraction: ContractionForm) -> bool:
-    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce."""
+    """Whether Triton's dot has the dtype of the sums, and a tile all columns that row reductions reduce.
+
+    Few rows whose groups of weights are summed have no row reductions.
+    """
     if contraction.row_reductions:
+        is_few = isinstance(contraction.row_count, int) and contraction.row_count <= _MAX_FEW_ROWS
+        if is_few and has_groups(contraction):
+            return False
         count = contraction.reduced_column_count
         if not contraction.rows or not isinstance(count, int) or not 0 < count <= MAX_COLUMN_BLOCK:
             return False
@@ -132,6 +159,61 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
         preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
         blocks = [item for item in blocks if item not in preferred]
     return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
+
+
+def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
+
+    The first one has few columns a program where all are few, so that programs occupy the device.
+    """
+    rows = hint(contraction.row_count)
+    summed = sum_groups(contraction) if rows <= _MAX_FEW_ROWS and can_use_dot(contraction) else None
+    if summed is None:
+        return []
+    form = find_grouped_sums(summed, contraction)
+    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
+        return []
+    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != _GROUP_SUM_TILES[0 if is_wide else 1])
+    padded = max(next_power_of_2(rows), _FEWEST_ROWS)
+    candidates = []
+    for columns, groups, warps, stages in tiles:
+        block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
+        candidates.append(
+            Configuration(
+                contraction.rows, contraction.columns, padded, columns, size, True, warps, stages, True, 0,
+                form.groups, block,
+            )
+        )  # fmt: skip
+    return candidates
+
+
+def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of few rows times weights of one byte, whose warps share out the products of a column.
+
+    They are first where columns are few: a program's warps would otherwise compute the same products.
+    """
+    kernel, rows = contraction.kernel, hint(contraction.row_count)
+    columns = [
+        at for item in contraction.sums for at in contraction.prologue(item.column_operand) if kernel.varying[at]
+    ]
+    loads = [kernel.operations[at] for at in columns]
+    if rows > _MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads if isinstance(item, Load)):
+        return []
+    candidates, padded = [], max(next_power_of_2(rows), _FEWEST_ROWS)
+    for columns_block, parts, warps, stages in _SPLIT_SUM_TILES:
+        split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
+        form = None if split is None else find_grouped_sums(split, contraction)
+        if form is None or not isinstance(form.groups[0].size, int) or form.groups[0].size % parts:
+            continue
+        candidates.append(
+            Configuration(
+                contraction.rows, contraction.columns, padded, columns_block, _SPLIT_SUM_PRODUCTS, True, warps, stages,
+                True, 0, form.groups, parts,
+            )
+        )  # fmt: skip
+    return candidates
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
@@ -159,6 +241,11 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in fitting
     ]
+    grouped = _group_sum_configurations(contraction, hint)
+    if grouped:
+        return [*grouped, *dots[:1]]
+    split = _split_sum_configurations(contraction, hint)
+    dots = [*dots, *split] if is_wide or rows <= _MAX_SUMMED_ROWS else [*split, *dots]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [

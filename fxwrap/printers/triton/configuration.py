@@ -40,6 +40,7 @@ class Configuration:
     The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
     a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
     then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
+    `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
     """
 
     x: tuple[Axis, ...] = ()
@@ -52,6 +53,8 @@ class Configuration:
     num_stages: int = 1
     dot: bool = False
     band: int = 0
+    p: tuple[Axis, ...] = ()
+    p_block: int = 1
 
 
 # --- pointwise ------------------------------------------------------------------------------------------------------

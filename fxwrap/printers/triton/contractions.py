@@ -42,11 +42,19 @@ class DotPrinter(ContractionLoadPrinter):
     they reduce.
     """
 
+    result_block = "yx"
+    """The dimensions of results."""
+
     def __init__(
-        self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
+        self,
+        kernel: Kernel,
+        configuration: Configuration,
+        limits: Mapping[str, int],
+        parameters: BodyParameters,
+        contraction: ContractionForm | None = None,
     ) -> None:
         super().__init__(kernel, configuration, limits, {}, parameters)
-        contraction = find_grouped_contraction(kernel) or find_contraction(kernel)
+        contraction = contraction or find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
         self.is_summed = kernel.varying_along(contraction.summed)
@@ -63,7 +71,7 @@ class DotPrinter(ContractionLoadPrinter):
         y, x = [self._dimension(name) for name in "yx"]
         program = self.names.create_name("program")
         self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
-        self._enter("yx")
+        self._enter(self.result_block)
         blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
         parts = self.whole.outer if self.configuration.band and self._has_parts() else ()
         if self.whole.outer and not parts:
@@ -234,11 +242,11 @@ class DotPrinter(ContractionLoadPrinter):
             source = self._source(target)
             is_float8 = target in self.float8_operands
             if not is_float8 and dtype is not operation_dtype(self.kernel.operations[source]):
-                text = f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
+                text = self._converted(source, text, dtype)
             mask = self._mask(self._filled_dimensions(r), None)
             if mask and source not in self.zero_filled:
                 text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
-            if len(self.varying_dimensions[source]) < 2:
+            if len(self.varying_dimensions[source]) < len(self.tile.dimensions):
                 text = f"tl.broadcast_to({text}, {shape})"
             text = self._use_float8(source, text) if is_float8 else text
             if sum(target in (item.row_operand, item.column_operand) for item in self.contraction.sums) > 1:
@@ -248,6 +256,10 @@ class DotPrinter(ContractionLoadPrinter):
             texts[target] = text
         self.side = ""
         return texts
+
+    def _converted(self, source: int, text: str, dtype: torch.dtype) -> str:
+        """Returns the text of an operand's source in the dtype in which it is multiplied."""
+        return f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
 
     def _stable_name(self, wanted: str) -> str:
         return super()._stable_name(f"{wanted}_{self.side}" if self.side else wanted)

@@ -274,6 +274,46 @@ def to_float8_e5m2(x):
         return to_float8(x, 2, 15, 123, 124, 127, False)
 
 
+def masked_bytes(code, MASK: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The bits of bytes that a mask has, four bytes at a time where registers hold as many."""
+    if has_packed_bytes():
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        return code & MASK
+
+
+def shifted_bytes(code, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Bytes shifted to the right, four at a time where registers hold as many."""
+    if has_packed_bytes():
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        return code >> COUNT
+
+
+def half_precision_of_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Four half-precision numbers of four bytes, by instructions that compute two registers from one."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4)
+
+
+def biased_bytes(code, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The half-precision numbers whose bits are those of a power of two plus bytes: their sums."""
+    if has_packed_bytes():
+        return half_precision_of_bytes(code, DTYPE, ASSEMBLY)
+    else:
+        return (code.to(tl.float32) + BIAS).to(DTYPE)
+
+
+def ones_like_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Ones in the layout of bytes, so that a dot shares its other operand with dots of these."""
+    if has_packed_bytes():
+        return half_precision_of_bytes(code, DTYPE, ASSEMBLY)
+    else:
+        return (code * 0 + 1).to(tl.float32).to(DTYPE)
+
+
 def maximum_or_nan(a, b):
     """The larger, or NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -312,7 +352,16 @@ has_float8.__triton_builtin__ = True
 '''.strip()
 """A function of Triton's compiler, which calls it with the options of the compilation."""
 
-HELPERS: Mapping[str, str] = {"has_float8": _HAS_FLOAT8} | {
+_HAS_PACKED_BYTES = '''
+def has_packed_bytes(_semantic=None):
+    """Whether the kernel is compiled for a GPU with PTX; not in Triton's interpreter."""
+    return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
+
+
+has_packed_bytes.__triton_builtin__ = True
+'''.strip()
+
+HELPERS: Mapping[str, str] = {"has_float8": _HAS_FLOAT8, "has_packed_bytes": _HAS_PACKED_BYTES} | {
     match.group(1): "@triton.jit\n" + match.group(0).strip()
     for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(_GENERATED), re.MULTILINE | re.DOTALL)
 }

@@ -174,7 +174,11 @@ class TritonPrinter:
                 varying -= {self.dimension_of.get(axis) for axis in self.kernel.reduced_by(operation)}
             elif isinstance(operation, Scan) and self.tile.reduced is not None:
                 varying |= {self.tile.reduced}
-            self.varying_dimensions[position] = varying
+            self.varying_dimensions[position] = varying | self._broadcast_dimensions(position)
+
+    def _broadcast_dimensions(self, position: int) -> frozenset[int]:
+        """Returns the dimensions that the printed value of an operation has although it does not vary along them."""
+        return frozenset()
 
     def _emit_program_offsets(self) -> None:
         """Prints the program's offsets along the axes."""

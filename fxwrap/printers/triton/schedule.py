@@ -165,7 +165,7 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of a tile, "x", "y" or "r": blocks of flattened axes."""
+    """One dimension of a tile, "x", "y", "r" or "p": blocks of flattened axes."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -208,7 +208,7 @@ class Tile:
     @property
     def parallel(self) -> tuple[Dimension, ...]:
         """The dimensions of parallel axes, the fastest first."""
-        return tuple([item for item in reversed(self.dimensions) if item.name != "r"])
+        return tuple([item for item in reversed(self.dimensions) if item.name not in "rp"])
 
     @property
     def shape(self) -> str:
@@ -232,10 +232,12 @@ def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
     """Returns the tile of a configuration. A block of one element is no dimension."""
     chosen = configuration
     y = Dimension("y", chosen.y, chosen.y_block) if chosen.y and chosen.y_block > 1 else None
-    x = Dimension("x", chosen.x, chosen.x_block) if chosen.x and (chosen.x_block > 1 or not kernel.reduced) else None
-    rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y)])
+    has_x = (chosen.x or chosen.p) and (chosen.x_block > 1 or not kernel.reduced)  # a dot's row has no axis
+    x = Dimension("x", chosen.x, chosen.x_block) if has_x else None
+    p = Dimension("p", chosen.p, chosen.p_block) if chosen.p else None
+    rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y, *chosen.p)])
     r = Dimension("r", rest, chosen.r_block) if rest else None
-    order = (y, r, x) if x is not None else (y, r)
+    order = (p, y, r, x) if x is not None else (y, r)
     dimensions = tuple([item for item in order if item is not None])
     inside = {axis for item in dimensions for axis in item.axes}
     return Tile(dimensions, tuple([axis for axis in kernel.axes if axis not in inside]))

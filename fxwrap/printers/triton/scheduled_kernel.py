@@ -11,6 +11,7 @@ from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.candidates import configurations
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
+from fxwrap.printers.triton.group_sums import print_grouped_sums
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
@@ -32,6 +33,8 @@ class ScheduledKernel:
         """Prints the kernel."""
         kernel = order_reduced_axes(collapse_bool_casts(self.kernel))
         selected: dict[int, SelectedElement] = {}
+        if self.configuration.p:
+            return print_grouped_sums(kernel, self.configuration, self.limits, parameters)
         if self.configuration.dot:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:

@@ -204,16 +204,24 @@ class ContractionLoadPrinter(TritonPrinter):
         if not self.runs or self.tile.reduced is None:
             return ""
         axes = self.tile.dimensions[self.tile.reduced].axes
-        step = index.stride(axes[-1])
-        expected = step
-        for axis in reversed(axes):
-            if len(axes) == 1 or expected is None or expected == as_index(0) or index.stride(axis) != expected:
-                return ""
-            expected = expected * as_index(axis.size)
+        step = self._row_step(index)
+        if len(axes) == 1 or step is None or step == as_index(0):
+            return ""
         flat = Axis(self.positions["r"], 1)
         linear = index.substitute(dict.fromkeys(axes, 0))
         printer = TritonIndexPrinter(
             {**self.axis_names, flat: self.positions["r"]}, self._indirect_index, self.helpers, self.parameters.integer
         )
-        assert step is not None
         return printer(linear + step * flat)
+
+    def _row_step(self, index: Index) -> Index | None:
+        """Returns the step of an index along the positions on all reduced axes of the block; None if not linear."""
+        assert self.tile.reduced is not None, "a block with reduced axes"
+        axes = self.tile.dimensions[self.tile.reduced].axes
+        step = index.stride(axes[-1])
+        expected = step
+        for axis in reversed(axes):
+            if expected is None or index.stride(axis) != expected:
+                return None
+            expected = expected * as_index(axis.size)
+        return step

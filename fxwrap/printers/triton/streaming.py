@@ -112,7 +112,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     # --- axes -------------------------------------------------------------------------------------------------------
 
     def _program(self, scope: Scope) -> None:
-        """Prints the indices of the outer axes and the first row: programs of one row block follow each other.
+        """Prints the indices of the outer axes and the first row: programs of one head, or of one row block, in order.
 
         Where later rows visit more, they come first, so that the launch ends with short programs.
         """
@@ -124,12 +124,15 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         number = "tl.num_programs(0) - 1 - tl.program_id(0)" if self._grows_with_rows() else "tl.program_id(0)"
         self.line(f"program = {f'({number}).to(tl.int64)' if self.use_int64 else number}")
         self.line(f"blocks = tl.cdiv({size(self.parts.row.size)}, ROW_BLOCK)")
-        self.line("first_row = program % blocks * ROW_BLOCK")
-        self.line("program = program // blocks")
+        if not self.configuration.rows_last:
+            self.line("first_row = program % blocks * ROW_BLOCK")
+            self.line("program = program // blocks")
         for axis in reversed(self.outer):
             scope.names[axis] = self.allocator.create_name(axis.name)
             self.line(f"{scope.names[axis]} = program % {size(axis.size)}")
             self.line(f"program = program // {size(axis.size)}")
+        if self.configuration.rows_last:
+            self.line("first_row = program % blocks * ROW_BLOCK")
 
     def _grows_with_rows(self) -> bool:
         """Whether elements count where a position of rows is at least that of streamed ones, as under a causal mask."""

@@ -31,6 +31,8 @@ class StreamingConfiguration:
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
     `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
     `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
+    With `rows_last`, programs of one row block in all heads follow each other, else those of one head: long rows that
+    visit more than others then end together, but need the keys of more heads in the cache.
     """
 
     row_block: int
@@ -40,6 +42,7 @@ class StreamingConfiguration:
     max_registers: int = 0
     branches: bool = False
     half_products: bool = True
+    rows_last: bool = False
 
 
 def streaming_configurations(
@@ -67,6 +70,7 @@ def streaming_configurations(
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
     other = [replace(candidates[0], branches=not branches)] if is_half else []
+    other += [replace(candidates[0], rows_last=True)] if is_half and rows >= _LONG_ROWS else []
     return tuple(dict.fromkeys([*candidates, *other]))
 
 
@@ -94,6 +98,9 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
+_LONG_ROWS = 8192
+"""Rows so many that those of one head occupy a GPU for long."""
+
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""
 
@@ -116,12 +123,11 @@ _HALF: Mapping[int, _Table] = {
         256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)]},
     3: {64: [(64, 64, 4, 3, 0), (128, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0),
              (128, 64, 8, 2, 0)],
-        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0), (64, 64, 4, 3, 0)],
+        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0)],
         256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)]},
     4: {64: [(64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 3, 0),
              (64, 64, 8, 2, 0)],
-        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0),
-              (64, 64, 8, 2, 0)],
+        128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0)],
         256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)]},
 }  # fmt: skip
 """The tables by the number of matrix products of a step.

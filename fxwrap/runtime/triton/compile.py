@@ -156,6 +156,15 @@ def start_workers(device_type: str) -> None:
             WORKER_POOL.start()
 
 
+def compile_ahead(use: KernelUse) -> None:
+    """Lets a worker compile a kernel that `compile_triton_kernels` will probably get, if there are workers."""
+    if not WORKER_POOL.processes or use.device.type != CUDA.device_type or _is_prebuilt(use):
+        return
+    job = _job_if_any(use, import_triton().runtime.driver.active.get_current_target())
+    if job is not None:
+        WORKER_POOL.compile_ahead(job)
+
+
 def _job_if_any(use: KernelUse, target: object) -> dict[str, object] | None:
     """Returns the job for a worker; None for a kernel that this process compiles or rejects itself."""
     if not use.kernel.signature or import_triton().knobs.runtime.interpret:

@@ -1,8 +1,9 @@
 """A pool of worker processes that compile Triton kernels.
 
 Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
-import Triton while the graph is lowered; threads of this process compile too. Workers end with this process. Jobs and
-answers are lines of JSON. The job of a worker that ends is compiled by another.
+import Triton while the graph is lowered. They compile kernels from when these are printed (`compile_ahead`); what is
+left when the program is complete (`run`), they share with threads of this process. Workers end with this process. Jobs
+and answers are lines of JSON. The job of a worker that ends is compiled by another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -65,6 +67,26 @@ def _cpu_count() -> int:
     return os.cpu_count() or 1
 
 
+@dataclass(eq=False)
+class _AheadJob:
+    """A job that a worker may start before `run` asks for it."""
+
+    job: Job
+    is_started: bool = False
+    answer: str | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self, answer: str | None) -> None:
+        """Sets the answer, None if the worker died."""
+        self.answer = answer
+        self.finished.set()
+
+    def wait(self) -> str | None:
+        """Returns the answer, once there is one."""
+        self.finished.wait()
+        return self.answer
+
+
 class _Worker:
     """A process and its pipes. It reports readiness once, then answers each job."""
 
@@ -77,6 +99,7 @@ class _Worker:
             start_new_session=True,
         )  # fmt: skip
         self.lock = threading.Lock()
+        self.compiles_ahead = False
         self._is_ready = False
 
     def is_ready(self) -> bool:
@@ -116,6 +139,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
+        self._ahead: dict[str, _AheadJob] = {}
 
     @property
     def processes(self) -> list[int]:
@@ -127,6 +151,7 @@ class WorkerPool:
         count = worker_count()
         with self._lock:
             self._workers = [worker for worker in self._workers if worker.process.poll() is None]
+            self._ahead = {key: item for key, item in self._ahead.items() if not item.finished.is_set()}
             try:
                 while len(self._workers) < count:
                     self._workers.append(_Worker())
@@ -140,30 +165,76 @@ class WorkerPool:
             time.sleep(_POLL_SECONDS)
         return all(worker.is_ready() for worker in self._workers)
 
+    def compile_ahead(self, job: Job) -> None:
+        """Lets a worker compile a job that `run` will probably get, and returns at once. Does nothing without workers.
+
+        Jobs that no worker has started when a `run` begins are left to it.
+        """
+        with self._lock:
+            key = _job_key(job)
+            if key in self._ahead or not self._workers:
+                return
+            self._ahead[key] = _AheadJob(job)
+            idle = [worker for worker in self._workers if not worker.compiles_ahead]
+            for worker in idle[:1]:
+                worker.compiles_ahead = True
+                threading.Thread(target=self._run_ahead, args=(worker,), daemon=True).start()
+
+    def _run_ahead(self, worker: _Worker) -> None:
+        """Runs jobs on a worker until all are started."""
+        with worker.lock:
+            while self._has_ahead_job(worker):
+                if not worker.is_ready():
+                    time.sleep(_POLL_SECONDS)
+                elif (item := self._start_ahead_job()) is not None:
+                    item.finish(worker.run(item.job))
+                    if item.answer is None:
+                        self._remove(worker)
+                        return
+
+    def _has_ahead_job(self, worker: _Worker) -> bool:
+        """Whether there is a job for a worker to compile ahead; it stops otherwise."""
+        with self._lock:
+            worker.compiles_ahead = any(not item.is_started for item in self._ahead.values())
+            return worker.compiles_ahead
+
+    def _start_ahead_job(self) -> _AheadJob | None:
+        with self._lock:
+            item = next((item for item in self._ahead.values() if not item.is_started), None)
+            if item is not None:
+                item.is_started = True
+            return item
+
     def run(self, jobs: Sequence[Job], finish: JobCallback, threads: int) -> None:
         """Distributes jobs among ready workers and `threads` threads of this process.
 
         Calls `finish(position, answer)` for each job, from several threads: with the worker's answer, or with None
         for a job of this process, which `finish` compiles itself.
         """
+        keys = [*map(_job_key, jobs)]
+        with self._lock:
+            started = {key: item for key, item in self._ahead.items() if item.is_started}
+            self._ahead = {key: started[key] for key in started.keys() - keys}
+            workers = list(self._workers)
+        ahead = {position: started[key] for position, key in enumerate(keys) if key in started}
         waiting: SimpleQueue[int] = SimpleQueue()
         for position in range(len(jobs)):
-            waiting.put(position)
-        with self._lock:
-            workers = [worker for worker in self._workers if worker.lock.acquire(blocking=False)]
+            if position not in ahead:
+                waiting.put(position)
         count = max(1, min(threads, len(jobs)))
-        try:
-            with ThreadPoolExecutor(count + len(workers)) as pool:
-                own = [pool.submit(_run_jobs_in_process, waiting, finish) for _ in range(count)]
-                others = [pool.submit(_run_jobs_on_worker, worker, jobs, waiting, finish) for worker in workers]
-            died = [future.result() for future in others]
-            for future in own:
-                future.result()
-        finally:
-            for worker in workers:
-                worker.lock.release()
-        for worker, is_dead in zip(workers, died, strict=True):
-            if is_dead:
+        with ThreadPoolExecutor(count + len(workers)) as pool:
+            own = [pool.submit(_run_jobs_in_process, waiting, finish) for _ in range(count)]
+            others = [pool.submit(_run_jobs_on_worker, worker, jobs, waiting, finish) for worker in workers]
+            for position, item in ahead.items():
+                answer = item.wait()
+                if answer is None:
+                    waiting.put(position)
+                else:
+                    finish(position, answer)
+        for future in own:
+            future.result()
+        for worker, died in zip(workers, others, strict=True):
+            if died.result():
                 self._remove(worker)
         _run_jobs_in_process(waiting, finish)  # jobs of dead workers
 
@@ -185,7 +256,7 @@ class WorkerPool:
         """Removes the parent's workers in a forked process."""
         for worker in self._workers:
             worker.process.returncode = 0  # not a child of this process
-        self._lock, self._workers = threading.Lock(), []
+        self._lock, self._workers, self._ahead = threading.Lock(), [], {}
 
 
 _POLL_SECONDS = 0.01
@@ -203,20 +274,30 @@ def _run_jobs_in_process(waiting: SimpleQueue[int], finish: JobCallback) -> None
 
 def _run_jobs_on_worker(worker: _Worker, jobs: Sequence[Job], waiting: SimpleQueue[int], finish: JobCallback) -> bool:
     """Runs jobs on a worker until none is left; returns whether it died, after requeuing its job."""
-    while not worker.is_ready():
+    while not worker.lock.acquire(timeout=_POLL_SECONDS):
         if waiting.empty():
             return False
-        time.sleep(_POLL_SECONDS)
-    while True:
-        try:
-            position = waiting.get_nowait()
-        except Empty:
-            return False
-        answer = worker.run(jobs[position])
-        if answer is None:
-            waiting.put(position)
-            return True
-        finish(position, answer)
+    try:
+        while not worker.is_ready():
+            if waiting.empty():
+                return False
+            time.sleep(_POLL_SECONDS)
+        while True:
+            try:
+                position = waiting.get_nowait()
+            except Empty:
+                return False
+            answer = worker.run(jobs[position])
+            if answer is None:
+                waiting.put(position)
+                return True
+            finish(position, answer)
+    finally:
+        worker.lock.release()
+
+
+def _job_key(job: Job) -> str:
+    return json.dumps(job, sort_keys=True)
 
 
 WORKER_POOL = WorkerPool()

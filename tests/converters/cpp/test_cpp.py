@@ -52,6 +52,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30
 # --- meaning ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_samples_match_the_interpreter(name: str) -> None:
     sample = SAMPLES[name]
@@ -75,6 +76,7 @@ def test_samples_match_the_interpreter(name: str) -> None:
             assert_same(mine, reference)  # mutated alike
 
 
+@pytest.mark.long  # `tests/models` has each emitter
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_model_inference_and_training_match_eager() -> None:
     """Through the backend itself, guards and all; `tests/models/test_models.py` runs all models by every emitter."""
@@ -115,6 +117,7 @@ def _run_traced(graph: CapturedGraph, recorder: Recorder) -> None:
         graph.graph_module(*inputs)
 
 
+@pytest.mark.long  # `tests/models` calls them in their programs
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_every_operator_call_of_the_models_matches_eager() -> None:
     recorder = Recorder()

@@ -44,6 +44,7 @@ def _mutations(exported: ExportedProgram) -> set[tuple[OutputKind, str | None]]:
 # --- the signature --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_signature_is_the_original_one(name: str) -> None:
     original = CASES[name].export()
@@ -113,6 +114,7 @@ def test_a_symbolic_number_is_an_input_of_its_own() -> None:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_are_those_of_the_original(name: str) -> None:
     assert_calls_equal(CASES[name].export(), exported_case(name), CASES[name])
@@ -123,6 +125,7 @@ def test_calls_need_no_file() -> None:
     assert_calls_equal(case.export(), export(case.export()), case)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"memory_planning": "greedy_by_size"}, {"fuse": False, "emitter": "fx"}], ids=str)
 def test_options_do_not_matter(options: dict[str, Any]) -> None:
     case = CASES["everything"]
@@ -227,6 +230,7 @@ def _loop(x: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [_aliases, _random, _number, _loop], ids=lambda function: function.__name__)
 def test_kinds_of_calls(function: Callable[[Tensor], Any]) -> None:
     class Module(nn.Module):
@@ -282,6 +286,7 @@ NOT_DECLARED = frozenset({"branches"})
 """Cases with unbacked symbols, whose ranges are not in the file."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_again_it_is_the_same_program(name: str) -> None:
     compiled = compiled_case(name)

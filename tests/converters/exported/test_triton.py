@@ -39,6 +39,7 @@ def _own_operators(exported: ExportedProgram) -> list[str]:
     return [str(node.target) for graph in graphs for node in graph.nodes if str(node.target).startswith("fxwrap.")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["everything", "branches"])
 def test_generated_kernels(name: str) -> None:
     case = CASES[name]

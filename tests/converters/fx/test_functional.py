@@ -79,12 +79,14 @@ def test_other_memory_plans_come_back(plan: str) -> None:
         check_round_trip(captured, plan)
 
 
+@pytest.mark.long  # `test_functional_writes.py` has symbolic sizes too
 @pytest.mark.parametrize("plan", [long_only("reuse"), "auto"])
 def test_programs_with_symbolic_sizes_come_back(plan: str) -> None:
     for captured in capture_graphs(SHALLOW["gpt2"], training=True, dropout=True, dynamic=True):
         check_round_trip(captured, plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", ["static", "dynamic", "control"])
 def test_random_graphs_come_back_as_the_compiled_program(source: str) -> None:
     for seed in range(4):

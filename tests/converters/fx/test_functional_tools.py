@@ -117,6 +117,7 @@ ON_TRITON = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("language", "tool"), [*[("cpp", tool) for tool in TOOLS], *ON_TRITON])
 @torch.no_grad()
 def test_tools_preserve_results_and_the_way_back(language: str, tool: str) -> None:

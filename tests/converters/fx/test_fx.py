@@ -331,6 +331,7 @@ class _AsCall:
 # --- on_graph -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "fx"])
 def test_on_graph_receives_every_graph_and_its_result_is_run(emitter: str, fresh_dynamo: None) -> None:
     got: list[tuple[GraphModule, Any]] = []

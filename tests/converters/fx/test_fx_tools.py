@@ -165,6 +165,7 @@ def _prepare(captured: CapturedGraph) -> Prepared:
     return Prepared(program, inputs, list(fxwrap.run(program, inputs_after)), inputs_after)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]

@@ -83,6 +83,7 @@ def assert_has_all_keys(module: GraphModule) -> None:
         assert [key for key in KEYS if key not in node.meta] == [], node.name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_every_node_has_every_key_after_each_transform(name: str) -> None:
     """The printers of torch show the model, too."""

@@ -48,6 +48,7 @@ def selectively_checkpointed(x: Tensor, w: Tensor) -> Tensor:
     return checkpoint(_checkpointed_block, y, w, use_reentrant=False, context_fn=contexts) + torch.rand_like(x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", [checkpointed, selectively_checkpointed])
 def test_random_numbers_match_eager(function: Any, device: str, fresh_dynamo: None) -> None:

@@ -156,6 +156,7 @@ def operators_without_a_kernel(x: Tensor) -> Any:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_cond(case: Case, device: str) -> None:

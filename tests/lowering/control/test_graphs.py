@@ -247,6 +247,7 @@ class AllLineKinds(nn.Module):
         return last, rows, map_over(lambda row, scale: row * scale, z, self.scale)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.covering
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

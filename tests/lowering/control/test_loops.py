@@ -112,6 +112,7 @@ def training_with_symbols(x: Tensor, w: Tensor) -> Tensor:
     return while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, (a @ w * 0.1).sin() * a.size(0)), (counter(x), x))[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_while_loop(case: Case, device: str) -> None:

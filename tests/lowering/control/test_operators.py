@@ -104,6 +104,7 @@ def inside_of_a_cond(x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, then, lambda a: a + 1, (x,))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_mutating_operators(case: Case, device: str) -> None:

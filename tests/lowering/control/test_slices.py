@@ -137,6 +137,7 @@ def pointwise_associative_scan_in_training(x: Tensor) -> Any:
     return _pointwise_scan(lambda a, b: [a * b], x.cos())[0] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_scan_and_map(case: Case, device: str) -> None:

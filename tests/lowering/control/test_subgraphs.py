@@ -83,6 +83,7 @@ class ModulesWithParameters(nn.Module):
         return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_invoke_subgraph(case: Case, device: str) -> None:

@@ -441,6 +441,7 @@ def test_text_is_the_same_each_time() -> None:
     assert print_program(plan(graph, inputs).program) == print_program(plan(graph, inputs).program)
 
 
+@pytest.mark.long  # of the time of large graphs
 def test_fusion_time_is_linear_in_the_number_of_nodes() -> None:
     """Function calls of an unrolled GRU's lowering, which are the same on every machine."""
     calls = [_count_calls(_gru(steps)) / steps for steps in (10, 40)]

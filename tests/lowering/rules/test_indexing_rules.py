@@ -127,6 +127,7 @@ DECLINED: dict[str, Sample] = {
 SAMPLES = READS | WRITES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_rules_match_eager(name: str) -> None:
     for number, sample in enumerate(SAMPLES[name]):

@@ -181,6 +181,7 @@ def test_matches_eager(name: str, dtype: torch.dtype) -> None:
     check_all(name, SAMPLES[name](dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rms_norm_backward(dtype: torch.dtype) -> None:
     overload = aten._fused_rms_norm_backward.default

@@ -96,6 +96,7 @@ def compared(name: str, positional: list[Any], keywords: dict[str, Any]) -> int:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_every_dtype_and_special_value_matches_eager(name: str) -> None:
     count = sum(compared(name, *sample) for dtype in DTYPES for sample in samples(name, dtype))
@@ -184,6 +185,7 @@ def test_scalars_are_rounded_to_half_precision_like_torch(
     torch.testing.assert_close(result, overload_of(name)(x, *mask, *numbers), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ("add", "sub", "mul", "div", "maximum", "eq", "lt", "pow", "atan2", "remainder"))
 def test_operands_of_two_dtypes_are_promoted_as_torch_does(name: str) -> None:
     overload = getattr(torch.ops.aten, name)

@@ -326,6 +326,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dtype"), _CASES)
 @pytest.mark.filterwarnings("ignore")  # torch warns of variances without degrees of freedom, and of bool sums
 def test_matches_eager(name: str, dtype: torch.dtype) -> None:

@@ -192,6 +192,7 @@ APPROXIMATE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_rules_match_eager(name: str) -> None:
     for number, sample in enumerate(SAMPLES[name]):

@@ -36,6 +36,7 @@ def conditions_that_hold(n: Tensor, x: Tensor) -> Any:
     return x * k
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_every_emitter_matches_eager(case: Case) -> None:
     case.check("cpu")

@@ -82,6 +82,7 @@ def strides_are_symbols(x: Tensor) -> Any:
     return x.sin() @ x.t()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_every_emitter_matches_eager(case: Case, device: str) -> None:

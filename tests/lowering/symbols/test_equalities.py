@@ -53,6 +53,7 @@ def chunk(x: Tensor) -> Tensor:
     return chunks[:, :, 0].transpose(-1, -2) @ chunks[:, :, 0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_graph_for_one_chunk(emitter: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Views of the chunk are chains of operators, and sequences of two chunks are rejected."""

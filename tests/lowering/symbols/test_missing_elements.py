@@ -61,6 +61,7 @@ _NO_TRACE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_NO_TRACE.get(name, ())) for name in OF_ROWS])
 def test_rows_that_a_run_lacks(name: str) -> None:
     """Kernels of the test device check each access, so that a read outside of a buffer is an error of another class."""

@@ -143,6 +143,7 @@ class Exported(torch.nn.Module):
         return (x * real).cos(), real, b.item()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_numbers_of_an_exported_program(emitter: str) -> None:
     inputs = (X, torch.tensor(2.5), torch.tensor(True))

@@ -103,6 +103,7 @@ RULES: tuple[Callable[[], Any], ...] = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rules(rule: Callable[[], Any], update_golden: bool) -> None:
     program = fxwrap.lower(rule(), options=fxwrap.Options(fuse=False))

@@ -213,6 +213,7 @@ def one_of_two_numbers(x: Tensor, b: Tensor) -> Any:
     return x * number, number, torch.ones(number) + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_every_emitter_matches_eager(case: Case, device: str) -> None:

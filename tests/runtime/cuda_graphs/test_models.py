@@ -64,6 +64,7 @@ def _assert_alike(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "fx"])
 def test_training(recorder: CpuGraphCapturer, fresh_dynamo: None, emitter: str) -> None:
     """Steps with gradients that are dropped or added up, and two forwards before two backwards."""

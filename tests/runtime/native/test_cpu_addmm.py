@@ -36,6 +36,7 @@ class Addmms(torch.nn.Module):
         return [*[torch.addmm(*triple) for triple in triples], torch.addmm(*triples[0], beta=2, alpha=0.5)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
 def test_results_are_those_of_eager_bit_for_bit(dtype: torch.dtype) -> None:
     inputs = [tensor for triple in cases(dtype) for tensor in triple]

@@ -113,6 +113,7 @@ print([item.category.__name__ for item in caught])
 """
 
 
+@pytest.mark.long  # `test_packaged.py` has the libraries without an installation
 def test_the_wheel_runs_the_readme_and_then_a_machine_without_a_compiler(
     installation: Installation, tmp_path: Path
 ) -> None:

@@ -8,19 +8,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from fxwrap import Options
-from fxwrap.compile.kernels import warm_up_kernel_compilers
+from fxwrap.compile import kernels as compile_kernels
+from fxwrap.compile.kernels import print_and_compile_ahead, warm_up_kernel_compilers
 from fxwrap.devices import TRITON
 from fxwrap.errors import FxwrapError, OptionError
+from fxwrap.lowering.program import lower_with_coverage
+from fxwrap.printers import print_kernel
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton import compile as triton_compile
 from fxwrap.runtime.triton import workers as compile_workers
@@ -157,6 +162,73 @@ def test_a_crashed_worker_is_replaced_and_its_job_retried(pool: WorkerPool) -> N
     pool.start()
     (other,) = pool.processes
     assert other != number
+
+
+def wait_until_started(pool: WorkerPool, number: int) -> None:
+    """Waits until workers have started a number of the jobs that they compile ahead."""
+    end = time.monotonic() + READY
+    while sum(item.is_started for item in pool._ahead.values()) < number:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_workers_compile_kernels_before_the_program_is_complete(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses = [kernel_use(30), kernel_use("'another text'"), kernel_use(31), kernel_use(32)]
+    jobs = [make_worker_job(item, TARGET) for item in uses]
+    for job in (*jobs[:2], jobs[0], make_worker_job(kernel_use(33), TARGET)):
+        pool.compile_ahead(job)
+    wait_until_started(pool, 3)
+    answers: dict[int, list[str | None]] = {}
+    pool.run(jobs, lambda position, answer: answers.setdefault(position, []).append(answer), 1)
+    assert sorted(answers) == [0, 1, 2, 3] and all(len(item) == 1 for item in answers.values())
+    assert answers[0] == [""] and "CompilationError" in str(answers[1])
+    assert is_in_triton_cache(uses[0], monkeypatch)
+    (unused,) = pool._ahead.values()
+    assert unused.wait() == ""
+    pool.start()
+    assert pool._ahead == {}, "finished jobs that no run asked for are forgotten"
+
+
+def test_jobs_of_a_worker_that_dies_ahead_are_compiled_by_others(pool: WorkerPool) -> None:
+    jobs = [make_worker_job(kernel_use(number), TARGET) for number in (40, 41)]
+    os.kill(pool.processes[0], signal.SIGKILL)
+    pool.compile_ahead(jobs[0])
+    wait_until_started(pool, 1)
+    answers: dict[int, str | None] = {}
+    pool.run(jobs, answers.__setitem__, 1)
+    assert answers == {0: None, 1: None}
+    assert pool.processes == []
+    pool.compile_ahead(jobs[0])
+    assert pool._ahead == {}, "there is no worker"
+    pool.start()
+    assert pool.wait(READY)
+
+
+def test_large_kernels_without_scalars_compile_while_the_graph_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[KernelUse] = []
+    language = SimpleNamespace(kernels=SimpleNamespace(compile_ahead=started.append))
+    monkeypatch.setattr(compile_kernels, "find_language", lambda _name: language)
+    with FakeTensorMode():
+        inputs = [torch.empty(size, device="cuda") for size in ((2048, 1024), (64, 64), (2048, 1024))]
+
+    def function(large: torch.Tensor, small: torch.Tensor, equal: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return large.softmax(1), small.softmax(1), equal.softmax(1)
+
+    graph = make_fx(function)(*inputs)
+
+    def starts(options: Options) -> list[str]:
+        started.clear()
+        program = lower_with_coverage(
+            graph, options=options, print_kernel=print_and_compile_ahead(print_kernel, options.resolve_devices())
+        ).program
+        sources = [item.source for item in program.kernels]
+        assert all(use.kernel.source in sources and use.device.type == "cuda" for use in started)
+        return [use.kernel.source for use in started]
+
+    assert len(starts(Options())) == 1, "small kernels may become parts of combo kernels"
+    assert len(starts(Options(combo_kernels=False))) == 2
 
 
 def _is_running(number: int) -> bool:

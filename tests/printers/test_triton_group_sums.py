@@ -1,0 +1,123 @@
+"""Quantised matmuls that sum groups, in Triton's interpreter and compiled for an H100 or H200."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
+from fxwrap.printers.triton import Configuration, can_use_dot, configurations, print_triton
+from tests.loop_ir.test_group_sums import PLAIN, SCALED_WORDS, int8
+from tests.printers.test_triton_printer_compile import SPILLED, compiled
+from tests.printers.test_triton_shared_elements import INT4
+from tests.printers.triton_kernels import check
+
+ROW = {"i: 1, ": "", "256*i + ": "", "32*i + ": ""}
+"""What the kernel of one row does not have."""
+
+
+def replaced(text: str, old_new: dict[str, str]) -> str:
+    for old, new in old_new.items():
+        text = text.replace(old, new)
+    return text
+
+
+def int4(rows: int) -> Kernel:
+    """Two weights in a byte, with a scale and a zero for each group of 64; without an axis of rows if there is one."""
+    text = INT4.format(rows=max(rows, 1))
+    return parse_kernel(text if rows else replaced(text, ROW))
+
+
+def large(rows: int) -> Kernel:
+    """The same, of 4096 columns and products."""
+    sizes = {
+        "32*128": "4096*2048", "32*4": "4096*64", "j: 32": "j: 4096", "g: 4": "g: 64", "*256]": "*4096]", "4*j + g":
+        "64*j + g", "256*i": "4096*i", "128*j": "2048*j", "32*i + j": "4096*i + j", f"[{rows}*32]": f"[{rows}*4096]",
+    }  # fmt: skip
+    return parse_kernel(replaced(INT4.format(rows=rows), sizes))
+
+
+def steps(kernel: Kernel, columns: int, groups: int) -> Configuration:
+    """Some groups of some columns in a step."""
+    form = find_contraction(kernel)
+    assert form is not None
+    rows = 32 if form.rows and form.rows[0].size == 17 else 8
+    return Configuration(
+        form.rows, form.columns, rows, columns, int(kernel.reduced[1].size), True, 4, 2, True,
+        p=kernel.reduced[:1], p_block=groups,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "columns", "groups"), [(0, 16, 4), (1, 32, 1), (3, 16, 2), (17, 16, 4)])
+def test_sums_of_groups_are_those_of_products(rows: int, columns: int, groups: int) -> None:
+    kernel = int4(rows)
+    source = check(kernel, steps(kernel, columns, groups), tolerance=2e-4)
+    assert source.count("tl.dot(") == 4 and "biased_bytes(" in source
+    assert source.count("tl.load(x_ptr") == 1, "pairs of elements are loaded together"
+    assert "tl.fma(sub, s, total)" in source
+
+
+@pytest.mark.parametrize("step", ["mul %3 %4", "sub %4 %3"])
+def test_numbers_that_are_no_bytes_are_converted(step: str) -> None:
+    kernel = int8(step)
+    source = check(kernel, steps(kernel, 16, 2), tolerance=2e-3)
+    assert "biased_bytes" not in source and ("tl.full((P_BLOCK, Y_BLOCK, R_BLOCK), 1.0" in source) == ("sub" in step)
+
+
+def test_digits_of_words() -> None:
+    kernel = parse_kernel(SCALED_WORDS)
+    source = check(kernel, steps(kernel, 16, 2), tolerance=2e-3)
+    assert source.count("tl.dot(") == 8
+
+
+def test_warps_share_out_the_products_of_columns() -> None:
+    """Parts of int8 sums are a batch of the dot, which adds to the totals."""
+    kernel = parse_kernel(PLAIN.format(row="bf16"))
+    known = [item for item in configurations(kernel) if item.p]
+    assert known and configurations(kernel)[0].p, "few columns"
+    for item in known:
+        source = check(kernel, item, tolerance=2e-3)
+        assert source.count("total = tl.dot(") == 1 and "total = tl.sum(total, 0, keep_dims=True)" in source
+
+
+def test_rows_of_float16() -> None:
+    kernel = parse_kernel(str(int4(3)).replace("x: bf16", "x: f16").replace("bf16 load x", "f16 load x"))
+    source = check(kernel, steps(kernel, 16, 4), tolerance=2e-3)  # eager mode rounds weights to 11 bits
+    assert "add = z + 1024.0" in source and "0x64646464" in source
+
+
+def test_every_configuration_is_correct() -> None:
+    for rows in (0, 3):
+        kernel = int4(rows)
+        known = configurations(kernel)
+        assert known[0].p == kernel.reduced[:1] and not known[-1].p
+        for item in known:
+            check(kernel, item, tolerance=0.5)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
+    """No conversion of integers, no byte or half word of operands by itself, no register in local memory."""
+    kernel = large(rows)
+    first, *_ = configurations(kernel)
+    binary = compiled(print_triton(kernel, first))
+    ptx = binary.asm["ptx"]
+    assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
+    assert not re.search(r"ld\.global\S*\.b8", ptx) and "prmt.b32" in ptx and "mma.sync" in ptx
+    assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) > 2, "weights and rows are read ahead"
+
+
+@pytest.mark.parametrize(("rows", "fuses"), [(3, False), (80, True)])
+def test_few_rows_sum_groups_instead_of_row_reductions(rows: int, fuses: bool) -> None:
+    text = (
+        str(int4(rows))
+        .replace("(out: f32", f"(first: f32[{rows}], out: f32")
+        .replace("j: 32] reduce [", "] reduce [j: 32, ")
+    )
+    text = text.replace(", ] reduce", "] reduce").replace(
+        "%20 = f32 reduce sum %19", "%20 = f32 reduce sum %19 over g h p"
+    )
+    kernel = parse_kernel(text.replace("\n}", "\n  %22 = f32 reduce max %20 over j\n  store first[i] %22\n}"))
+    form = find_contraction(kernel)
+    assert form is not None and form.row_reductions and can_use_dot(form) == fuses
