@@ -146,6 +146,7 @@ def _captured(fresh_dynamo: None) -> Any:
         yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("select", "weights", "store"), _FORMS)
 def test_a_loop_is_grouped_matmuls(select: str, weights: str, store: str) -> None:
     torch.manual_seed(0)
@@ -155,6 +156,7 @@ def test_a_loop_is_grouped_matmuls(select: str, weights: str, store: str) -> Non
     _check(traced, layer, _inputs(10))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_numbers_of_tokens(emitter: str) -> None:
     torch.manual_seed(0)
@@ -227,6 +229,7 @@ def _changed(number: int) -> Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(8))
 def test_other_loops_stay(number: int) -> None:
     torch.manual_seed(0)
