@@ -28,11 +28,13 @@ def use_one_worker() -> None:
         return
 
     class _OneWorker(original):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
             options = original._Options()
             options._devices = [original.create_default_device()]
             options._timeout = timeout
             options._threads = 1
+            for name, value in others.items():  # torch 2.14 has more of them
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = _OneWorker  # type: ignore[misc, attr-defined]
