@@ -187,12 +187,10 @@ def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileConte
     if unpadded is None or context.options.matmul_kernels != "auto" or context.compile_region is None:
         return prepared
     lower = _lowering(unpadded, context)
-    lowered = lower(declined_nodes=context.declined_nodes)
-    if tuner.tune(context.events):
-        lowered = lower(declined_nodes=lowered.declined_nodes)
-    graph = unpadded.graph_module.graph
-    regions = matmul_regions(lowered.program, graph)
-    library = tuner.choose_matmuls(lowered.program, graph, unpadded.fakes.get, context.compile_region, context.events)
+    lowered, library = _choose_library_calls(
+        lower(declined_nodes=context.declined_nodes), unpadded, lower, tuner, context
+    )
+    regions = matmul_regions(lowered.program, unpadded.graph_module.graph)
     kernels = frozenset([name for region in regions for name in region.matmuls]) - library
     return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
 
@@ -227,17 +225,28 @@ def _choose_accumulations(
     return accumulate_matmuls(prepared, passes, chosen) if chosen else prepared
 
 
+def _choose_library_calls(
+    lowered: Lowered, prepared: PreparedGraph, lower: Callable[..., Lowered], tuner: Tuner, context: CompileContext
+) -> tuple[Lowered, frozenset[str]]:
+    """Times configurations of kernels, then kernels with matmuls beside library calls.
+
+    Returns the program with the best configurations, and the matmuls, by node, for which the library is faster.
+    """
+    if tuner.tune(context.events):
+        lowered = lower(declined_nodes=lowered.declined_nodes)
+    if context.options.matmul_kernels != "auto" or context.compile_region is None:
+        return lowered, frozenset()
+    graph = prepared.graph_module.graph
+    return lowered, tuner.choose_matmuls(
+        lowered.program, graph, prepared.fakes.get, context.compile_region, context.events
+    )
+
+
 def _tune(
     lowered: Lowered, prepared: PreparedGraph, lower: Callable[..., Lowered], tuner: Tuner, context: CompileContext
 ) -> Lowered:
     """Times configurations of kernels, then kernels with matmuls beside library calls; lowers again after changes."""
-    if tuner.tune(context.events):
-        lowered = lower(declined_nodes=lowered.declined_nodes)
-    if context.options.matmul_kernels != "auto" or context.compile_region is None:
-        return lowered
-    library_calls = tuner.choose_matmuls(
-        lowered.program, prepared.graph_module.graph, prepared.fakes.get, context.compile_region, context.events
-    )
+    lowered, library_calls = _choose_library_calls(lowered, prepared, lower, tuner, context)
     if not library_calls:
         return lowered
     lowered = lower(declined_nodes=lowered.declined_nodes, library_calls=library_calls)

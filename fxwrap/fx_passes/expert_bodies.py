@@ -124,7 +124,7 @@ class _Collector:
         for body in owners.values():
             body.is_valid = body.is_valid and len(owners) == 1
         for body in list(owners.values())[:1]:
-            self._add_to(body, node)
+            self._add_to(body, node, selects=condition is not None)
 
     def _selection(self, node: Node) -> ExpertCondition | None:
         """Returns the condition by which a call selects rows, if any."""
@@ -136,7 +136,8 @@ class _Collector:
             case _:
                 return None
 
-    def _add_to(self, body: ExpertBody, node: Node) -> None:
+    def _add_to(self, body: ExpertBody, node: Node, *, selects: bool) -> None:
+        """Adds a call to a body, whose rows it may select."""
         fake, name = self._fakes.get(node), name_of(node)
         if name in _TERMINALS:
             body.is_valid = body.is_valid and body.terminal is None
@@ -147,7 +148,7 @@ class _Collector:
             body.guards.append(node)
             body.is_valid = body.is_valid and self._is_trivial(body, node)
             return
-        if self._selection(node) is not None and isinstance(fake, torch.Tensor):
+        if selects and isinstance(fake, torch.Tensor):
             body.rows.add(expression_of(fake.shape[0]))
         body.nodes[node] = len(body.nodes)
 

@@ -125,7 +125,7 @@ class RowCheck:
 
     def _is_row_wise(self, node: Node) -> bool:
         name, arguments = name_of(node), node.args
-        if is_selection(node, self._body, self._fakes) or is_coordinate(node):
+        if is_selection(node, self._body, self._fakes) or coordinate(node) is not None:
             return True
         rows = [self.row(part) for part in self._parts(node)]
         if None in rows or any(row != rows[0] for row in rows) or not isinstance(arguments[0], Node):
@@ -225,11 +225,6 @@ def is_selection(node: Node, body: ExpertBody, fakes: NodeValues) -> bool:
             return mask not in body.nodes and source not in body.nodes and fakes[mask].dtype is torch.bool
         case _:
             return False
-
-
-def is_coordinate(node: Node) -> bool:
-    """Whether a call of a body is a column of its `nonzero`: the coordinates of rows in one dimension."""
-    return coordinate(node) is not None
 
 
 def coordinate(node: Node) -> int | None:

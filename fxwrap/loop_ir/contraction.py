@@ -100,8 +100,8 @@ def find_contraction(kernel: Kernel) -> ContractionForm | None:
         return None
     first = [position for position in kernel.reductions if kernel.stages[position] == 0]
     later = tuple([position for position in kernel.reductions if kernel.stages[position] != 0])
-    summed = {_reduced_axes(kernel, position) for position in first}
-    over = {_reduced_axes(kernel, position) for position in later}
+    summed = {reduced_axes(kernel, position) for position in first}
+    over = {reduced_axes(kernel, position) for position in later}
     if len(summed) != 1 or len(over) > 1:
         return None
     (over_sums,), over_rows = summed, next(iter(over), ())
@@ -122,7 +122,8 @@ def find_contraction(kernel: Kernel) -> ContractionForm | None:
     )
 
 
-def _reduced_axes(kernel: Kernel, position: int) -> tuple[Axis, ...]:
+def reduced_axes(kernel: Kernel, position: int) -> tuple[Axis, ...]:
+    """Returns the axes over which the reduction at a position reduces."""
     operation = kernel.operations[position]
     assert isinstance(operation, Reduce)
     return kernel.reduced_by(operation)

@@ -14,7 +14,7 @@ from itertools import product as cartesian
 import torch
 
 from fxwrap.loop_ir.builder import KernelBuilder, Scalar
-from fxwrap.loop_ir.contraction import ContractionForm, ProductSum
+from fxwrap.loop_ir.contraction import ContractionForm, ProductSum, reduced_axes
 from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.loop_ir.kernel import (
     Compute,
@@ -24,7 +24,6 @@ from fxwrap.loop_ir.kernel import (
     Kernel,
     Load,
     Operation,
-    Reduce,
     Store,
     map_operation,
     operands,
@@ -116,7 +115,7 @@ def find_grouped_sums(kernel: Kernel, contraction: ContractionForm) -> GroupedSu
     for position in first:
         terms = [_operands_of(kernel, at, columns) for at in _addends(kernel, operands(kernel.operations[position])[0])]
         sums.append(GroupSum(position, tuple(terms)))
-    inner = _axes_of(kernel, first[0])
+    inner = reduced_axes(kernel, first[0])
     products = [
         ProductSum(item.reduction, row, column) for item in sums for row, column in item.terms if column is not None
     ]
@@ -126,12 +125,6 @@ def find_grouped_sums(kernel: Kernel, contraction: ContractionForm) -> GroupedSu
         tuple(sums),
         tuple([position for position in kernel.reductions if kernel.stages[position] != 0]),
     )
-
-
-def _axes_of(kernel: Kernel, position: int) -> tuple[Axis, ...]:
-    operation = kernel.operations[position]
-    assert isinstance(operation, Reduce)
-    return kernel.reduced_by(operation)
 
 
 def _addends(kernel: Kernel, position: int) -> list[int]:

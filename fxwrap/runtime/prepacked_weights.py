@@ -126,8 +126,7 @@ def _convolution(
     result = fused_convolution(image, weight, bias, geometry, residual) if relu else None
     if result is not None:
         return result
-    numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
-    result = torch.conv2d(image, weight, bias, *numbers)
+    result = torch.conv2d(image, weight, bias, *geometry.arguments)
     if residual is not None:
         result.add_(residual)
     return result.relu_() if relu else result

@@ -48,6 +48,11 @@ class ConvolutionGeometry:
     dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        """The numbers as torch's and cuDNN's operators take them; oneDNN's take the padding first."""
+        return self.stride, self.padding, self.dilation, self.groups
+
 
 def prepack_convolution_weight(
     weight: torch.Tensor, geometry: ConvolutionGeometry, image_sizes: Sequence[int]
@@ -105,10 +110,9 @@ def fused_convolution(
     if image.device.type != "cuda" or not has_cudnn:
         return None
     operators: Any = torch.ops.aten
-    numbers = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     result: torch.Tensor
     if residual is None:
-        result = operators.cudnn_convolution_relu(image, weight, bias, *numbers)
+        result = operators.cudnn_convolution_relu(image, weight, bias, *geometry.arguments)
     else:
-        result = operators.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *numbers)
+        result = operators.cudnn_convolution_add_relu(image, weight, residual, 1.0, bias, *geometry.arguments)
     return result

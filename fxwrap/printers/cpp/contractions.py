@@ -43,7 +43,6 @@ SYMBOLIC_TILE_ROWS = 4
 MAX_PANEL_ELEMENTS = 1 << 22
 """The largest number of elements of a row operand, which is computed into memory before the columns are read."""
 
-
 PANEL_PADDING = 16
 """Elements between the rows of a panel: rows of a power of two bytes would compete for the same lines of a cache."""
 

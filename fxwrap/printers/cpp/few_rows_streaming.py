@@ -25,7 +25,8 @@ from fxwrap.printers.cpp.contractions import is_direct
 from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.operations import parenthesize
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.printers.cpp.streaming import StreamingPrinter, element_count, position_of, round_up
+from fxwrap.printers.cpp.streaming import StreamingPrinter
+from fxwrap.printers.cpp.streaming_tiles import element_count, position_of, round_up
 
 MAX_ROWS = 8
 """More rows fill a good part of a vector."""

@@ -31,7 +31,7 @@ from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.symbolic import Size
+from fxwrap.printers.cpp.streaming_tiles import at_most, element_count, position_of, round_up
 
 _MAX_LANES = 64
 """Rows of a tile."""
@@ -41,9 +41,6 @@ _MAX_KEYS = 64
 
 _MAX_TILE_ELEMENTS = 98304
 """Elements of all tiles, which are on the stack of a thread."""
-
-_GROUP = 4
-"""Sums that `contract` computes together, as in `kernel.h`."""
 
 
 class StreamingPrinter(LoopPrinter):
@@ -57,7 +54,7 @@ class StreamingPrinter(LoopPrinter):
         self.inner = parts.axes[-1]
         self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
         self.lanes = self._row_count()
-        self.keys = _at_most(_MAX_KEYS, self.inner.size)
+        self.keys = at_most(_MAX_KEYS, self.inner.size)
         self.type = CPP_TYPES[self.statements.dtype(parts.products[0].position)]
         depths = [element_count(item.axes) for item in parts.products]
         widths = [self._width(item) for item in parts.weighted_sums]
@@ -71,7 +68,7 @@ class StreamingPrinter(LoopPrinter):
 
     def _row_count(self) -> int:
         """Returns the rows of a tile."""
-        return round_up(_at_most(_MAX_LANES, self.parts.row.size), 16)
+        return round_up(at_most(_MAX_LANES, self.parts.row.size), 16)
 
     def print(self) -> None:
         """Writes the loops over tiles of rows."""
@@ -514,29 +511,3 @@ class StreamingPrinter(LoopPrinter):
                 heads = [loop_head(axis) for axis in parts.columns if axis in columns]
                 with self.writer.nest(heads, "#pragma omp simd"):
                     self.write_stores(groups[columns], dict(values))
-
-
-def element_count(axes: Sequence[Axis]) -> int:
-    """Returns the number of elements of axes. Raises KernelError if it is symbolic: it is the size of a tile."""
-    count = 1
-    for axis in axes:
-        if not isinstance(axis.size, int):
-            raise KernelError(f"the size {axis.size} of a tile of its streaming reduction is symbolic")
-        count *= axis.size
-    return count
-
-
-def _at_most(limit: int, size: Size) -> int:
-    return max(1, min(limit, size)) if isinstance(size, int) else limit
-
-
-def round_up(number: int, multiple: int = _GROUP) -> int:
-    return -(-number // multiple) * multiple
-
-
-def position_of(axes: Sequence[Axis], stride: int = 1) -> str:
-    """Returns the row-major position of an element of axes, times a stride."""
-    text = "0"
-    for axis in axes:
-        text = axis.name if text == "0" else f"({text} * {axis.size} + {axis.name})"
-    return text if stride == 1 or text == "0" else f"{text} * {stride}"

@@ -14,6 +14,7 @@ from fxwrap.loop_ir import (
     FLOAT8,
     MAX_COLUMN_BLOCK,
     ContractionForm,
+    GroupedSums,
     Kernel,
     Load,
     find_contraction,
@@ -180,13 +181,19 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     candidates = []
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
-        candidates.append(
-            Configuration(
-                contraction.rows, contraction.columns, padded, columns, size, True, warps, stages, True, 0,
-                form.groups, block,
-            )
-        )  # fmt: skip
+        candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
     return candidates
+
+
+def _batched_dots(
+    contraction: ContractionForm, rows: int, columns: int, size: int, warps: int, stages: int, form: GroupedSums,
+    groups: int,
+) -> Configuration:  # fmt: skip
+    """Returns a configuration whose dots have a batch: so many groups, or parts of sums, of `size` products."""
+    return Configuration(
+        contraction.rows, contraction.columns, rows, columns, size, True, warps, stages, True, p=form.groups,
+        p_block=groups,
+    )  # fmt: skip
 
 
 def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
@@ -201,19 +208,15 @@ def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     loads = [kernel.operations[at] for at in columns]
     if rows > _MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads if isinstance(item, Load)):
         return []
-    candidates, padded = [], max(next_power_of_2(rows), _FEWEST_ROWS)
-    for columns_block, parts, warps, stages in _SPLIT_SUM_TILES:
-        split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
-        form = None if split is None else find_grouped_sums(split, contraction)
-        if form is None or not isinstance(form.groups[0].size, int) or form.groups[0].size % parts:
-            continue
-        candidates.append(
-            Configuration(
-                contraction.rows, contraction.columns, padded, columns_block, _SPLIT_SUM_PRODUCTS, True, warps, stages,
-                True, 0, form.groups, parts,
-            )
-        )  # fmt: skip
-    return candidates
+    split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
+    if split is None:
+        return []
+    form, padded = find_grouped_sums(split, contraction), max(next_power_of_2(rows), _FEWEST_ROWS)
+    count = form.groups[0].size
+    return [
+        _batched_dots(contraction, padded, columns_block, _SPLIT_SUM_PRODUCTS, warps, stages, form, block)
+        for columns_block, block, warps, stages in _SPLIT_SUM_TILES if isinstance(count, int) and not count % block
+    ]  # fmt: skip
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:

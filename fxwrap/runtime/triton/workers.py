@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,22 +69,11 @@ def _cpu_count() -> int:
 
 @dataclass(eq=False)
 class _AheadJob:
-    """A job that a worker may start before `run` asks for it."""
+    """A job that a worker may start before `run` asks for it; the answer is None if the worker dies."""
 
     job: Job
     is_started: bool = False
-    answer: str | None = None
-    finished: threading.Event = field(default_factory=threading.Event)
-
-    def finish(self, answer: str | None) -> None:
-        """Sets the answer, None if the worker died."""
-        self.answer = answer
-        self.finished.set()
-
-    def wait(self) -> str | None:
-        """Returns the answer, once there is one."""
-        self.finished.wait()
-        return self.answer
+    answer: Future[str | None] = field(default_factory=Future)
 
 
 class _Worker:
@@ -151,7 +140,7 @@ class WorkerPool:
         count = worker_count()
         with self._lock:
             self._workers = [worker for worker in self._workers if worker.process.poll() is None]
-            self._ahead = {key: item for key, item in self._ahead.items() if not item.finished.is_set()}
+            self._ahead = {key: item for key, item in self._ahead.items() if not item.answer.done()}
             try:
                 while len(self._workers) < count:
                     self._workers.append(_Worker())
@@ -187,9 +176,11 @@ class WorkerPool:
                 if not worker.is_ready():
                     time.sleep(_POLL_SECONDS)
                 elif (item := self._start_ahead_job()) is not None:
-                    item.finish(worker.run(item.job))
-                    if item.answer is None:
+                    answer = worker.run(item.job)
+                    if answer is None:
                         self._remove(worker)
+                    item.answer.set_result(answer)
+                    if answer is None:
                         return
 
     def _has_ahead_job(self, worker: _Worker) -> bool:
@@ -226,7 +217,7 @@ class WorkerPool:
             own = [pool.submit(_run_jobs_in_process, waiting, finish) for _ in range(count)]
             others = [pool.submit(_run_jobs_on_worker, worker, jobs, waiting, finish) for worker in workers]
             for position, item in ahead.items():
-                answer = item.wait()
+                answer = item.answer.result()
                 if answer is None:
                     waiting.put(position)
                 else:

@@ -186,7 +186,7 @@ def test_workers_compile_kernels_before_the_program_is_complete(
     assert answers[0] == [""] and "CompilationError" in str(answers[1])
     assert is_in_triton_cache(uses[0], monkeypatch)
     (unused,) = pool._ahead.values()
-    assert unused.wait() == ""
+    assert unused.answer.result() == ""
     pool.start()
     assert pool._ahead == {}, "finished jobs that no run asked for are forgotten"
 
