@@ -5,9 +5,9 @@
     python benchmarks/epilogues.py --device cpu --dtype float32 --shapes 64x1000x256
 
 "fxwrap" has the default options: a library's matmul, and kernels of the other operators. "generated" computes matmuls
-and what follows them in one kernel, "autotuned" chooses by timing; "max-autotune" is Inductor's mode. Columns: milliseconds, medians of interleaved
-rounds; their ratio to those of "fxwrap"; the memory of a call in MiB, results included; norm(difference) / norm of the
-results against float64.
+and what follows them in one kernel, "autotuned" chooses by timing; "max-autotune" is Inductor's mode. Columns:
+milliseconds, medians of interleaved rounds; their ratio to those of "fxwrap"; the memory of a call in MiB, results
+included; norm(difference) / norm of the results against float64.
 """
 
 from __future__ import annotations
