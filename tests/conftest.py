@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import platform
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator
@@ -47,17 +48,26 @@ NO_CMAKE = "needs CMake"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
+NO_PKG_CONFIG = "needs pkg-config"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NOT_LONG = "belongs to the long form: make long-test"
+NO_SANITIZER = "needs a compiler with the sanitizers of threads and addresses"
 NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
+NO_X86 = "needs an x86-64 processor"
+
+_OFTEN_MISSING = (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PKG_CONFIG, NO_PYDOT, NO_SANITIZER)
+"""What CI has, and other machines may lack."""
+
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
         *(() if LONG else (NOT_LONG,)),
-        *(() if "CI" in os.environ else (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
+        *(() if ON_X86 else (NO_X86,)),
+        *(() if "CI" in os.environ else _OFTEN_MISSING),
     }
 )
 
