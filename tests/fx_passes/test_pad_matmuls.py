@@ -194,7 +194,6 @@ def test_peak_memory_of_a_padded_matmul() -> None:
     assert len(copies) == len(VOCABULARY) and len({line.kernel for line in copies}) == 2
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_column_blocks(transposed: bool, emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
