@@ -18,11 +18,14 @@ from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_cpp(dtype: torch.dtype) -> None:
-    """Rows and keys that fill no tile, and several tiles of both."""
-    source = check(attention_kernel(rows=70, keys=133, dtype=dtype))
-    assert source.count("contract<64, ") == 2
+@pytest.mark.parametrize(
+    ("dtype", "rows", "lanes"),
+    [(torch.float32, 70, 64), (torch.float64, 70, 64), (torch.bfloat16, 70, 64), (torch.float64, 37, 48)],
+)
+def test_cpp(dtype: torch.dtype, rows: int, lanes: int) -> None:
+    """Rows and keys that fill no tile, several tiles of both, and rows of a tile that are no multiple of registers."""
+    source = check(attention_kernel(rows=rows, keys=133, dtype=dtype))
+    assert source.count(f"contract<{lanes}, ") == 2
 
 
 @pytest.mark.parametrize(
