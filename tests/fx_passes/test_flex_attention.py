@@ -433,7 +433,7 @@ def test_loops_over_blocks_in_half_precision() -> None:
 
 
 def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
-    """Compares both forms of a kernel in Triton's interpreter with the evaluator; its first inputs are block lists."""
+    """Compares forms and orders of a kernel in Triton's interpreter with the evaluator; its first inputs are lists."""
     assert isinstance(kernel, Kernel)
     names = (f"{lists}_num_blocks", f"{lists}_indices", f"full_{lists}_num_blocks", f"full_{lists}_indices")
     random = torch.Generator().manual_seed(0)
@@ -444,7 +444,10 @@ def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
     expected = {name: item.clone() for name, item in tensors.items()}
     evaluate_kernel(kernel, expected)
     for branches, loops in ((False, 2), (True, 1)):
-        printed = print_streaming_triton(kernel, StreamingConfiguration(16, 16, branches=branches))
+        configuration = StreamingConfiguration(16, 16, branches=branches, rows_last=branches)
+        printed = print_streaming_triton(kernel, configuration)
+        heads, blocks = [text.count("program % ") for text in printed.source.split("first_row = program % blocks")]
+        assert (heads > 0, blocks == 1) == (branches, branches)
         assert printed.source.count("for step in ") == loops
         assert ("if step < first_visits * tiles:" in printed.source) is branches
         results = {name: item.clone() for name, item in tensors.items()}
