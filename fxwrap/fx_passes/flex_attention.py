@@ -349,7 +349,7 @@ def _inline_literals(graph: Graph) -> None:
             continue
         with without_fake_mode():
             number = literal.item()
-        keywords = {"dtype": literal.dtype, "device": literal.device}
+        keywords: dict[str, Any] = {"dtype": literal.dtype, "device": literal.device}
         with graph.inserting_before(node):
             full = graph.call_function(_aten.full.default, ([], number), keywords)
         full.meta = node.meta
