@@ -143,8 +143,8 @@ for [i: 4, j: 4] reduce [g: 4, h: 32, p: 2] {
   %0 = bf16 load x[64*g + 2*h + p]
   %1 = f32 cast %0
   %2 = f32 mul %1 %1
-  %3 = bf16 cast %2
-  %4 = f32 cast %3
+  %3 = f32 1.0
+  %4 = f32 add %2 %3
   %5 = u8 load w[512*i + 128*j + 32*g + h]
   %6 = i64 index p
   %7 = i64 1
