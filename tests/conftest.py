@@ -114,8 +114,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
-# Tests that take half a minute run first, or one core would wait for the other at the end.
-_LONGEST = ("test_conformance.py", "test_native_threads.py", "test_cmake_export.py")
+# The longest tests run first, or one core would wait for the other at the end.
+_LONGEST = ("test_overlap.py", "test_native_threads.py", "test_cmake_export.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
