@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
 import platform
-import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Generator, Hashable, Iterator
 from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
@@ -26,17 +22,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # there are processes enough
 import hypothesis
 import pytest
 import torch
-import torch._dynamo.config
-import torch._dynamo.guards
-import torch._export.utils
-import torch._functorch._aot_autograd.runtime_wrappers as runtime_wrappers
-import torch._ops
-import torch._subclasses.fake_tensor
-import torch.fx._symbolic_trace
 from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch._functorch._aot_autograd import runtime_wrappers
 
-from tests.support.annotations import without_annotations
+import tests.support.quick_torch  # noqa: F401
 from tests.support.long_form import LONG, short_form
 
 NO_CUDA = "needs a CUDA device"
@@ -80,45 +69,6 @@ torch.set_num_threads(1)
 
 # pytest gives its handlers to each logger that does not propagate; where torch's trace has any, it is written out.
 logging.getLogger("torch.__trace").propagate = True
-
-# After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
-assert callable(torch._dynamo.guards.profile_guard_manager)
-torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
-
-# Garbage is collected by its amount (see below), not after each compile.
-assert torch._dynamo.config.run_gc_after_compile
-torch._dynamo.config.run_gc_after_compile = False
-
-# torch.export lists all composite operators for each of 28 namespaces, twice a program: 70 ms. A graph's operators are
-# listed without it. It also evaluates the annotations of a nested function for each of 500 operators: 50 ms.
-torch._export.utils._materialize_cpp_cia_ops = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
-torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py_impl)
-
-# Each fake mode keeps the stack that it was made from, for an error of two modes that meet: 5 ms with pytest's frames.
-assert torch._subclasses.fake_tensor.traceback is traceback
-torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
-
-# The tracer of make_fx replaces two methods of all modules by functions that do the same. To set attributes of a
-# class with thousands of subclasses takes milliseconds, and transformers has so many.
-_patch_method = torch.fx._symbolic_trace._Patcher.patch_method
-
-
-def _patch_other_methods(patcher: Any, owner: type, name: str, function: Callable[..., Any], **flags: bool) -> None:
-    variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    if owner is torch.nn.Module and type(variables["self"].cell_contents) is PythonKeyTracer:
-        return
-    _patch_method(patcher, owner, name, function, **flags)
-
-
-torch.fx._symbolic_trace._Patcher.patch_method = _patch_other_methods
-
-# Files of the cache are synced, so that they survive a machine that stops: 7 ms each. Those of tests need not.
-os.fsync = lambda _file: None
-
-# For a device that is not there, torch.manual_seed keeps the stack that it was called from as text: a millisecond each.
-for _devices in (torch.cuda, torch.xpu, torch.mtia):
-    if not _devices.is_available():
-        _devices.manual_seed_all = lambda _seed: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -164,8 +114,8 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
-# Tests that take half a minute run first, or one core would wait for the other at the end.
-_LONGEST = ("test_conformance.py", "test_native_threads.py", "test_cmake_export.py")
+# The longest tests run first, or one core would wait for the other at the end.
+_LONGEST = ("test_overlap.py", "test_native_threads.py", "test_cmake_export.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ from fxwrap.runtime.graph_capture.cuda_graphs import CudaGraphCapturer
 from fxwrap.wrapper_ir import Program
 from tests.distributed.cases import COLUMNS_AND_ROWS, WORLD_SIZE, Mlp, simple_fsdp
 from tests.distributed.overlap_rank import OVERLAPPED, SameBits
+from tests.support.long_form import LONG
 
 CALLS = 5
 
@@ -90,7 +91,8 @@ def check_captured_collectives(counter: Any) -> None:
 
     `counter` has the numbers of captured graphs and of replays, `recorded` and `replayed`.
     """
-    for build, trains in ((_tensor_parallel, False), (_tensor_parallel, True), (_sharded, True)):
+    more = [(_tensor_parallel, True)] if LONG else []
+    for build, trains in ((_tensor_parallel, False), *more, (_sharded, True)):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = build()

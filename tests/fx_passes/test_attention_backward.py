@@ -79,18 +79,36 @@ def _launched(planned: Planned) -> list[str]:
 @given(FORMULAS, st.booleans())
 @settings(max_examples=sample_size(25), suppress_health_check=[*QUIET, HealthCheck.large_base_example], deadline=None)
 def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
-    """Output and gradients of a traced step are as near to float64 as eager's, and no matmul is left."""
+    """Output and gradients of a traced step are as near to float64 as eager's, and no matmul is left.
+
+    In bfloat16, a gradient of few elements has twice eager's error once in thirty draws: more draws decide then.
+    """
     inputs = _gradient_and(formula.inputs(), formula)
     step = _step(formula, 4 if trains_bias and formula.bias is not None else 3)
     planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     assert not planned.calls
+    squares = torch.zeros(())
+    for seed in range(8):
+        squares = squares + _squared_errors(planned, step, _other_numbers(inputs, seed) if seed else inputs)
+        errors, eager_errors, norms = squares.sqrt().unbind(1)
+        rounding = torch.finfo(formula.dtype).eps * norms + 1e-6 * norms.max()
+        if (errors <= 1.2 * eager_errors + rounding).all():
+            return
+    raise AssertionError(f"errors {errors} of gradients of norms {norms}, and eager's {eager_errors}")
+
+
+def _squared_errors(planned: Planned, step: Callable[..., Any], inputs: list[Tensor]) -> Tensor:
+    """Returns a row for each result: the squared norms of its error, of eager's error, and of the exact result."""
     results, eager, exact = planned.run([item.clone() for item in inputs]), step(*inputs), step(*_double(inputs))
-    unit = max(float(item.norm()) for item in exact)
-    for actual, plain, reference in zip(results, eager, exact, strict=True):
-        errors = [float((item.double() - reference).norm()) for item in (actual, plain)]
-        rounding = torch.finfo(formula.dtype).eps * float(reference.norm())
-        assert errors[0] <= 1.2 * errors[1] + rounding + 1e-6 * unit
+    rows = zip(results, eager, exact, strict=True)
+    differences = [(one.double() - reference, other.double() - reference, reference) for one, other, reference in rows]
+    return torch.stack([torch.stack([item.double().square().sum() for item in row]) for row in differences])
+
+
+def _other_numbers(inputs: list[Tensor], seed: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(x.shape, generator=random).to(x.dtype) if x.is_floating_point() else x for x in inputs]
 
 
 @pytest.mark.sampled(2)

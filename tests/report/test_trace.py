@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.child_processes import child_environment, run_python
+
+# The process is forked from one in which torch has read TORCH_TRACE.
+RUN = """
+import runpy, sys, torch
+torch._logging._internal.LOG_TRACE_HANDLER.root_dir = sys.argv[2]
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 SCRIPT = """
 import torch, fxwrap
 options = {"fuse": False, "emitter": "python"}  # nothing is compiled to machine code, the bridge neither
@@ -41,11 +46,13 @@ def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
 
 
 def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "FXWRAP_CACHE_DIR": str(tmp_path / "cache")}
-    environment |= {"FXWRAP_COMPILE_CACHE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch")}
+    environment = child_environment(FXWRAP_CACHE_DIR=str(tmp_path / "cache"), FXWRAP_COMPILE_CACHE="1")
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "torch")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    subprocess.run([sys.executable, script], check=True, env=environment)
+    (tmp_path / "trace").mkdir()
+    done = run_python(["-c", RUN, script, tmp_path / "trace"], environment)
+    assert done.returncode == 0, done.stderr
     found = artifacts(tmp_path / "trace")
     names = [item["artifact"]["name"] for item, _ in found]
     for kind in ("forward", "backward"):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fxwrap.errors import ParseError
 from fxwrap.symbolic import PUNCTUATION, Token, TokenStream, quote, tokenize
+from tests.support.strategies.texts import CHARACTERS
 
 
 def _kinds(text: str) -> list[tuple[str, str]]:
@@ -117,7 +118,7 @@ def test_errors_have_line_and_column(text: str, line: int, column: int, reason: 
     assert caught.value.text == text.split("\n")[line - 1]
 
 
-@given(st.text(), st.booleans())
+@given(st.text(CHARACTERS), st.booleans())
 def test_quoted_text_round_trips(text: str, raw: bool) -> None:
     assert _kinds(quote(text, raw=raw)) == [("string", text)]
 

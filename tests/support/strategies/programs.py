@@ -52,11 +52,12 @@ from fxwrap.wrapper_ir import (
     Value,
 )
 from tests.support.samples import random_tensor
+from tests.support.strategies.texts import CHARACTERS
 
 _CPU = torch.device("cpu")
 _SYMBOL = make_symbol("s0")
 _UNARY = ("sin", "tanh", "sigmoid", "neg")
-_COMMENTS = st.text(max_size=8)
+_COMMENTS = st.text(CHARACTERS, max_size=8)
 _BINARY = ("add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default")
 
 

@@ -1,0 +1,60 @@
+"""Leaves out work of torch that no test reads, or that it repeats: imported in pytest's and in forked processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._dynamo.guards
+import torch._export.utils
+import torch._ops
+import torch._subclasses.fake_tensor
+import torch.fx._symbolic_trace
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+from tests.support.annotations import without_annotations
+
+# After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
+assert callable(torch._dynamo.guards.profile_guard_manager)
+torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
+
+# Garbage is collected by its amount (tests/conftest.py), not after each compile.
+assert torch._dynamo.config.run_gc_after_compile
+torch._dynamo.config.run_gc_after_compile = False
+
+# torch.export lists all composite operators for each of 28 namespaces, twice a program: 70 ms. A graph's operators are
+# listed without it. It also evaluates the annotations of a nested function for each of 500 operators: 50 ms.
+torch._export.utils._materialize_cpp_cia_ops = functools.cache(torch._export.utils._materialize_cpp_cia_ops)
+torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py_impl)
+
+# Each fake mode keeps the stack that it was made from, for an error of two modes that meet: 5 ms with pytest's frames.
+assert torch._subclasses.fake_tensor.traceback is traceback
+torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+
+# The tracer of make_fx replaces two methods of all modules by functions that do the same. To set attributes of a
+# class with thousands of subclasses takes milliseconds, and transformers has so many.
+_patch_method = torch.fx._symbolic_trace._Patcher.patch_method
+
+
+def _patch_other_methods(patcher: Any, owner: type, name: str, function: Callable[..., Any], **flags: bool) -> None:
+    variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if owner is torch.nn.Module and type(variables["self"].cell_contents) is PythonKeyTracer:
+        return
+    _patch_method(patcher, owner, name, function, **flags)
+
+
+torch.fx._symbolic_trace._Patcher.patch_method = _patch_other_methods
+
+# Files of the cache are synced, so that they survive a machine that stops: 7 ms each. Those of tests need not.
+os.fsync = lambda _file: None
+
+# For a device that is not there, torch.manual_seed keeps the stack that it was called from as text: a millisecond each.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda _seed: None
