@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from torch._higher_order_ops.triton_kernel_wrap import (
@@ -89,33 +88,47 @@ def interpreter_tensor_patch(
     return interpreter, "_patch_lang_tensor", extend(interpreter._patch_lang_tensor)
 
 
-_LOADING_LOCK = threading.RLock()
+_LAUNCHER_LOCK = threading.RLock()
+_ARGUMENTS = "fxwrap_arguments"
 
 
 @cache
-def separate_triton_launchers(triton_version: str) -> None:
-    """Makes Triton before 3.7 load each launcher that it compiled as a module of its own.
+def defer_triton_launchers(triton_version: str) -> None:
+    """Makes Triton before 3.7 build the launcher of a kernel when Triton first launches it.
 
-    Why: it compiles one launcher for each signature, all under one module name, and reads a function of the module
-    after loading it. fxwrap loads kernels in several threads.
+    Why: it runs a C compiler for each signature when it loads a kernel, which takes longer than the kernel itself, and
+    fxwrap launches kernels without it. Launchers are built one at a time: all modules of theirs have one name, and
+    Triton reads a function of the module after loading it.
     """
     if TorchVersion(triton_version) < "3.7":
-        build = importlib.import_module("triton.runtime.build")
-        build._load_module_from_path = load_separately(build._load_module_from_path)  # type: ignore[attr-defined]
+        for backend in importlib.import_module("triton.backends").backends.values():
+            launchers = [getattr(sys.modules[backend.driver.__module__], name, None) for name in _LAUNCHERS]
+            for launcher in filter(None, launchers):
+                build_at_first_use(launcher)
 
 
-def load_separately(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:
-    """Returns `load(name, path)` of an extension module, such that no two files share a module object.
+_LAUNCHERS = ("CudaLauncher", "HIPLauncher")
 
-    Python loads a file for the second time by copying its functions into the module that has the name at that time.
-    """
 
-    def load_new(name: str, path: str) -> ModuleType:
-        with _LOADING_LOCK:
-            sys.modules.pop(name, None)
-            return load(name, path)
+def build_at_first_use(kind: Any) -> None:
+    """Changes a class: its constructor runs when an attribute of the object is first read, in one thread at a time."""
+    build = kind.__init__
 
-    return load_new
+    def save_arguments(self: object, *arguments: object) -> None:
+        vars(self)[_ARGUMENTS] = arguments
+
+    def read(self: object, name: str) -> object:
+        with _LAUNCHER_LOCK:
+            arguments = vars(self).pop(_ARGUMENTS, None)
+            try:
+                if arguments is not None:
+                    build(self, *arguments)
+            except BaseException:
+                vars(self)[_ARGUMENTS] = arguments
+                raise
+        return object.__getattribute__(self, name)
+
+    kind.__init__, kind.__getattr__ = save_arguments, read
 
 
 def _content_index(*content: str) -> int:

@@ -70,7 +70,7 @@ def import_triton() -> ModuleType:
         raise FxwrapError(
             f"this program has a Triton kernel, and Triton cannot be imported ({missing}): install the package 'triton'"
         ) from missing
-    torch_compat.separate_triton_launchers(triton.__version__)
+    torch_compat.defer_triton_launchers(triton.__version__)
     return triton
 
 

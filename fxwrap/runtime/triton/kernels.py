@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -40,28 +40,50 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
     are compile options. Raises FxwrapError where Triton is missing, for a source without the function, and for an
     unknown option.
     """
-    constants, compile_options = split_launch_options(options)
-    has_bytes = "*u8" in signature
+    kernel = KernelText(TRITON.name, source, signature, options)
+    triton = _TritonKernel(kernel)
     import_triton()
+    return make_launcher(kernel, triton.constants, triton)
 
-    @cache
-    def on_gpu() -> Any:
-        return triton_jit_function(source, signature, options)
 
-    @cache
-    def interpreted() -> Any:
+class _TritonKernel:
+    """A kernel as Triton compiles and launches it, on GPUs and in its interpreter."""
+
+    def __init__(self, kernel: KernelText) -> None:
+        self._kernel = kernel
+        self.constants, self._options = split_launch_options(kernel.options)
+        self._has_bytes = "*u8" in kernel.signature
+
+    @cached_property
+    def _on_gpu(self) -> Any:
+        return triton_jit_function(self._kernel.source, self._kernel.signature, self._kernel.options)
+
+    @cached_property
+    def _interpreted(self) -> Any:
         with interpreter_mode():
-            return load_jit_function(source)
+            return load_jit_function(self._kernel.source)
 
-    def launch_with_triton(grid: Sequence[int], *given: torch.Tensor | float) -> object:
-        arguments = given if not has_bytes else [_as_declared(*pair) for pair in zip_longest(given, signature)]
+    def _arguments(self, arguments: Sequence[torch.Tensor | float]) -> Sequence[torch.Tensor | float]:
+        if not self._has_bytes:
+            return arguments
+        return [_as_declared(*pair) for pair in zip_longest(arguments, self._kernel.signature)]
+
+    def launch(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> object:
+        """Launches it on a GPU if there is a tensor on one, else in Triton's interpreter."""
+        arguments = tuple(self._arguments(arguments))
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
-            return on_gpu()[tuple(grid)](*arguments, **constants, **compile_options)
+            return self._on_gpu[tuple(grid)](*arguments, **self.constants, **self._options)
         with interpreter_mode(), unwrap_interpreter_errors():
-            interpreted()[tuple(grid)](*arguments, **constants)
+            self._interpreted[tuple(grid)](*arguments, **self.constants)
         return None
 
-    return make_launcher(KernelText(TRITON.name, source, signature, options), constants, launch_with_triton)
+    def compile(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> Any:
+        """Returns the kernel for these arguments, loaded on the current GPU; None if a hook of Triton refuses it."""
+        declared = self._arguments(arguments)
+        compiled = self._on_gpu.warmup(*declared, grid=tuple(grid), **self.constants, **self._options)
+        if compiled is not None:
+            _ = compiled.run  # loads it
+        return compiled
 
 
 def _as_declared(argument: torch.Tensor | float, entry: str | None) -> torch.Tensor | float:

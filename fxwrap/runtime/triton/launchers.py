@@ -1,13 +1,14 @@
 """Launchers of Triton kernels on NVIDIA GPUs through the bridge, without Triton's Python launch code.
 
-For arguments of a class without a variant, the launcher tries prebuilt variants, then Triton, which compiles and
-launches; the bridge adds the compiled variant. Triton's launch hooks only see Triton's own launches.
+For arguments of a class without a variant, the launcher adds a prebuilt one, or one that Triton compiles. Triton
+launches kernels that only it can launch, and its launch hooks only see those.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +22,17 @@ from fxwrap.runtime.triton.prebuilt import find_prebuilt_triton
 from fxwrap.runtime.triton.variants import variant_of
 
 Fallback = Callable[..., object]
-"""`fallback(grid, *tensors, *scalars)` launches by Triton and returns the compiled kernel, or None."""
+"""`fallback(grid, *tensors, *scalars)` launches."""
+
+
+class TritonCalls(Protocol):
+    """A kernel as Triton compiles and launches it, on the current GPU."""
+
+    def launch(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> object:
+        """Launches it; compiles it for the arguments if it must."""
+
+    def compile(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> Any:
+        """Returns the loaded kernel that `launch` would launch, or None."""
 
 
 class NativeLauncher(Protocol):
@@ -61,53 +72,56 @@ class NativeLauncher(Protocol):
         """Adds machine code for arguments of these classes, for GPUs that can run it."""
 
 
-def make_launcher(kernel: KernelText, constants: Collection[str], launch_with_triton: Fallback) -> Fallback:
-    """Returns the kernel's launcher, or `launch_with_triton` without an NVIDIA GPU or bridge, and in the interpreter.
+def make_launcher(kernel: KernelText, constants: Collection[str], triton: TritonCalls) -> Fallback:
+    """Returns the kernel's launcher, which is Triton's without an NVIDIA GPU or bridge, and in the interpreter.
 
     Triton launches while the bridge is compiled in the background. `constants` names the kernel's constant parameters.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None or import_triton().knobs.runtime.interpret:
-        return launch_with_triton
+        return triton.launch
     if find_bridge() is None:
-        return InterimLauncher(launch_with_triton, partial(make_native_launcher, kernel, constants, launch_with_triton))
+        return InterimLauncher(triton.launch, partial(make_native_launcher, kernel, constants, triton))
     try:
-        return make_native_launcher(kernel, constants, launch_with_triton)
+        return make_native_launcher(kernel, constants, triton)
     except NativeBuildError:
-        return launch_with_triton
+        return triton.launch
 
 
-def make_native_launcher(
-    kernel: KernelText, constants: Collection[str], launch_with_triton: Fallback
-) -> NativeLauncher:
+def make_native_launcher(kernel: KernelText, constants: Collection[str], triton: TritonCalls) -> NativeLauncher:
     """Returns the kernel's launcher. Raises NativeBuildError where the bridge cannot be built."""
-    seen: dict[int, object] = {}
+    added, is_launched_by_triton = dict[int, object](), False
 
     def fallback(grid: Sequence[int], *arguments: torch.Tensor | float) -> None:
+        nonlocal is_launched_by_triton
         if _load_prebuilt(launcher, kernel.symbol):
             launcher(grid, *arguments)
             return
         tensor = next((item for item in arguments if isinstance(item, torch.Tensor) and item.is_cuda), None)
-        if tensor is None:
-            launch_with_triton(grid, *arguments)
-            return
-        with torch.cuda.device(tensor.device):
-            compiled = launch_with_triton(grid, *arguments)
-        if compiled is not None and id(compiled) not in seen:
-            add_variant(launcher, compiled, constants, tensor.device.index)
-            seen[id(compiled)] = compiled
+        with nullcontext() if tensor is None else torch.cuda.device(tensor.device):
+            compiled = None if tensor is None or is_launched_by_triton else triton.compile(grid, *arguments)
+            if tensor is None or compiled is None or id(compiled) in added:
+                triton.launch(grid, *arguments)
+                return
+            if not add_variant(launcher, compiled, constants, tensor.device.index):
+                is_launched_by_triton = True
+                triton.launch(grid, *arguments)
+                return
+        added[id(compiled)] = compiled
+        launcher(grid, *arguments)
 
     launcher: NativeLauncher = launcher_class()(kernel.symbol, ", ".join(kernel.signature), fallback)
     return launcher
 
 
-def add_variant(launcher: NativeLauncher, compiled: Any, constants: Collection[str], device: int) -> None:
-    """Adds a kernel that Triton compiled and loaded on a device, unless only Triton can launch it."""
+def add_variant(launcher: NativeLauncher, compiled: Any, constants: Collection[str], device: int) -> bool:
+    """Adds a kernel that Triton compiled and loaded on a device; returns False where only Triton can launch it."""
     variant = variant_of(compiled, constants)
     if variant is not None:
         launcher.add_variant(
             *(variant.name, variant.threads, variant.shared, variant.classes, variant.parameter_passing, device),
             *(compiled.function, compiled),
         )
+    return variant is not None
 
 
 _LOCK = threading.Lock()

@@ -13,6 +13,7 @@ import torch
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.artifact.binaries import install_triton_binaries, write_triton
 from fxwrap.runtime.cpp_kernels import KernelText
+from fxwrap.runtime.triton import launchers
 from fxwrap.runtime.triton.binaries import collect_triton_binaries, compiled_variants
 from fxwrap.runtime.triton.launchers import make_native_launcher
 from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
@@ -24,14 +25,18 @@ CONSTANTS = {"BLOCK"}
 FILL = fill(0)
 
 
-class LaunchByTriton:
-    """Does everything of Triton's launch but the launch: it compiles for the arguments, and counts."""
+class Triton:
+    """Compiles for the arguments, and counts; `launches` counts launches."""
 
     def __init__(self, kernel: KernelText) -> None:
         self.kernel = kernel
         self.functions: list[int] = []
+        self.launches = 0
 
-    def __call__(self, grid: Sequence[int], *arguments: Any) -> Any:
+    def launch(self, _grid: Sequence[int], *_arguments: Any) -> None:
+        self.launches += 1
+
+    def compile(self, _grid: Sequence[int], *arguments: Any) -> Any:
         kernel = compiled(self.kernel, *arguments)
         if kernel.function is None:
             kernel.function = 500 + len(self.functions)
@@ -44,8 +49,8 @@ def test_each_call_selects_the_compilation_triton_would_select(
 ) -> None:
     """Triton sees a call once, and again where an argument is of another class; the bridge has the others."""
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    launch_with_triton = LaunchByTriton(FILL)
-    launch = make_native_launcher(FILL, CONSTANTS, launch_with_triton)
+    by_triton = Triton(FILL)
+    launch = make_native_launcher(FILL, CONSTANTS, by_triton)
     x, out, shifted = driver.tensor(64), driver.tensor(64), driver.tensor(64, skipped=1)
     cases: list[tuple[str, tuple[Any, ...]]] = [
         ("ppldb", (x, out, 2**31 + 8, 0.5, True)),
@@ -57,24 +62,34 @@ def test_each_call_selects_the_compilation_triton_would_select(
     for number, (kinds, arguments) in enumerate(cases):
         driver.expect(kinds)
         launch((3, 1, 1), *arguments)
-        assert len(launch_with_triton.functions) == number + 1 and driver.log() == []
+        assert len(by_triton.functions) == number + 1
+        assert driver.log()[1].startswith(f"launch {by_triton.functions[-1]} ")
         launch((3, 1, 1), *arguments)
         passed = [f"{item.data_ptr():x}" if isinstance(item, torch.Tensor) else str(item) for item in arguments]
         number = [] if arguments[2] == 1 else [passed[2]]
         wanted = [*passed[:2], *number, passed[3], str(int(arguments[4]))]
         (_, launched) = driver.log()
-        assert launched.startswith(f"launch {launch_with_triton.functions[-1]} grid 3,1,1 block 64,1,1 shared 0 ")
+        assert launched.startswith(f"launch {by_triton.functions[-1]} grid 3,1,1 block 64,1,1 shared 0 ")
         assert launched.endswith(" with " + " ".join(wanted))
-    for (kinds, arguments), function in zip(reversed(cases), reversed(launch_with_triton.functions)):
+    for (kinds, arguments), function in zip(reversed(cases), reversed(by_triton.functions)):
         driver.expect(kinds)
         launch((1, 1, 1), *arguments)
         assert driver.log()[1].startswith(f"launch {function} ")
-    assert (
-        len(launch_with_triton.functions)
-        == len(cases)
-        == launch.variant_count
-        == len(set(launch_with_triton.functions))
-    )
+    assert len(by_triton.functions) == len(cases) == launch.variant_count == len(set(by_triton.functions))
+    assert by_triton.launches == 0
+
+
+def test_triton_launches_what_only_it_can_launch(
+    driver: FakeDriver, chip: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    monkeypatch.setattr(launchers, "variant_of", lambda _compiled, _constants: None)
+    kernel = fill(300)
+    by_triton = Triton(kernel)
+    launch = make_native_launcher(kernel, CONSTANTS, by_triton)
+    for _ in range(3):
+        launch((3, 1, 1), driver.tensor(64), driver.tensor(64), 48, 0.5, True)
+    assert by_triton.launches == 3 and len(by_triton.functions) == 1 and launch.variant_count == 0
 
 
 @pytest.mark.parametrize("capability", [90, 80])
@@ -100,22 +115,22 @@ def test_saved_binaries_are_launched_without_triton(
     ]
     assert has_prebuilt_variant(there.symbol, capability) and not has_prebuilt_variant(there.symbol, 100)
 
-    launch_with_triton = LaunchByTriton(there)
-    launch = make_native_launcher(there, CONSTANTS, launch_with_triton)
+    by_triton = Triton(there)
+    launch = make_native_launcher(there, CONSTANTS, by_triton)
     with driver.chips(capability, capability):
         driver.expect("ppidb")
         for _ in range(2):
             launch((3, 1, 1), x, out, 48, 0.5, True)
         asked = [line.split()[0] for line in driver.log()]
         assert [word for word in asked if word in ("load", "launch")] == ["load", "launch", "launch"]
-        assert launch_with_triton.functions == [] and launch.variant_count == 1
+        assert by_triton.functions == [] and launch.variant_count == 1
         driver.expect("ppdb")
         launch((3, 1, 1), x, out, 1, 0.5, True)
-        assert len(launch_with_triton.functions) == 1, "arguments of other classes are Triton's"
-        again = make_native_launcher(there, CONSTANTS, launch_with_triton)
+        assert len(by_triton.functions) == 1, "arguments of other classes are Triton's"
+        again = make_native_launcher(there, CONSTANTS, by_triton)
         driver.expect("ppidb")
         again((3, 1, 1), x, out, 48, 0.5, True)
-        assert len(launch_with_triton.functions) == 1 and again.variant_count == 2
+        assert len(by_triton.functions) == 1 and again.variant_count == 2
     with pytest.raises(ValueError, match="a kernel of 5 parameters has classes for 4"):
         launch.add_variant_image("kernel", b"", b"", 90, 32, 0, bytes(4), bytes(5))
 
