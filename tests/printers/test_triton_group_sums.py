@@ -112,6 +112,13 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     assert tiles == [*int4_tiles, (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
 
 
+def test_all_stages_of_many_rows_fit_shared_memory() -> None:
+    kernel = large(64)
+    known = [item for item in configurations(kernel) if item.p]
+    assert known[0].p_block < 16 and compiled(print_triton(kernel, known[0])).metadata.shared <= 227 << 10
+    assert all(item.p_block * item.num_stages < 48 for item in known)
+
+
 def test_long_rows_of_few_columns_have_more_stages() -> None:
     first, long = configurations(large(8))[0], configurations(parse_kernel(str(large(8)).replace("g: 64", "g: 224")))[0]
     assert first == replace(long, num_stages=3, p=first.p) and long.num_stages == 4

@@ -94,6 +94,9 @@ _WIDE_BYTES_TILE = (64, 256, 4, 4)
 _SPLIT_SUM_PRODUCTS = 64
 """The number of products in a part."""
 
+_ROW_BYTES = 2
+"""The bytes of an element of the rows of such matmuls."""
+
 _MIN_GROUP_BYTES = 32
 """The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
 
@@ -197,8 +200,12 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     candidates = []
+    digits = hint(contraction.summed_count) // (count * size)
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
+        stage = block * size * (padded * digits * _ROW_BYTES + columns * len(contraction.sums))
+        if stage * (stages - 1) > _SHARED_BYTES:
+            continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
     return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
 
