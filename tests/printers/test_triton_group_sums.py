@@ -108,8 +108,15 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
         for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
     ]  # fmt: skip
     tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
-    int4_tiles = [(16, 4, True), (64, 4, True)] if rows else [(8, 2, True), (8, 1, True)]
+    int4_tiles = [(16, 4, True), (64, 4, True)] if rows else [(4, 4, True), (8, 1, True)]
     assert tiles == [*int4_tiles, (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
+
+
+def test_all_stages_of_many_rows_fit_shared_memory() -> None:
+    kernel = large(64)
+    known = [item for item in configurations(kernel) if item.p]
+    assert known[0].p_block < 16 and compiled(print_triton(kernel, known[0])).metadata.shared <= 227 << 10
+    assert all(item.p_block * item.num_stages < 48 for item in known)
 
 
 def test_long_rows_of_few_columns_have_more_stages() -> None:
