@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from fxwrap.fused_communication.split_dimensions import (
     tensor_of,
 )
 from fxwrap.fx_passes.effects import has_effect
+from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.torch_compat import OpOverload, in_fake_mode
 from fxwrap.wrapper_ir import contiguous_strides
 
@@ -91,7 +92,7 @@ def is_move(node: Node) -> bool:
 
 
 def is_divided(node: Node, region: Region) -> bool:
-    """Whether a node is a tensor with the divided dimension; others among an operator's results are equal for all parts."""
+    """Whether a node is a tensor with the divided dimension; other results of an operator are equal for all parts."""
     tensor = tensor_of(node)
     if tensor is None or region.dimensions[node] >= tensor.ndim:
         return False
@@ -276,11 +277,7 @@ class _Rewriting:
         return self.wholes[node]
 
     def _call(
-        self,
-        origin: Node,
-        target: Callable[..., Any],
-        arguments: Sequence[Any],
-        keywords: Mapping[str, Any] | None = None,
+        self, origin: Node, target: Target, arguments: Sequence[Any], keywords: Mapping[str, Any] | None = None
     ) -> Node:
         keywords = dict(keywords or {})
         node = self.graph.create_node("call_function", target, tuple(arguments), keywords, f"{origin.name}_part")

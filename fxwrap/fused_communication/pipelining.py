@@ -236,4 +236,3 @@ class _Growth:
                 continue
             remaining[node] = self.dimensions[node]
         return Region(self.parts, remaining, {node: self.operands[node] for node in remaining})
-
