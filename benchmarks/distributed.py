@@ -277,8 +277,6 @@ def build(job: Job, name: str) -> Side:
     step = job.step(name)
     progress(f"{job.name}, {name}: built")
     warm(step, job.tokens, f"{job.name}, {name}")
-    if job.tokens.is_cuda:
-        return Side(name, step, None)
     local = job.step(name, is_local=True)
     warm(local, job.tokens, f"{job.name}, {name}, local")
     return Side(name, step, local)

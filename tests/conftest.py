@@ -6,9 +6,10 @@ import functools
 import gc
 import logging
 import os
+import platform
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -36,7 +37,7 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
-from tests.support.long_form import LONG, axes, covering, sampled
+from tests.support.long_form import LONG, short_form
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -47,17 +48,26 @@ NO_CMAKE = "needs CMake"
 NO_CLANG = "needs clang++ with OpenMP, in PATH or named by FXWRAP_CLANG"
 NO_EXPECTTEST = "needs the package expecttest, which torch's operator database imports"
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
+NO_PKG_CONFIG = "needs pkg-config"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NOT_LONG = "belongs to the long form: make long-test"
+NO_SANITIZER = "needs a compiler with the sanitizers of threads and addresses"
 NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
+NO_X86 = "needs an x86-64 processor"
+
+_OFTEN_MISSING = (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PKG_CONFIG, NO_PYDOT, NO_SANITIZER)
+"""What CI has, and other machines may lack."""
+
+ON_X86 = platform.machine() in ("x86_64", "AMD64")
 
 # The only reasons for which a test may be skipped. A skip for any other reason is reported as a failure.
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
         *(() if LONG else (NOT_LONG,)),
-        *(() if "CI" in os.environ else (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PYDOT)),
+        *(() if ON_X86 else (NO_X86,)),
+        *(() if "CI" in os.environ else _OFTEN_MISSING),
     }
 )
 
@@ -172,9 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _mark_combinations_long(items: list[pytest.Item]) -> None:
     """Marks cases as long that others of the test cover, but for those on GPUs. Which remain depends on its name.
 
-    Of a test with two axes or more (`tests.support.long_form.axes`) that is not marked `every_combination`, those
-    remain in which each value occurs; each pair of values with three axes or more. Of a test marked `covering`, each
-    parameter is an axis. Of a test marked `sampled(part)`, one in `part` of these remains.
+    Those remain that `tests.support.long_form.short_form` chooses, of a test marked `sampled(part)` for that part. Of a
+    test marked `every_combination`, all remain.
     """
     families: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -182,21 +191,12 @@ def _mark_combinations_long(items: list[pytest.Item]) -> None:
             if not any(map(item.get_closest_marker, ("gpu", "long", "every_combination"))):
                 families.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, family in families.items():
-        remaining = {*_remaining(family, crc32(name.encode()))}
+        lists = [_names(mark) for mark in family[0].iter_markers("parametrize")]
+        part = getattr(family[0].get_closest_marker("sampled"), "args", (1,))[0]
+        remaining = {*short_form([*map(_parameters, family)], lists, crc32(name.encode()), part)}
         for position, item in enumerate(family):
             if position not in remaining:
                 item.add_marker(pytest.mark.long)
-
-
-def _remaining(family: list[pytest.Function], turn: int) -> Sequence[int]:
-    """Returns the positions of the cases of a test that the short form runs."""
-    cases, together = [_parameters(item) for item in family], 1
-    if not family[0].get_closest_marker("covering"):
-        cases = axes(cases, [_names(mark) for mark in family[0].iter_markers("parametrize")])
-        together = max(min(len(cases[0]), 3) - 1, 0)
-    chosen = covering(cases, turn, together) if together else range(len(family))
-    mark = family[0].get_closest_marker("sampled")
-    return chosen if mark is None else sampled(chosen, turn, min(mark.args[0], len(chosen)))
 
 
 def _names(mark: pytest.Mark) -> list[str]:

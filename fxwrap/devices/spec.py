@@ -58,6 +58,10 @@ class GemmPaddingCosts:
     chunk_column_multiple: int = 2048
     target_chunks: int = 8
 
+    def saved_bytes(self, rows: int, columns: int, products: int) -> float:
+        """Returns the saving of a matmul whose sums have so many products."""
+        return 2.0 * rows * columns * products * self.saved_bytes_per_operation
+
 
 SYMMETRIC_MEMORY = "symmetric"
 """The memory spaces "symmetric:GROUP", one for each process group: memory that all ranks of the group can access."""
@@ -89,6 +93,8 @@ class DeviceSpec:
             library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
+        generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
+            that stores unaligned rows is faster than a library's with padded rows, which are then copied.
         generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
             matmuls are faster than a library's.
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
@@ -153,6 +159,7 @@ class DeviceSpec:
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
+    generated_unaligned_products: tuple[tuple[torch.dtype, int], ...] = ()
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
@@ -196,6 +203,18 @@ class DeviceSpec:
         if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
             return False
         return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_matmul_bytes)
+
+    def generates_unaligned_matmul(self, dtype: torch.dtype, rows: object, columns: object, products: object) -> bool:
+        """Whether a kernel is faster than a library's matmul with padded rows of the result, which are then copied.
+
+        `products` is the number of products of a sum. Sizes that are no integers are never generated.
+        """
+        if not isinstance(rows, int) or not isinstance(columns, int) or not isinstance(products, int):
+            return False
+        is_unaligned = columns > 1 and columns * dtype.itemsize % ROW_ALIGNMENT != 0
+        saved = self.gemm_padding_costs.saved_bytes(rows, columns, products)
+        is_large = saved >= self.gemm_padding_costs.min_saved_bytes
+        return is_unaligned and is_large and products <= dict(self.generated_unaligned_products).get(dtype, 0)
 
     def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
         """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
@@ -276,6 +295,7 @@ CUDA = DeviceSpec(
     generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
     generated_matmul_bytes=8 << 20,
     generated_dequantised_rows=((torch.bfloat16, 16),),
+    generated_unaligned_products=((torch.bfloat16, 1024),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
@@ -284,6 +304,7 @@ CUDA = DeviceSpec(
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
+    combo_large_kernels=16,
     instructions_per_byte=4,
     float8_kernels=True,
     reserves_batch_norm_state=True,

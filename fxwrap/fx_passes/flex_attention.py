@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
@@ -41,7 +41,10 @@ from fxwrap.torch_compat import (
     in_fake_mode,
     in_tracing_fake_mode,
     map_impl,
+    without_fake_mode,
 )
+
+_aten = torch.ops.aten
 
 log = logging.getLogger("fxwrap.compile")
 
@@ -226,6 +229,7 @@ class _Call:
         try:
             for node, (operands, function) in graphs.items():
                 modules[node] = self._traced(function, operands, keeps_scatters=bool(captured))
+                _inline_literals(modules[node].graph)
                 modules[node].graph.eliminate_dead_code()
             if joint is not None and captured:
                 traced = modules[self.node.args[joint]]
@@ -334,6 +338,22 @@ class _Call:
         order = sorted(range(fake.dim()), key=lambda dim: -strides[dim])
         dense = result.to(fake.dtype).permute(order).contiguous()
         return dense.permute([order.index(dim) for dim in range(fake.dim())])
+
+
+def _inline_literals(graph: Graph) -> None:
+    """Makes numbers of a traced function calls of `full`, in place: they are tensors in memory, which kernels read."""
+    for node in graph.find_nodes(op="call_function", target=_aten.lift_fresh_copy.default):
+        source = node.args[0]
+        literal = attribute_of(source) if source.op == "get_attr" else None
+        if not isinstance(literal, Tensor) or isinstance(literal, FakeTensor) or literal.ndim or not literal.is_cpu:
+            continue
+        with without_fake_mode():
+            number = literal.item()
+        keywords: dict[str, Any] = {"dtype": literal.dtype, "device": literal.device}
+        with graph.inserting_before(node):
+            full = graph.call_function(_aten.full.default, ([], number), keywords)
+        full.meta = node.meta
+        node.replace_all_uses_with(full)
 
 
 def _with_used_lists(block_mask: tuple[Any, ...], is_trivial: bool, is_backward: bool) -> tuple[Any, ...]:

@@ -52,7 +52,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _PaddedMatmul:
-    """A matmul and its padding: the rows, terms of the inner dimension and columns that are added."""
+    """A matmul and its padding: the rows, terms of the inner dimension and columns that are added.
+
+    `is_generated` is whether a kernel is faster than a padded matmul whose result is copied.
+    """
 
     matmul: Node
     bias: Node | None
@@ -62,6 +65,7 @@ class _PaddedMatmul:
     inner_size: int
     columns: int
     costs: GemmPaddingCosts
+    is_generated: bool
 
     @property
     def operands(self) -> list[tuple[_Operand, Padding]]:
@@ -85,7 +89,9 @@ def pad_matmuls(graph: PreparedGraph, context: FxPassContext, kernels: Collectio
     views = StorageAliases(graph, context)
     matmuls = {match.matmul for match in matches}
     copies = [(match, _required_copies(match, views, matmuls, graph.flexible_stride_outputs)) for match in matches]
-    profitable = [(match, outputs) for match, outputs in copies if outputs is not None]
+    profitable = [
+        (match, outputs) for match, outputs in copies if outputs is not None and not (outputs and match.is_generated)
+    ]  # fmt: skip
     if not profitable:
         return graph
     writer = _PaddingWriter(GraphCopy(graph))
@@ -115,7 +121,7 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
     costs = spec.gemm_padding_costs
     if left is None or right is None:
         return None
-    if _estimated_saving(costs, rows, columns, inner_size) < costs.min_saved_bytes:
+    if costs.saved_bytes(*map(size_hint, (rows, columns, inner_size))) < costs.min_saved_bytes:
         return None
     padding_for = partial(_padding_for, step=ROW_ALIGNMENT // result.dtype.itemsize)
     match = _PaddedMatmul(
@@ -123,6 +129,8 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
         rows=padding_for(rows) if left.transposed else 0,
         inner_size=padding_for(inner_size) if right.transposed or not left.transposed else 0,
         columns=padding_for(columns), costs=costs,
+        is_generated=context.options.matmul_kernels == "auto"
+        and spec.generates_unaligned_matmul(result.dtype, rows, columns, inner_size),
     )  # fmt: skip
     return match if any((match.rows, match.inner_size, match.columns)) else None
 
@@ -139,13 +147,6 @@ def _stored_operand(node: Node, fakes: NodeValues) -> _Operand | None:
 def _padding_for(size: int | torch.SymInt, step: int) -> int:
     """Returns the padding of a size to a multiple of `step`; sizes of 1 and symbols are not padded."""
     return -size % step if type(size) is int and size > 1 else 0
-
-
-def _estimated_saving(costs: GemmPaddingCosts, *sizes: int | torch.SymInt) -> float:
-    operations = 2.0
-    for size in sizes:
-        operations *= size_hint(size)
-    return operations * costs.saved_bytes_per_operation
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ def _required_copies(
     ]  # fmt: skip
     cost = sum(match.costs.copy_overhead_bytes + 2 * bytes_of(fakes[node]) for node in (*copied, *outputs))
     left: Node = matmul.args[-2]  # type: ignore[assignment]
-    return outputs if _estimated_saving(match.costs, *fakes[matmul].shape, fakes[left].shape[1]) > cost else None
+    sizes = (*fakes[matmul].shape, fakes[left].shape[1])
+    return outputs if match.costs.saved_bytes(*map(size_hint, sizes)) > cost else None
 
 
 def _sliced_fake(match: _PaddedMatmul, result: FakeTensor) -> FakeTensor:

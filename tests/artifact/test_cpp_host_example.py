@@ -17,10 +17,11 @@ import torch
 import fxwrap
 from fxwrap.cli import main
 from fxwrap.runtime.native import find_compiler
+from tests.conftest import NO_CMAKE, NO_PKG_CONFIG
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp_host"
 
-pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_the_server_answers_and_replaces_its_weights(built: Path) -> None:
     assert server.returncode == 0
 
 
-@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="pkg-config is not installed")
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason=NO_PKG_CONFIG)
 def test_a_host_is_built_with_pkg_config(built: Path) -> None:
     prefix = Path(fxwrap.cmake_prefix_path)
     done = subprocess.run(

@@ -124,7 +124,6 @@ def test_results_and_written_constants(scaled: Path, tmp_path: Path, preloaded: 
 
 
 @pytest.mark.every_combination
-@pytest.mark.covering
 @pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
 @pytest.mark.parametrize(
     "x",
@@ -138,7 +137,6 @@ def test_wrong_inputs_have_the_words_of_python(scaled: Path, tmp_path: Path, x: 
     assert done.code == 3 and "\n".join(done.lines) == f"InputError: {error.value}\nalive 0"
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("preloaded", ("", LIBTORCH), ids=("cpu", "torch"))
 @pytest.mark.parametrize("size", (0, 1, 64))
 def test_sizes_outside_of_the_example_run(scaled: Path, tmp_path: Path, size: int, preloaded: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import fxwrap
 from fxwrap.options import EMITTERS
 from tests.artifact.fresh_process import run_in_fresh_process
+from tests.conftest import NO_CUDA
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def test_constants_are_restored_on_the_gpu(mmap: bool, tmp_path: Path) -> None:
 
 def test_a_program_moves_to_another_gpu(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs a CUDA device")
+        pytest.skip(NO_CUDA)
     subject, x = model(), torch.randn(32, 64, device="cuda:0")
     compiled = fxwrap.compile_graph(torch.export.export(subject, (x,)))
     compiled.save(tmp_path / "model.fxw")

@@ -24,6 +24,7 @@ from fxwrap.runtime.native import (
 )
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 from tests.artifact.test_native_host import compile_affine
+from tests.conftest import NO_CMAKE
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__path__[0])
@@ -118,7 +119,7 @@ def test_constants_are_mapped_or_copied(affine: Path, tmp_path: Path) -> None:
 # --- at::Tensor -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason=NO_CMAKE)
 def test_a_host_passes_and_receives_tensors_of_torch(affine: Path, tmp_path: Path) -> None:
     prefix = f"-DCMAKE_PREFIX_PATH={fxwrap.cmake_prefix_path}"
     for command in (["-S", HERE / "tensor_host", "-B", tmp_path, prefix], ["--build", tmp_path]):

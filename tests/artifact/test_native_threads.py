@@ -11,13 +11,14 @@ import torch
 
 import fxwrap
 from tests.artifact import sanitize
+from tests.conftest import NO_SANITIZER
 from tests.support.long_form import long_only
 
 
 @pytest.mark.parametrize("sanitizer", ("thread", long_only("address")))
 def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):
-        pytest.skip(f"the compiler has no library for -fsanitize={sanitizer}")
+        pytest.skip(NO_SANITIZER)
     runs = list(sanitize.runs(sanitizer, sanitize.Amounts(threads=16, calls=480, openings=8), tmp_path))
     assert len(runs) == 4 and not any(failure for _, failure in runs), runs
     assert runs[0][0].startswith("calls 480 wrong 0 differs 1") and runs[1][0] == "opened 8 wrong 0"
@@ -27,7 +28,7 @@ def test_threads_and_errors_under_a_sanitizer(sanitizer: str, tmp_path: Path) ->
 @pytest.mark.parametrize(("sanitizer", "command"), (("thread", "race"), ("address", "leak")))
 def test_the_sanitizers_report_defects(sanitizer: str, command: str, tmp_path: Path) -> None:
     if not sanitize.is_available(sanitizer):
-        pytest.skip(f"the compiler has no library for -fsanitize={sanitizer}")
+        pytest.skip(NO_SANITIZER)
     _, failure = sanitize.run(sanitizer, [command], tmp_path)
     assert {"race": "data race", "leak": "detected memory leaks"}[command] in failure
 

@@ -19,7 +19,6 @@ from tests.support.sample import contents
 from tests.support.samples import EXTENSIONS, SAMPLES
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_a_loaded_program_returns_the_same_results(emitter: str, dynamic: bool, tmp_path: Path) -> None:

@@ -216,7 +216,6 @@ def test_functional_tensors(tmp_path: Path, emitter: str, run: Callable[..., tup
         torch.testing.assert_close(plain, (*expected, written))
 
 
-@pytest.mark.covering
 @every_emitter
 @pytest.mark.parametrize("run", [function, writing])
 @pytest.mark.parametrize("active", [True, False], ids=["active", "inactive"])

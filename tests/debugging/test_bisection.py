@@ -80,7 +80,6 @@ def bisect(
     return fxwrap.bisect(function, tensors(training), options=options, training=training, dynamic=dynamic, **keywords)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("function", "emitter", "training", "dynamic"), [(chain, "cpp", False, False), (branched, "python", True, True)]
 )

@@ -174,7 +174,6 @@ def test_mask_rewrites(mask: Mask) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
 def test_results_match_eager(mask: Mask, training: bool, fresh_dynamo: None) -> None:

@@ -217,6 +217,28 @@ def test_one_kernel(language: str) -> None:
     torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=2e-6)
 
 
+def test_numbers_are_part_of_the_kernel() -> None:
+    """A bias of all batches is read at index 0, which is no tensor in memory and not checked."""
+    bias = torch.randn(1, HEADS, LENGTH, LENGTH)
+    compiles: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> Any:
+        compiles.append(fxwrap.compile_graph(*arguments, **keywords))
+        return compiles[-1]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + bias[0, h, m, n])
+
+    torch.compiler.reset()
+    result = torch.compile(attention, backend=make_backend(fxwrap.Options(), compile_with))(*operands())
+    torch.testing.assert_close(result, attention(*operands()), rtol=1e-5, atol=2e-6)
+    program = compiles[0].program
+    (kernel,) = program.kernels
+    assert not program.constants
+    assert len(kernel.signature) == 5
+    assert "index_error" not in kernel.source
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_few_rows_are_split_over_keys(language: str) -> None:
@@ -411,7 +433,7 @@ def test_loops_over_blocks_in_half_precision() -> None:
 
 
 def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
-    """Compares both forms of a kernel in Triton's interpreter with the evaluator; its first inputs are block lists."""
+    """Compares forms and orders of a kernel in Triton's interpreter with the evaluator; its first inputs are lists."""
     assert isinstance(kernel, Kernel)
     names = (f"{lists}_num_blocks", f"{lists}_indices", f"full_{lists}_num_blocks", f"full_{lists}_indices")
     random = torch.Generator().manual_seed(0)
@@ -422,7 +444,10 @@ def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
     expected = {name: item.clone() for name, item in tensors.items()}
     evaluate_kernel(kernel, expected)
     for branches, loops in ((False, 2), (True, 1)):
-        printed = print_streaming_triton(kernel, StreamingConfiguration(16, 16, branches=branches))
+        configuration = StreamingConfiguration(16, 16, branches=branches, rows_last=branches)
+        printed = print_streaming_triton(kernel, configuration)
+        heads, blocks = [text.count("program % ") for text in printed.source.split("first_row = program % blocks")]
+        assert (heads > 0, blocks == 1) == (branches, branches)
         assert printed.source.count("for step in ") == loops
         assert ("if step < first_visits * tiles:" in printed.source) is branches
         results = {name: item.clone() for name, item in tensors.items()}

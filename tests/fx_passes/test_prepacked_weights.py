@@ -163,7 +163,6 @@ class Block(nn.Module):
         return last * torch.sigmoid(last)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_format: torch.memory_format) -> None:

@@ -23,7 +23,6 @@ class Casts(nn.Module):
         return (x * 2).to(torch.float16).relu() + 1
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_exported_cast_fuses(emitter: str, dynamic: bool) -> None:

@@ -72,7 +72,6 @@ SEVERAL_AXES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.covering
 @pytest.mark.parametrize("case", SEVERAL_AXES)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_long_reductions_over_several_axes_are_split(case: str, dynamic: bool) -> None:

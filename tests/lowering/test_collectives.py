@@ -174,7 +174,6 @@ FORMS = (
 )  # fmt: skip
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
 def test_each_form_of_collectives_is_lines_in_every_emitter(group: str, form: Any, tracing_mode: str) -> None:

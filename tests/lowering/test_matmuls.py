@@ -81,7 +81,6 @@ def int4_linear(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.
     return torch.nn.functional.linear(x, halves.reshape(w.shape[0], -1).to(x.dtype)) * scale
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str) -> None:

@@ -348,7 +348,6 @@ MUTATING: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.covering
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", MUTATING)
 @pytest.mark.parametrize("of", ["inputs", "results"])

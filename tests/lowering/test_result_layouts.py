@@ -47,7 +47,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.covering
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("emitter", "form"), FORMS)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", CASES)

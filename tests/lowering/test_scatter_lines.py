@@ -425,7 +425,7 @@ OUT_OF_RANGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.covering
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", [4, -5])
 @pytest.mark.parametrize("called", [True, False], ids=["called", "fused"])
 @pytest.mark.parametrize("name", OUT_OF_RANGE)

@@ -91,7 +91,6 @@ def _operator_allocations(model: str, kind: str) -> tuple[Counter[int], list[Any
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
 @pytest.mark.parametrize(
     ("emitter", "model"), [("python", "gpt2"), ("python", "llama"), ("python", "resnet"), ("cpp", "gpt2")]

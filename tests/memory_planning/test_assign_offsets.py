@@ -171,7 +171,6 @@ def test_auto_counts_steps_instead_of_seconds() -> None:
     assert assign_offsets(buffers).algorithm == "search"
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("count", (500, 2_000))
 @pytest.mark.parametrize("kind", ("straight cuts", "pinwheels", "long live ranges", "short live ranges"))
 def test_full_rectangles_are_packed_at_their_known_optimum(kind: str, count: int) -> None:

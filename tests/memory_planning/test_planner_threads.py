@@ -10,6 +10,7 @@ import pytest
 
 from fxwrap.runtime.native import find_compiler, planner_library
 from tests.artifact.sanitize import is_available
+from tests.conftest import NO_SANITIZER
 
 UNITS = ("byte_flow", "exchanges", "orders", "sweep")
 
@@ -36,7 +37,7 @@ int main() {
 
 
 @pytest.mark.long  # a minute with ThreadSanitizer; `tests/artifact/test_native_threads.py` runs it briefly
-@pytest.mark.skipif(not is_available("thread"), reason="the compiler has no ThreadSanitizer that runs here")
+@pytest.mark.skipif(not is_available("thread"), reason=NO_SANITIZER)
 def test_sweeps_of_several_threads_share_no_memory(tmp_path: Path) -> None:
     folder = Path(planner_library.__file__).parent
     units = [f'#include "planning/{name}.cpp"\n' for name in UNITS]

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives  # the rules for fake tensors of its operators
 
 import fxwrap
@@ -179,9 +178,6 @@ def test_groups_without_capture_run_eagerly(capturer: CpuGraphCapturer) -> None:
     assert (capturer.recorded, capturer.replayed) == (0, 0)
 
 
-@pytest.mark.skipif(
-    not hasattr(dist.distributed_c10d._world, "comms"), reason="this torch calls nothing before it destroys groups"
-)
 def test_graphs_are_freed_before_their_groups() -> None:
     """NCCL waits for captured graphs when it destroys communicators."""
     with cpu_with_graph_capture() as capturer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from fxwrap.loop_ir import Kernel, parse_kernel, split_columns
 from fxwrap.printers.cpp import plan_contraction, print_cpp_kernel
 from fxwrap.runtime.native import NativeSource, compile_cpp
+from tests.conftest import NO_X86, ON_X86
 from tests.loop_ir.test_column_parts import statistics
 from tests.printers.cpp_kernels import check, compiled_together
 
@@ -181,7 +181,7 @@ PREFETCH = re.compile(rb"\x0f\x18[\x10-\x17\x50-\x57\x90-\x97]")
 """The instruction `prefetcht1`."""
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="it looks for an instruction")
+@pytest.mark.skipif(not ON_X86, reason=NO_X86)
 def test_columns_that_are_read_later_are_prefetched() -> None:
     """GCC omits calls of functions that only call __builtin_prefetch."""
     source = NativeSource(print_cpp_kernel(matmul(8, 96, 1024)).source, kernels=1)

@@ -18,11 +18,14 @@ from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_cpp(dtype: torch.dtype) -> None:
-    """Rows and keys that fill no tile, and several tiles of both."""
-    source = check(attention_kernel(rows=70, keys=133, dtype=dtype))
-    assert source.count("contract<64, ") == 2
+@pytest.mark.parametrize(
+    ("dtype", "rows", "lanes"),
+    [(torch.float32, 70, 64), (torch.float64, 70, 64), (torch.bfloat16, 70, 64), (torch.float64, 37, 48)],
+)
+def test_cpp(dtype: torch.dtype, rows: int, lanes: int) -> None:
+    """Rows and keys that fill no tile, several tiles of both, and rows of a tile that are no multiple of registers."""
+    source = check(attention_kernel(rows=rows, keys=133, dtype=dtype))
+    assert source.count(f"contract<{lanes}, ") == 2
 
 
 @pytest.mark.parametrize(
@@ -91,7 +94,7 @@ def test_programs_of_a_row_block_follow_each_other() -> None:
     kernel = attention_kernel(heads=3, rows=40, keys=35)
     source = _check_triton(kernel, StreamingConfiguration(16, 32, rows_last=True))
     assert source.index("program % 3") < source.index("first_row = program % blocks")
-    lengths = (4096, 16384)
+    lengths = (1024, 4096)
     long = [attention_kernel(rows=length, keys=length, width=64, dtype=torch.bfloat16) for length in lengths]
     assert [any(item.rows_last for item in streaming_configurations(kernel, int)) for kernel in long] == [False, True]
 

@@ -91,9 +91,23 @@ def test_every_configuration_is_correct() -> None:
     for rows in (0, 3):
         kernel = int4(rows)
         known = configurations(kernel)
-        assert not known[0].p and all(item.p == kernel.reduced[:1] for item in known[1:])
+        assert not known[-1].p and all(item.p == kernel.reduced[:1] for item in known[:-1])
         for item in known:
             check(kernel, item, tolerance=0.5)
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
+    """Few columns have small tiles, whose warps share out the products of a column."""
+    int8_text = replaced(PLAIN.format(row="bf16"), {"256": "4096"})
+    without_rows = {"i: 3, ": "", "4096*i + ": "", "32*i + ": ""}
+    int8_kernel = parse_kernel(int8_text if rows else replaced(int8_text, without_rows))
+    firsts = [
+        configurations(kernel, lambda size, columns=columns: {32: columns}.get(size, size))[0]
+        for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
+    ]  # fmt: skip
+    tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
+    assert tiles == [(16, 4, True), (64, 4, True), (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])

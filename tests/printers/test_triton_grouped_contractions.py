@@ -51,7 +51,6 @@ def tile(kernel: Kernel, rows_first: bool) -> Configuration:
     return Configuration((x,), (y,), 16, 16, 32, looped=True, num_stages=2, dot=True)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("text", [GROUPED, QUANTISED], ids=["bias", "dequantised"])
 @pytest.mark.parametrize("groups", [GROUPS, GROUPS.flip(0)], ids=["sorted", "in_another_order"])

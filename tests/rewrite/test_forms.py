@@ -44,7 +44,6 @@ def calls(graph_module: GraphModule, target: object) -> int:
     return sum(node.target is target for node in graph_module.graph.nodes)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
 def test_a_pattern_matches_in_every_form(form: str, tracing_mode: str) -> None:

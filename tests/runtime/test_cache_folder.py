@@ -82,7 +82,6 @@ DAMAGES: tuple[Callable[[Path], None], ...] = (
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", [*BRIDGE_LIBRARIES, cache.HASH_TABLE])
 def test_a_damaged_bridge_is_built_again(name: str, damage: Callable[[Path], None], folder: Path) -> None:

@@ -133,7 +133,6 @@ def assert_same_call(run: Callable[..., Any], function: Callable[..., Any], make
         assert (result.untyped_storage().data_ptr() == own_input.untyped_storage().data_ptr()) is aliases
 
 
-@pytest.mark.covering
 @emitters
 @pytest.mark.parametrize("name", BITS)
 def test_a_negative_or_conjugate_bit(emitter: str, name: str) -> None:
@@ -145,7 +144,6 @@ def test_a_negative_or_conjugate_bit(emitter: str, name: str) -> None:
     assert_same_call(compiled, function, lambda: plain_tensor(make_input()))
 
 
-@pytest.mark.covering
 @emitters
 @pytest.mark.parametrize("name", [name for name in BITS if "empty" not in name])
 def test_a_bit_under_torch_compile(emitter: str, name: str, fresh_dynamo: None) -> None:
@@ -237,7 +235,6 @@ def writes(x: Tensor, y: Tensor) -> Tensor:
     return x @ y
 
 
-@pytest.mark.covering
 @emitters
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_a_subclass_that_defines_nothing(emitter: str, name: str, fresh_dynamo: None) -> None:
@@ -285,7 +282,6 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@pytest.mark.covering
 @emitters
 @pytest.mark.parametrize("name", WRITES)
 def test_version_counters_of_written_inputs(emitter: str, name: str) -> None:

@@ -25,21 +25,45 @@ def sampled(items: Sequence[T], turn: int, part: int = 3) -> Sequence[T]:
     return items if LONG else items[turn % part :: part]
 
 
-def covering(cases: Sequence[Mapping[str, Hashable]], turn: int = 0, together: int = 1) -> list[int]:
+def short_form(
+    cases: Sequence[Mapping[str, Hashable]], lists: Sequence[Sequence[str]], turn: int = 0, part: int = 1
+) -> Sequence[int]:
+    """Returns the positions of the cases of a test that the short form runs: those that cover its axes (see `axes`).
+
+    These are all cases of a test with one axis; with two those in which each value occurs, with more each pair of
+    values. A `part` above 1 leaves one in `part` of so many, at least as many as the second longest axis has values:
+    only of the longest some values do not occur. They are chosen by parameter, so that the values in the rows of a
+    table also occur if they can. `turn` chooses which: others for other tests.
+    """
+    by_axis = axes(cases, lists)
+    together = min(len(by_axis[0]), 3) - 1
+    chosen = covering(by_axis, turn, together) if together > 0 else range(len(cases))
+    if part == 1:
+        return chosen
+    lengths = sorted(len({case[name] for case in by_axis}) for name in by_axis[0])
+    return covering(cases, turn, count=max(len(chosen[turn % part :: part]), *lengths[:-1], 1))
+
+
+def covering(
+    cases: Sequence[Mapping[str, Hashable]], turn: int = 0, together: int = 1, count: int | None = None
+) -> list[int]:
     """Returns positions of combinations of parameters in which each value of each parameter occurs, few of them.
 
     The next one chosen has the most values that no earlier one has, of these the one whose values occur least often so
     far: of a product of lists, as many remain as the longest list has values, and the values of the others occur about
-    equally often. Among equals, the first after position `turn`: other turns choose other combinations. `together` is
-    the number of parameters whose values occur in each combination of theirs: 2 for each pair of values.
+    equally often. Among equals, the first after position `turn`, in steps where a `count` leaves out others: other
+    turns choose other combinations. `together` is the number of parameters whose values occur in each combination of
+    theirs: 2 for each pair of values. With a `count`, so many are chosen.
     """
     values = [[*combinations(sorted(case.items(), key=_name), min(together, len(case)))] for case in cases]
-    remaining = [(position + turn) % len(values) for position in range(len(values))]
+    step = max(len(cases) // (count or len(cases) or 1), 1)
+    turned = [(position + turn) % len(values) for position in range(len(values))]
+    remaining = [position for first in range(step) for position in turned[first::step]]
     counts: Counter[Hashable] = Counter()
     chosen: list[int] = []
-    while remaining:
+    while remaining and len(chosen) != count:
         best = min(remaining, key=lambda position: _preference(values[position], counts))
-        if chosen and all(counts[item] for item in values[best]):
+        if count is None and chosen and all(counts[item] for item in values[best]):
             break
         chosen.append(best)
         remaining.remove(best)

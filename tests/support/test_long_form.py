@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations, product
 
-from tests.support.long_form import axes, covering
+from tests.support.long_form import axes, covering, short_form
 
 
 def test_a_product_needs_as_many_combinations_as_its_longest_list_has_values() -> None:
@@ -54,3 +54,38 @@ def test_axes_are_decorators_and_the_parameters_of_a_product() -> None:
     rows = [{"kind": kind, "dtype": dtype} for kind, dtype in product("st", "fb")]
     assert [{*case} for case in axes(rows, [["kind", "dtype"]])] == [{"kind", "dtype"}] * 4
     assert axes([{"device": "cpu", "emitter": "fx"}], [["device"], ["emitter"]]) == [{}]
+
+
+def test_the_short_form_covers_the_axes() -> None:
+    one = [{"case": case} for case in range(7)]
+    assert [*short_form(one, [["case"]])] == [*range(7)]
+    two = [{"case": case, "emitter": emitter} for case, emitter in product(range(7), "abcd")]
+    assert len(short_form(two, [["case"], ["emitter"]])) == 7
+    three = [case | {"dynamic": dynamic} for case, dynamic in product(two, (False, True))]
+    assert len(short_form(three, [["case"], ["emitter"], ["dynamic"]])) == 28
+
+
+def test_a_part_leaves_out_values_of_the_longest_axis_only() -> None:
+    two = [{"case": case, "emitter": emitter} for case, emitter in product(range(8), "abcd")]
+    for part, count in ((2, 4), (8, 4)):
+        for turn in range(9):
+            chosen = [two[position] for position in short_form(two, [["case"], ["emitter"]], turn, part)]
+            assert len(chosen) == len({item["case"] for item in chosen}) == count
+            assert {item["emitter"] for item in chosen} == {*"abcd"}
+
+
+def test_a_part_of_a_table_has_each_value_in_its_rows() -> None:
+    """Of rows (name, tool), of which not each combination is one."""
+    rows = [{"name": name, "tool": tool} for name, tool in product(range(6), "abcde") if (name, tool) != (2, "b")]
+    for turn in range(len(rows)):
+        chosen = [rows[position] for position in short_form(rows, [["name", "tool"]], turn, part=4)]
+        assert 7 <= len(chosen) <= 8
+        assert {item["name"] for item in chosen} == {*range(6)} and {item["tool"] for item in chosen} == {*"abcde"}
+
+
+def test_parts_of_a_list_are_spread_over_it_and_together_cover_it() -> None:
+    cases = [{"case": case} for case in range(9)]
+    chosen = [short_form(cases, [["case"]], turn, part=3) for turn in range(9)]
+    assert chosen[0] == [0, 3, 6]
+    assert {position for positions in chosen for position in positions} == {*range(9)}
+    assert [*short_form(cases[:1], [["case"]], turn=5, part=3)] == [0]

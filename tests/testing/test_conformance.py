@@ -14,7 +14,6 @@ import torch
 from fxwrap.cli import main
 from fxwrap.devices import DeviceRuntime, KernelRuntime, registered_spec
 from fxwrap.errors import CommandError, DeviceError, FxwrapError
-from fxwrap.runtime.native import find_compiler
 from fxwrap.testing.conformance import CASES, GROUPS, ConformanceCase, run_case, run_conformance
 from tests.devices import abacus, abacus_runtime
 from tests.devices.test_devices import on_abacus
@@ -129,7 +128,6 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cannot import 'no_such_package'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 def test_the_vendor_template_conforms() -> None:
     """It registers a private device with torch, which a process can do once; two processes share the cases."""
     command = ["-m", "fxwrap", "conformance", "--device", "npu", "--import", "examples.vendor_template"]
@@ -144,7 +142,6 @@ def test_the_vendor_template_conforms() -> None:
     )
 
 
-@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.long  # the vendor template is a private device too
 @pytest.mark.parametrize("emitters", [("python",), ("cpp", "fx", "interpreter")])
 def test_the_private_device_runs_a_model(emitters: tuple[str, ...]) -> None:

@@ -27,6 +27,7 @@ from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.runtime.triton.variants import make_source
 from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.user_kernels import base_function
+from tests.conftest import HAS_CUDA
 from tests.user_kernels import kernels
 from tests.user_kernels.triton_on_cpu import triton_on_cpu
 
@@ -172,7 +173,7 @@ def test_a_native_file_has_compiled_code_of_the_kernel(tmp_path: Path) -> None:
     assert languages == ["triton", "user_triton", "triton"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles the other kernels too")
+@pytest.mark.skipif(torch.cuda.is_available(), reason=HAS_CUDA)  # it compiles the others too
 def test_a_native_file_compiles_the_kernel_for_the_gpus_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "architectures_of_this_machine", lambda: ("sm_86",))
     with pytest.raises(ArtifactError) as raised:  # calls compile the others

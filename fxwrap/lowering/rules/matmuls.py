@@ -91,8 +91,12 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
         return False
     if call.tunes_matmuls:
         return rows <= MAX_TUNED_ROWS or _has_short_sums(call, left)
-    matrix_bytes = None if right is None or len(right.sizes) > 2 else product(right.sizes) * right.dtype.itemsize
-    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes)
+    if right is None or len(right.sizes) != 2:
+        return call.spec.generates_matmul(left.dtype, rows)
+    products, columns = right.sizes
+    return call.spec.generates_matmul(
+        left.dtype, rows, product(right.sizes) * right.dtype.itemsize
+    ) or call.spec.generates_unaligned_matmul(left.dtype, rows, columns, products)
 
 
 def _has_short_sums(call: OperatorCall, left: Definition) -> bool:

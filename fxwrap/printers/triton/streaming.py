@@ -35,7 +35,7 @@ from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
-from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration
+from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, row_blocks
 from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
 
@@ -48,6 +48,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
         super().__init__(kernel, configuration, limits)
         self.outer = [axis for axis in kernel.axes if axis != self.parts.row and axis not in self.parts.columns]
+        self.row_blocks = row_blocks(kernel, self.parts)
         self.leading, self.streamed = self.parts.axes[:-2], self.parts.axes[-2:]
         self.lefts: dict[int, str] = {}
         self.branch: int | None = None
@@ -124,15 +125,19 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         number = "tl.num_programs(0) - 1 - tl.program_id(0)" if self._grows_with_rows() else "tl.program_id(0)"
         self.line(f"program = {f'({number}).to(tl.int64)' if self.use_int64 else number}")
         self.line(f"blocks = tl.cdiv({size(self.parts.row.size)}, ROW_BLOCK)")
-        if not self.configuration.rows_last:
-            self.line("first_row = program % blocks * ROW_BLOCK")
-            self.line("program = program // blocks")
-        for axis in reversed(self.outer):
+        if self.configuration.rows_last:
+            self._axes_of_program([axis for axis in self.outer if axis not in self.row_blocks], scope)
+        self.line("first_row = program % blocks * ROW_BLOCK")
+        self.line("program = program // blocks")
+        self._axes_of_program([axis for axis in self.outer if axis not in scope.names], scope)
+
+    def _axes_of_program(self, axes: Sequence[Axis], scope: Scope) -> None:
+        """Prints the indices of axes, the last of which vary fastest between programs."""
+        size = self.index_printer(scope).size_operand
+        for axis in reversed(axes):
             scope.names[axis] = self.allocator.create_name(axis.name)
             self.line(f"{scope.names[axis]} = program % {size(axis.size)}")
             self.line(f"program = program // {size(axis.size)}")
-        if self.configuration.rows_last:
-            self.line("first_row = program % blocks * ROW_BLOCK")
 
     def _grows_with_rows(self) -> bool:
         """Whether elements count where a position of rows is at least that of streamed ones, as under a causal mask."""

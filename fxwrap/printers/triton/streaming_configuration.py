@@ -8,7 +8,9 @@ from typing import TypeAlias
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
+    Axis,
     Compute,
+    IndexValue,
     Kernel,
     KernelError,
     Load,
@@ -31,8 +33,8 @@ class StreamingConfiguration:
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
     `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
     `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
-    With `rows_last`, programs of one row block in all heads follow each other, else those of one head: long rows that
-    visit more than others then end together, but need the keys of more heads in the cache.
+    With `rows_last`, programs of one row block in all heads follow each other, else those of one head: rows that visit
+    more than others then come first in all heads, and the launch ends with short programs, but more keys are in use.
     """
 
     row_block: int
@@ -70,8 +72,15 @@ def streaming_configurations(
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
     other = [replace(candidates[0], branches=not branches)] if is_half else []
-    other += [replace(candidates[0], rows_last=True)] if is_half and rows >= _LONG_ROWS else []
+    length = hint(product([axis.size for axis in (parts.row, *row_blocks(kernel, parts))]))
+    other += [replace(candidates[0], rows_last=True)] if is_half and length >= _LONG_ROWS else []
     return tuple(dict.fromkeys([*candidates, *other]))
+
+
+def row_blocks(kernel: Kernel, parts: StreamingReduction) -> tuple[Axis, ...]:
+    """Returns the parallel axes of blocks of rows: positions are those of a block and of a row within it."""
+    positions = [item.index.axes() for item in kernel.operations if isinstance(item, IndexValue)]
+    return tuple([axis for axis in kernel.axes if axis != parts.row and {axis, parts.row} in positions])
 
 
 def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
@@ -98,8 +107,8 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
-_LONG_ROWS = 8192
-"""Rows so many that those of one head occupy a GPU for long."""
+_LONG_ROWS = 4096
+"""Rows so many that those of one head occupy a large part of a GPU."""
 
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""

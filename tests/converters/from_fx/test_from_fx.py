@@ -210,7 +210,6 @@ TOOL_CASES = (
 SAME_TEXT = ("operator_arguments", "exact_scalars", "scatter_and_index_put", "scan_and_map", "random_state")
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("name", TOOL_CASES)
 @torch.no_grad()

@@ -57,7 +57,6 @@ def test_an_mlp_is_functional_and_comes_back() -> None:
     assert_equal(compiled.program, fxwrap.from_fx(module))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -112,7 +112,6 @@ def _assert_same(wanted: list[torch.Tensor], actual: list[torch.Tensor]) -> None
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_writes_come_back(name: str, options: str) -> None:

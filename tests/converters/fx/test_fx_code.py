@@ -315,7 +315,6 @@ def test_constants_are_checked_too() -> None:
     assert called
 
 
-@pytest.mark.covering
 @languages
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_vmap_runs_every_slice(language: str, dim: int) -> None:
@@ -497,7 +496,6 @@ MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
 }
 
 
-@pytest.mark.covering
 @languages
 @pytest.mark.parametrize("maker", MAKERS)
 def test_accelerated_graphs_are_right_and_direct(language: str, maker: str) -> None:

@@ -124,7 +124,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.covering
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "tool"), CASES)
 @torch.no_grad()
 def test_fx_tools_preserve_outputs(name: str, tool: str) -> None:
@@ -166,7 +166,6 @@ def _prepare(captured: CapturedGraph) -> Prepared:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.covering
 @pytest.mark.parametrize(
     ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]
 )
@@ -274,7 +273,6 @@ MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("language", LANGUAGES)
 @torch.no_grad()

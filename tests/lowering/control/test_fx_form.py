@@ -80,7 +80,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.covering
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("subject", "tool"), CASES)
 @torch.no_grad()
 def test_fx_tools_preserve_results(subject: str, tool: str, emitted: Callable[[str], fxwrap.Program]) -> None:

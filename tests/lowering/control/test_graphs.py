@@ -248,7 +248,6 @@ class AllLineKinds(nn.Module):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.covering
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_an_exported_program(sign: int, dynamic: bool) -> None:

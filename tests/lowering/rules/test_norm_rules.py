@@ -175,7 +175,6 @@ _OF_CUDA = "aten._fused_rms_norm_backward.default"
 _CASES = [(name, dtype) for name in SAMPLES if name != _OF_CUDA for dtype in FLOATS]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(("name", "dtype"), _CASES, ids=[f"{name[5:]}-{str(dtype)[6:]}" for name, dtype in _CASES])
 def test_matches_eager(name: str, dtype: torch.dtype) -> None:
     check_all(name, SAMPLES[name](dtype))

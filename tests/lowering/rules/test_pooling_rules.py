@@ -123,8 +123,7 @@ _CASES = [(name, dtype) for name in SAMPLES for dtype in (FLOATS[:2] if name in 
 _CASES.append(("aten.max_pool2d_with_indices.default", torch.int64))
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.covering
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "dtype"), _CASES, ids=[f"{name[5:]}-{str(dtype)[6:]}" for name, dtype in _CASES])
 def test_matches_eager(name: str, dtype: torch.dtype) -> None:
     check_all(name, SAMPLES[name](dtype))

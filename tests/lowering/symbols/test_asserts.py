@@ -236,7 +236,6 @@ def test_positions_that_begin_at_a_number_are_checked() -> None:
     assert {error for error, _ in errors.values()} == {IndexError}
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 @pytest.mark.parametrize("number", ["size", "item"])
 def test_a_number_that_is_asserted_to_be_a_constant_is_checked(emitter: str, number: str) -> None:

@@ -37,7 +37,6 @@ INPUTS = (torch.arange(6.0).reshape(3, 2), torch.tensor(2.5), torch.tensor(3))
 VERSIONS = [pytest.param(exported, id=name) for exported, name in ((False, "compiled"), (True, "exported")) if PRINTS]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 @pytest.mark.parametrize("exported", VERSIONS)
 def test_a_graph_prints_the_same_as_eager(exported: bool, emitter: str, capsys: Any, fresh_dynamo: None) -> None:

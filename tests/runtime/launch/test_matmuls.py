@@ -74,7 +74,6 @@ class Memory:
         return self.seen[place].as_strided((rows, columns), steps).float()
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("layouts", [("by rows", "by rows"), ("by rows", "by columns"), ("by columns", "by rows"),
                                      ("by columns", "by columns"), ("padded", "padded")], ids="-".join)  # fmt: skip
 @pytest.mark.parametrize("name", _CALLS)

@@ -749,12 +749,16 @@ INLINE void contract_four(const T* left, const T* right, int64_t across, int64_t
 template <int lanes, class T>
 inline void contract(const T* left, const T* right, int64_t across, int64_t along, int64_t depth, int64_t count,
                      const T* scale, T* result) {
-  constexpr int all = lanes / Vector<T>::elements, vectors = all < VECTOR_COLUMNS ? all : VECTOR_COLUMNS;
-  constexpr int step = vectors * Vector<T>::elements;
-  for (int64_t n = 0; n < count; n += 4)
-    for (int column = 0; column < lanes; column += step)
-      contract_four<lanes, vectors>(left + column, right + n * across, across, along, depth,
-                                    scale == nullptr ? nullptr : scale + column, result + n * lanes + column);
+  constexpr int width = Vector<T>::elements, step = VECTOR_COLUMNS * width, rest = lanes % step / width;
+  for (int64_t n = 0; n < count; n += 4) {
+    int column = 0;
+    for (; column + step <= lanes; column += step)
+      contract_four<lanes, VECTOR_COLUMNS>(left + column, right + n * across, across, along, depth,
+                                           scale == nullptr ? nullptr : scale + column, result + n * lanes + column);
+    if constexpr (rest > 0)
+      contract_four<lanes, rest>(left + column, right + n * across, across, along, depth,
+                                 scale == nullptr ? nullptr : scale + column, result + n * lanes + column);
+  }
 }
 
 // --- streaming reductions of few rows ---------------------------------------------------------------------------------
