@@ -34,7 +34,7 @@ EXPAND = _aten.expand.default
 MOVES = VIEWS | {
     EXPAND, _aten.alias.default, _aten.detach.default, _aten.permute.default, _aten.select.int, _aten.slice.Tensor,
     _aten.split.Tensor, _aten.split_with_sizes.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.t.default,
-    _aten.transpose.int, _aten.unsqueeze.default, operator.getitem,
+    _aten.transpose.int, _aten.unbind.int, _aten.unsqueeze.default, operator.getitem,
 }  # fmt: skip
 """Operators without work: their results are views, or elements of a tuple."""
 
@@ -179,7 +179,7 @@ def _along(default: int) -> Callable[[Node, int, int], SplitOperands]:
     def rule(node: Node, dimension: int, parts: int) -> SplitOperands:
         operand = _operand(node)
         worked = int(_argument(node, default, "dim", 0)) % len(sizes_of(operand))
-        if node.target is _aten.select.int:
+        if node.target in (_aten.select.int, _aten.unbind.int):
             return {operand: dimension + (dimension >= worked)}
         if worked == dimension:
             raise Unsplittable(f"{node.target} works along the dimension")
@@ -285,6 +285,7 @@ _RULES: Mapping[object, _Rule] = {
     _aten.squeeze.dims: _squeeze,
     EXPAND: _expand,
     _aten.select.int: _along(1),
+    _aten.unbind.int: _along(1),
     _aten.slice.Tensor: _along(1),
     _aten.split.Tensor: _along(2),
     _aten.split_with_sizes.default: _along(2),
