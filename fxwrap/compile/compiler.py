@@ -390,16 +390,29 @@ def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) ->
 def _run_steps(
     table: Sequence[steps.CompileStep], state: steps.CompileState, context: steps.CompileContext, stages: list[Stage]
 ) -> steps.CompileState:
-    """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
-    for step in steps.steps_for(table, context.options):
-        context.events.begin_step(step.name)
-        before, state = state.program, step.run(state, context)
-        changed = state.program is not before and state.program != before
-        if changed:
-            stages.append(Stage(step.name, state.program))
-            if context.options.verify:
-                _verify_after(stages[-1])
-        context.events.end_step(step.name, changed)
+    """Runs the enabled steps and the user's passes; times them, and records each changed program.
+
+    The first and the last program are verified, and all of them if the last is wrong or a step fails: the error names
+    the first step after which the program is wrong.
+    """
+    verifies, new = context.options.verify, list[Stage]()
+    try:
+        for step in steps.steps_for(table, context.options):
+            context.events.begin_step(step.name)
+            before, state = state.program, step.run(state, context)
+            changed = state.program is not before and state.program != before
+            if changed:
+                new.append(Stage(step.name, state.program))
+            if changed and verifies and len(new) == 1:
+                verify(state.program)
+            context.events.end_step(step.name, changed)
+        if verifies and len(new) > 1:
+            verify(new[-1].program)
+    except Exception:
+        for stage in new if verifies else ():
+            _verify_after(stage)
+        raise
+    stages += new
     return state
 
 

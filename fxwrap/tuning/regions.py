@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -198,6 +199,12 @@ def group_ends(graph: Graph, fakes: Callable[[Node], Any]) -> dict[int, torch.Te
             count, rows = fakes(offsets).shape[0], fakes(left).shape[0]
             ends[placeholders.index(offsets)] = torch.arange(1, count + 1) * rows // count
     return ends
+
+
+def preserved_random_state() -> AbstractContextManager[None]:
+    """Restores the state of the random generators of the CPU and the current GPU afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices)
 
 
 def random_tensors(types: Sequence[TensorType]) -> list[torch.Tensor]:

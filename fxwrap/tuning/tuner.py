@@ -32,6 +32,7 @@ from fxwrap.tuning.regions import (
     RegionTimer,
     is_faster,
     median_seconds,
+    preserved_random_state,
     region_device,
     region_graph,
     region_inputs,
@@ -216,9 +217,12 @@ class Tuner:
         record = self._known.get(key) or self._records.read(key)
         if record is None or record.fingerprint not in (_LIBRARY, _GENERATED):
             try:
-                with without_fake_mode(), torch.no_grad():
+                with without_fake_mode(), torch.no_grad(), preserved_random_state():
                     mine, theirs = self._time_regions(programs(), inputs())
             except (FxwrapError, torch.OutOfMemoryError):
+                return None
+            except RuntimeError as error:  # of operators that refuse random inputs or CUDA graphs
+                warnings.warn(f"a choice between two programs is not timed: {error}", TuningWarning, stacklevel=2)
                 return None
             seconds, library_seconds = median_seconds(mine), median_seconds(theirs)
             choice = _GENERATED if is_faster(mine, theirs, min_gain) else _LIBRARY

@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.compile import compiler
 from fxwrap.devices import CPU, GemmPaddingCosts
+from fxwrap.errors import TuningWarning
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.lines import ExternCall, Launch, Mutate
 from fxwrap.lowering import RULES, lower_prepared
@@ -94,6 +95,23 @@ def test_a_program_that_is_slower_as_a_whole_is_not_tuned(
     again = RegionTimer()
     assert called(compiled(monkeypatch, tmp_path, again).program) == ["aten.mm.default"] * 2
     assert (timer.regions, timer.confirmations, again.confirmations) == (2, 1, 0)
+
+
+def test_timing_consumes_no_random_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    compiled(monkeypatch, tmp_path, RegionTimer((1.0, 2.0), (1.0, 2.0)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_programs_that_fail_when_they_are_timed_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(programs: object, inputs: object) -> Any:
+        raise RuntimeError("no random inputs")
+
+    with pytest.warns(TuningWarning, match="is not timed: no random inputs"):
+        result = compiled(monkeypatch, tmp_path, fail)  # type: ignore[arg-type]
+    assert called(result.program) == ["aten.mm.default"] * 2
 
 
 def test_programs_that_cannot_be_timed_as_a_whole_are_not_confirmed(

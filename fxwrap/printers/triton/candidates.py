@@ -21,6 +21,7 @@ from fxwrap.loop_ir import (
     find_grouped_contraction,
     find_grouped_sums,
     has_groups,
+    row_precision,
     split_sums,
     sum_groups,
 )
@@ -67,9 +68,13 @@ _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64
 """By the number of rows, the best one of these for matrices of many columns."""
 
 _GROUP_SUM_TILES = (
-    (64, 4, 4, 3), (16, 16, 4, 3), (32, 8, 4, 4), (64, 8, 8, 3), (32, 16, 8, 3), (16, 16, 8, 3), (64, 4, 4, 5),
+    (64, 4, 4, 3), (16, 16, 4, 3), (32, 4, 4, 3), (32, 8, 4, 3), (16, 16, 4, 4), (32, 16, 8, 3), (32, 4, 2, 4),
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
+
+_ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 2, 1), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
+"""The same of one row whose products are summed without dots: the first is the best one of many columns, the second of
+few. Sums of several matrices share the columns out."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -189,7 +194,30 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    return candidates
+    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
+
+
+def _row_group_sum_configurations(
+    contraction: ContractionForm, form: GroupedSums, hint: Hint
+) -> list[Configuration]:
+    """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups."""
+    columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
+    count = int(product([axis.size for axis in form.groups]))
+    is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
+    if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
+        return []
+    wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
+    tiles = [
+        (max(block // len(contraction.sums), 2), max(groups * _MIN_GROUP_BYTES // size, 1), warps, stages)
+        for block, groups, warps, stages in sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
+    ]  # fmt: skip
+    return [
+        Configuration(
+            y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,
+            p=form.groups, p_block=math.gcd(groups, count),
+        )
+        for block, groups, warps, stages in tiles if columns % block == 0
+    ]  # fmt: skip
 
 
 def _batched_dots(
