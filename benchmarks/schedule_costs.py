@@ -63,9 +63,12 @@ def line_seconds(line: LineBase, cluster: Cluster) -> float:
             ranks = dist.get_process_group_ranks(process_group(line.group))
             if len(ranks) == 1:
                 return 0.0
-            sizes = [sum(_bytes(values)) for values in (used(line), defined(line))]
+            operands = {value.name: value for value in used(line)}.values()  # some are read and written
+            sizes = [sum(_bytes(values)) for values in (operands, defined(line))]
             passes = 2 if "all_reduce" in line.operator else 1  # a reduce_scatter, then an all_gather
             return cluster.latency(ranks) + passes * max(sizes) / cluster.bandwidth(ranks)
+        case ExternCall(target=target) if target.startswith("aten.empty"):
+            return 0.0
         case ExternCall():
             traffic = sum(_bytes([*used(line), *defined(line)])) / cluster.memory
             return max(_operations(line) / cluster.operations, traffic)

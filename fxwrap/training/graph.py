@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.torch_compat import rename_node, storage_identity
+from fxwrap.torch_compat import OpOverload, rename_node, storage_identity
+from fxwrap.wrapper_ir.operators import operator_schema
 
 
 def erase_profiler_ranges(graph_module: GraphModule) -> None:
@@ -20,19 +21,62 @@ def erase_profiler_ranges(graph_module: GraphModule) -> None:
 
 
 def write_early(graph_module: GraphModule) -> None:
-    """Moves each write of an input to the last reader of its old content, so that new values die early."""
+    """Moves each write of an input, with the operators that compute its new value, to the last node that they need.
+
+    So an update follows the gradient that it reads, which dies there, and new values die early. An update that needs
+    the result of a collective stays behind the backward: it would end the time in which the collective can be in
+    flight; only its write moves. So does that of a vector, whose small gradient is a sum that fuses with others.
+    Readers of the old content are before the write.
+    """
     graph = graph_module.graph
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in list(graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)):
+    order = {node: (position, 0) for position, node in enumerate(graph.nodes)}
+    moved = 0
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
         target, value = node.args[0], node.args[1]
         if node.users or target.op != "placeholder":
             continue
-        readers = _readers(target, node)
-        last = max([*readers, value, target], key=order.__getitem__)
+        update = _update(value)
+        others = {*_readers(target, node), *[item for member in update for item in member.all_input_nodes]} - update
+        last = max([*others, target], key=order.__getitem__)
+        if not update or last.target is _WAIT or value.meta["val"].ndim < 2:
+            update, last = set(), max([*_readers(target, node), value, target], key=order.__getitem__)
         if last.op == "placeholder":
             continue
-        last.append(node)
-        order[node] = order[last]
+        later = [item for item in update if order[item][0] > order[last][0]]
+        for member in [*sorted(later, key=order.__getitem__), node]:
+            moved += 1
+            order[member] = (order[last][0], moved)
+    _reorder(graph_module, order)
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _update(value: Node) -> set[Node]:
+    """Returns the operators on single elements and on numbers that compute a new value, with the views between them."""
+    update, pending = set[Node](), [value]
+    while pending:
+        node = pending.pop()
+        if node not in update and node.op == "call_function" and _is_elementwise(node):
+            update.add(node)
+            pending += node.all_input_nodes
+    return update
+
+
+def _is_elementwise(node: Node) -> bool:
+    if node.target in (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default):
+        return True  # the latter reads a counter of the optimizer
+    if not isinstance(node.target, OpOverload):
+        return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
+    return torch.Tag.pointwise in node.target.tags and operator_schema(node.target).is_pure
+
+
+def _reorder(graph_module: GraphModule, order: Mapping[Node, tuple[int, int]]) -> None:
+    """Puts the nodes of a graph in an order."""
+    first, *others = sorted(graph_module.graph.nodes, key=order.__getitem__)
+    for node in others:
+        first.append(node)
+        first = node
     graph_module.recompile()
 
 

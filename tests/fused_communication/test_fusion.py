@@ -156,7 +156,7 @@ def test_sums_of_matmuls_become_one_operator_that_needs_no_copies() -> None:
 @pytest.mark.long  # `overlap_rank.py` runs fused operators on two ranks, and tests of this file compile the graphs
 def test_training_on_two_ranks(tmp_path: Path) -> None:
     """A Llama with sequence parallelism: forward and backward fuse, in every emitter."""
-    for number, results in enumerate(run_ranks("tests.fused_communication.rank", tmp_path)):
+    for number, results in enumerate(run_ranks("tests.fused_communication.rank", tmp_path, "training", "2")):
         assert results == {"training": ""}, f"rank {number}:\n" + results["training"]
 
 

@@ -16,7 +16,7 @@ from fxwrap.comparison.measure import peak_bytes
 from fxwrap.errors import InputError
 from fxwrap.lines import CallFunction, Mutate
 from fxwrap.options import Options
-from fxwrap.wrapper_ir import Value
+from fxwrap.wrapper_ir import Value, writes
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import LONG, long_only
 from tests.support.models import MODELS, SHALLOW
@@ -144,6 +144,31 @@ def test_captured_graphs_use_the_state_in_place() -> None:
     operands = {value.name for line in calls for value in line.operands if isinstance(value, Value)}
     assert capturer.replayed
     assert static == state & operands != set()
+
+
+def test_an_update_follows_its_gradient() -> None:
+    """The weights of later layers are updated before the backward of earlier ones, and their gradients die there."""
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    compiled = fxwrap.compile_step(step, (torch.randn(5, 512),), options=Options(emitter="interpreter"))
+    lines = list(compiled.compiled.program.lines())
+    matmuls = [position for position, line in enumerate(lines) if getattr(line, "target", "").startswith("aten.mm")]
+    weights = [item.name for item in compiled.compiled.program.inputs if item.name.endswith("_weight")][:4]
+    updates = [
+        next(position for position, line in enumerate(lines) if name in [value.name for value in writes(line)])
+        for name in weights
+    ]
+    assert updates == sorted(updates, reverse=True)
+    for layer in (1, 2, 3):  # each layer before it has two gradients, and the first one that of its weight
+        assert sum(position > updates[layer] for position in matmuls) == 2 * layer - 1
 
 
 @pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
