@@ -29,6 +29,7 @@ from fxwrap.fx_passes.attention_scores import (
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
+from fxwrap.fx_passes.library_attention import WHOLE
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -43,9 +44,6 @@ _aten = torch.ops.aten
 _SMALL = "two matmuls and a kernel between them are faster for these sizes"
 
 _WIDE = "two matmuls and a kernel between them are faster for heads of this width"
-
-_WHOLE = 1 << 30
-"""The block size of FlexAttention without a block mask."""
 
 _KEY = 1
 """The position of the gradient of keys."""
@@ -246,7 +244,7 @@ class AttentionRewriter:
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
         """Returns one block of all rows and keys."""
-        return (*[None] * 10, _WHOLE, _WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
+        return (*[None] * 10, WHOLE, WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
 
     def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
         """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""

@@ -7,6 +7,7 @@ the log-sum-exp of these: so they are exact where all scores of a row are a larg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
+from fxwrap.fx_passes.attention_scores import BiasedScores, ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
@@ -58,6 +59,45 @@ def score_gradients(
     """Returns the functions of a formula with a backward. Raises UnsupportedScoresError."""
     assert formula.backward is not None
     return _Builder(formula, operands, fakes, written).gradients(formula.backward)
+
+
+def biased_score_gradients(
+    query: FakeTensor, bias: FakeTensor, keys: int, dtype: torch.dtype
+) -> tuple[GraphModule, GraphModule]:
+    """Returns the functions of a backward of scores to which a bias is added, with bias and maxima as buffers.
+
+    These are the score less the maximum of its row, 0 where that is minus infinity, and the gradient of the score
+    with None for each index and a matrix of gradients of the bias in a dtype. All sizes are static.
+    """
+    return _BiasedGradients(query).relative(bias), _BiasedGradients(query).joint(bias, keys, dtype)
+
+
+class _BiasedGradients(BiasedScores):
+    def relative(self, bias: FakeTensor) -> GraphModule:
+        """Returns the graph of the score less the maximum."""
+        value, maxima = self.biased(bias), self._maxima()
+        maximum = self.call(_aten.index.Tensor, maxima, [self.indices[name] for name in ("batch", "head", "row")])
+        is_dead = self.call(_aten.eq.Scalar, maximum, -math.inf)
+        shift = self.call(_aten.masked_fill.Scalar, maximum, is_dead, 0.0)
+        module, _ = self._finish(self.call(_aten.sub.Tensor, value, shift))
+        return module
+
+    def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype) -> GraphModule:
+        """Returns the graph of the gradient, and of its matrix."""
+        gradient = self.placeholder("gradient", self.dtype)
+        self.placeholder("bias", bias)
+        self._maxima()
+        scatter = flex_scatter_operator()
+        assert scatter is not None
+        value = gradient if dtype == self.dtype else self.call(_aten._to_copy.default, gradient, dtype=dtype)
+        matrix = self.call(scatter, [*self.like.shape[:3], keys], [*self.indices.values()], value)
+        self.graph.output((gradient, *[None] * len(self.indices), matrix))
+        return GraphModule({}, self.graph)
+
+    def _maxima(self) -> Node:
+        with in_fake_mode(self.mode):
+            fake: FakeTensor = torch.empty(self.like.shape[:3], dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+        return self.placeholder("maxima", fake)
 
 
 class _Builder(ScoreFunctionBuilder):
