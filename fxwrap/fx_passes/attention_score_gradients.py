@@ -18,7 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.attention_scores import BiasedScores, ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
+from fxwrap.fx_passes.attention_scores import (
+    BiasedScores,
+    Coordinate,
+    ReadTensor,
+    ScoreFunctionBuilder,
+    UnsupportedScoresError,
+)
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
@@ -119,7 +125,7 @@ class _Builder(ScoreFunctionBuilder):
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
         empty = [None] * len(self.indices)
-        matrices = [self._matrix(passed[node], self.fakes[node].dtype) for node in backward.matrices]
+        matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
         return ScoreGradients(
             self._part([value], (start, maxima)), self._part([relative], (start,)),
             self._part([gradient, *empty, *matrices], ()), self.all_true(),
@@ -133,13 +139,28 @@ class _Builder(ScoreFunctionBuilder):
         mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
         return self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
 
-    def _matrix(self, value: Node, dtype: torch.dtype) -> Node:
+    def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""
         scatter = flex_scatter_operator()
-        sizes = [*self.operands.score_sizes(self.fakes), self.fakes[self.formula.query_key].shape[-1]]
-        if scatter is None or any(type(size) is not int for size in sizes):
-            raise UnsupportedScoresError("a gradient of its scores, whose sizes are symbolic, is read again")
+        if scatter is None:
+            raise UnsupportedScoresError("torch has no operator for gradients of its scores")
+        leading = [self._size(size, maxima, dim) for dim, size in enumerate(self.scalars[maxima].shape)]
+        sizes = [*leading, self._key_count()]
         return self.call(scatter, sizes, [*self.indices.values()], self._cast(value, dtype))
+
+    def _size(self, size: Any, buffer: Node, dim: int) -> Any:
+        """Returns a size that is a number, or that of a buffer."""
+        return size if type(size) is int else self.call(_aten.sym_size.int, buffer, dim)
+
+    def _key_count(self) -> Any:
+        """Returns the number of keys, that of a buffer if it is symbolic."""
+        size = self.fakes[self.formula.query_key].shape[-1]
+        of_keys = [
+            buffer for (_, coordinates), buffer in self.reads.items() if coordinates[-1:] == (Coordinate("key"),)
+        ]
+        if type(size) is not int and not of_keys:
+            raise UnsupportedScoresError("a gradient of its scores, whose number of keys is symbolic, is read again")
+        return size if type(size) is int else self._size(size, of_keys[0], self.scalars[of_keys[0]].ndim - 1)
 
     def _add_side(self, node: Node, passed: dict[Node, Node]) -> None:
         """Computes another value than the gradient that depends on the score."""
