@@ -5,14 +5,15 @@
     python benchmarks/epilogues.py --device cpu --dtype float32 --shapes 64x1000x256
 
 "fxwrap" has the default options: a library's matmul, and kernels of the other operators. "generated" computes matmuls
-and what follows them in one kernel; "max-autotune" is Inductor's mode. Columns: milliseconds, medians of interleaved
-rounds; their ratio to those of "fxwrap"; the memory of a call in MiB, results included; norm(difference) / norm of the
-results against float64.
+and what follows them in one kernel, "autotuned" chooses by timing; "max-autotune" is Inductor's mode. Columns:
+milliseconds, medians of interleaved rounds; their ratio to those of "fxwrap"; the memory of a call in MiB, results
+included; norm(difference) / norm of the results against float64.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ from benchmarks.results import Report, Row, add_record_option
 SIDES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "fxwrap": ("fxwrap", {}),
     "generated": ("fxwrap", {"matmul_kernels": "generated"}),
+    "autotuned": ("fxwrap", {"autotune": True}),
     "inductor": ("inductor", {}),
     "max-autotune": ("inductor", {"max_autotune": True}),
 }
@@ -102,6 +104,12 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "cross-entropy": ("8192x50304x768", "8192x32000x2048", "8192x128256x4096"),
 }
 """Rows, columns and products of a sum of the shapes that each case has by default."""
+
+
+def random_shape(generator: random.Random) -> str:
+    """Returns rows, columns and products, with columns for the heads and halves of all cases."""
+    rows, columns = generator.choice((512, 1024, 3072, 4096, 8192, 12288)), 256 * generator.randint(3, 48)
+    return f"{rows}x{columns}x{64 * generator.randint(4, 24)}"
 
 
 def operands(shape: str, device: torch.device, dtype: torch.dtype) -> Operands:
@@ -179,6 +187,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shapes", nargs="+", help="ROWSxCOLUMNSxPRODUCTS, by default some for each case")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--random", type=int, default=0, help="so many random shapes for each case instead")
     parser.add_argument("--checked", type=int, default=512, help="rows that are compared with float64")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
@@ -187,8 +196,10 @@ def main() -> None:
     chosen = parser.parse_args()
     start = time.perf_counter()
     report = Report(f"epilogues-{chosen.device}", chosen, torch.device(chosen.device))
+    generator = random.Random(0)
+    drawn = [random_shape(generator) for _ in range(chosen.random)]
     for name in chosen.cases:
-        for shape in chosen.shapes or SHAPES[name]:
+        for shape in drawn or chosen.shapes or SHAPES[name]:
             if time.perf_counter() - start <= chosen.seconds:
                 measure(name, shape, chosen, report)
 

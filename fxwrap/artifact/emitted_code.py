@@ -16,7 +16,6 @@ from fxwrap.artifact.constants import ConstantLayout, read_constants
 from fxwrap.artifact.environment import code_identity
 from fxwrap.artifact.program_text import called_operators, check_operators
 from fxwrap.converters.cpp.library import EmittedCpp, load_cpp
-from fxwrap.converters.emission import emit
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.python import EmittedPython, PythonModuleText
 from fxwrap.lines import ExtensionLine
@@ -25,20 +24,19 @@ from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import source_key
 from fxwrap.wrapper_ir import Program
 
-_ENTRIES = {"python": "emitted.py", "cpp": "emitted.cpp"}
-"""The entry of the text by emitter. FX graphs are not in files as code, since their users may rewrite them."""
+_ENTRIES: Mapping[type[EmittedProgram], str] = {EmittedPython: "emitted.py", EmittedCpp: "emitted.cpp"}
+"""The entry of the text. FX graphs are not in files as code, since their users may rewrite them."""
 
 
-def write_emitted(writer: ArchiveWriter, program: Program, emitter: str) -> dict[str, object]:
+def write_emitted(writer: ArchiveWriter, program: Program, emitted: EmittedProgram) -> dict[str, object]:
     """Adds the emitted text of a program; returns its manifest entry.
 
     None is added, and the entry is empty, for a program whose text alone does not define its run: one with vendors'
     lines, with collectives, whose ranks compare their programs, or with captured functions in C++.
     """
-    entry = _ENTRIES.get(emitter)
+    entry = _ENTRIES.get(type(emitted))
     if entry is None or communication(program) or any(isinstance(line, ExtensionLine) for line in program.lines()):
         return {}
-    emitted = emit(program, emitter)
     if isinstance(emitted, EmittedCpp) and emitted.functions:
         return {}
     writer.add_bytes(entry, emitted.source.encode())

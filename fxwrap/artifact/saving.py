@@ -22,7 +22,8 @@ from fxwrap.artifact.native_target import TARGETS
 from fxwrap.artifact.program_text import check_kernels, write_program
 from fxwrap.artifact.user_kernels import with_ordinary_kernels
 from fxwrap.converters.cpp.library import is_compiled_by_triton
-from fxwrap.converters.emitted_program import kernel_uses
+from fxwrap.converters.emission import emit
+from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.converters.fx import to_fx
 from fxwrap.devices import language_traits
 from fxwrap.errors import ArtifactError, FxwrapError, OptionError
@@ -78,7 +79,7 @@ def save_program(
         program = with_ordinary_kernels(program)
     file_path, program = Path(path), _checked(program, str(path), with_payloads=constants)
     metadata = _metadata(program, emitter, options, group_sizes, convention)
-    metadata.update({} if step is None else {"step": step})
+    metadata |= {"key": program_key(program, options)} | ({} if step is None else {"step": step})
     graph = _graph_text(program)
 
     _report_guarded_sizes(program, str(path))
@@ -108,17 +109,27 @@ def save_program(
 
 
 def program_content(
-    program: Program, label: str, *, emitter: str, options: str, plan: MemoryPlan | None, call: Mapping[str, object]
+    program: Program,
+    emitted: EmittedProgram,
+    label: str,
+    *,
+    emitter: str,
+    options: str,
+    plan: MemoryPlan | None,
+    call: Mapping[str, object],
 ) -> bytes:
     """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
-    `label` names the program in errors, `call` describes how it is called. Raises as `save_program` does.
+    `emitted` is the program in the form of its emitter, `label` names it in errors, and `call` describes how it is
+    called. Raises as `save_program` does.
     """
-    program, file = _checked(program, label, with_payloads=True), io.BytesIO()
+    unchecked, program, file = program, _checked(program, label, with_payloads=True), io.BytesIO()
+    if program is not unchecked:
+        emitted = emit(program, emitter)
     metadata = {**_metadata(program, emitter, options), "call": call}
 
     def add_code(writer: ArchiveWriter) -> dict[str, object]:
-        metadata["emitted"] = write_emitted(writer, program, emitter)
+        metadata["emitted"] = write_emitted(writer, program, emitted)
         return write_binaries(writer, program, (emitter,), reuse=True)
 
     _write_archive(file, program, plan, metadata, "", True, add_code)
@@ -239,7 +250,6 @@ def _metadata(
         "signature": signature_to_json(program, convention or CallingConvention.of_flat(program)),
         **({"groups": dict(sizes)} if sizes else {}),
         "name": program.name,
-        "key": program_key(program, options),
         "emitter": emitter,
         "options": options,
         "written_by": {**package_versions(), "python": platform.python_version()},

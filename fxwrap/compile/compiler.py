@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
+from fxwrap.compile.confirmation import is_tuning_faster
 from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.compile.inspection import record_compile, write_compile
 from fxwrap.compile.kernels import (
@@ -39,7 +40,17 @@ from fxwrap.debugging import (
     with_repro_environment,
 )
 from fxwrap.errors import GraphError, VerifyError
-from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
+from fxwrap.events import (
+    EventLog,
+    GraphCompiled,
+    GraphLowered,
+    KernelTuned,
+    MatmulTuned,
+    OperatorDeclined,
+    Recompiled,
+    passes_of,
+    step_seconds,
+)
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.lines import Launch
@@ -148,9 +159,13 @@ def _load_or_compile(
 
 
 def _compile_request(
-    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None
-) -> Compiled:
-    """Compiles a graph, and stores the result in its slot if it can be cached."""
+    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None,
+    is_region: bool = False,
+) -> Compiled:  # fmt: skip
+    """Compiles a graph, and stores the result in its slot if it can be cached.
+
+    `is_region` is whether it is a part of a graph that is compiled for timing.
+    """
     graph, options = request.graph, request.options
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     request.events.record(GraphLowered(sum([node.op == "call_function" for node in graph_module.graph.nodes])))
@@ -161,8 +176,9 @@ def _compile_request(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
         gpu_tuner() if options.autotune else None, graphs=() if history is None else history.graphs,
         signature=_signature(graph), events=request.events, compile_region=partial(_compile_region, options),
+        is_region=is_region,
     )  # fmt: skip
-    compiled, is_reproducible = _compile(context)
+    compiled, is_reproducible = _compile(_confirmed(context))
     compiled.is_reproducible = is_reproducible
     is_new = compiled_by_key is None or compiled_by_key.get(compiled.key) is not compiled
     if slot is not None and is_new and is_reproducible:
@@ -170,15 +186,35 @@ def _compile_request(
     return compiled
 
 
+def _confirmed(context: steps.CompileContext) -> steps.CompileContext:
+    """Returns the context without the tuner if the tuned program, as a whole, is slower than the one without tuning."""
+    tuner, source = context.tuner, context.prepared
+    if tuner is None or isinstance(source, Program) or not context.chooses_matmuls or not context.tuned_devices:
+        return context
+    log = EventLog("timing")  # the log of the compile has its steps once
+    timed = replace(context, options=_timing_options(context.options), compiled_by_key=None, events=log)
+    tuned, _ = _compile(timed)
+    untuned, _ = _compile(replace(timed, tuner=None))
+    for event in log.events:
+        if isinstance(event, KernelTuned | MatmulTuned):
+            context.events.record(event)
+    is_faster = is_tuning_faster(tuner, tuned, untuned, source, context.events)
+    return context if is_faster else replace(context, tuner=None)
+
+
 def _compile_region(options: Options, part: GraphModule, matmul_kernels: MatmulKernels) -> Callable[..., object]:
     """Compiles a part of a graph for timing: as emitted Python, without the user's passes."""
-    options = options.replace(
-        matmul_kernels=matmul_kernels, emitter="python", passes=(), on_graph=None, dump=None, debug=None,
-        check_values=None, check_memory=False, check_inputs=False, cuda_graphs=False, compile_cache=False,
-        profile_ranges=False, fallback="error",
-    )  # fmt: skip
+    options = _timing_options(options).replace(matmul_kernels=matmul_kernels, fallback="error")
     request = CompileRequest(part, None, options, {}, "region", (), (), EventLog("region"))
-    return _compile_request(request, None, None).flat
+    return _compile_request(request, None, None, is_region=True).flat
+
+
+def _timing_options(options: Options) -> Options:
+    """Returns the options of programs that are compiled to be timed."""
+    return options.replace(
+        emitter="python", passes=(), on_graph=None, dump=None, debug=None, check_values=None, check_memory=False,
+        check_inputs=False, cuda_graphs=False, compile_cache=False, profile_ranges=False,
+    )  # fmt: skip
 
 
 _NO_KEYWORDS = ("a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
@@ -345,24 +381,38 @@ def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) ->
     """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
     context.events.record(Recompiled(tuple(symbols.items())))
     options = context.options.replace(autotune=True, symbol_hints={**context.options.symbol_hints, **symbols})
+    tuned = replace(context, options=options, compiled_by_key=None, tuner=gpu_tuner())
     with without_fake_mode():
-        compiled, _ = _compile(replace(context, options=options, compiled_by_key=None, tuner=gpu_tuner()))
+        compiled, _ = _compile(_confirmed(tuned))
     return compiled
 
 
 def _run_steps(
     table: Sequence[steps.CompileStep], state: steps.CompileState, context: steps.CompileContext, stages: list[Stage]
 ) -> steps.CompileState:
-    """Runs the enabled steps and the user's passes; times and verifies them, and records each changed program."""
-    for step in steps.steps_for(table, context.options):
-        context.events.begin_step(step.name)
-        before, state = state.program, step.run(state, context)
-        changed = state.program is not before and state.program != before
-        if changed:
-            stages.append(Stage(step.name, state.program))
-            if context.options.verify:
-                _verify_after(stages[-1])
-        context.events.end_step(step.name, changed)
+    """Runs the enabled steps and the user's passes; times them, and records each changed program.
+
+    The first and the last program are verified, and all of them if the last is wrong or a step fails: the error names
+    the first step after which the program is wrong.
+    """
+    verifies, new = context.options.verify, list[Stage]()
+    try:
+        for step in steps.steps_for(table, context.options):
+            context.events.begin_step(step.name)
+            before, state = state.program, step.run(state, context)
+            changed = state.program is not before and state.program != before
+            if changed:
+                new.append(Stage(step.name, state.program))
+            if changed and verifies and len(new) == 1:
+                verify(state.program)
+            context.events.end_step(step.name, changed)
+        if verifies and len(new) > 1:
+            verify(new[-1].program)
+    except Exception:
+        for stage in new if verifies else ():
+            _verify_after(stage)
+        raise
+    stages += new
     return state
 
 

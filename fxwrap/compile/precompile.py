@@ -138,8 +138,8 @@ def savable_graph(
         call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}
         with without_fake_mode():  # AOTAutograd's is active
             return program_content(
-                compiled.program, f"the {compiled.program.name} graph", emitter=compiled.options.emitter,
-                options=compiled.options.text(), plan=compiled.plan, call=call,
+                compiled.program, compiled.emitted, f"the {compiled.program.name} graph",
+                emitter=compiled.options.emitter, options=compiled.options.text(), plan=compiled.plan, call=call,
             )  # fmt: skip
 
     return precompiled_graph(lambda: entry, content, load_graph)

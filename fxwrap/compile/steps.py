@@ -74,8 +74,10 @@ class CompileContext:
         graphs: the imported graph, and those after FX passes, by the name of the pass, for the option `debug`.
         signature: that of the exported program that is compiled, None for a GraphModule.
         events: the log of the compile.
-        compile_region: compiles a part of the graph, with matmuls as kernels or as library calls; None where no matmuls
-            are timed.
+        compile_region: compiles a part of the graph, with matmuls as kernels ("auto") or as library calls; None where
+            no matmuls are timed.
+        is_region: whether the graph is such a part: its matmuls are kernels where timing could choose these, and
+            nothing is chosen again.
     """
 
     prepared: PreparedGraph | Program
@@ -90,6 +92,13 @@ class CompileContext:
     signature: ExportedSignature | None = None
     events: EventLog = field(default_factory=lambda: EventLog("program"))
     compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]] | None = None
+    is_region: bool = False
+
+    @property
+    def chooses_matmuls(self) -> bool:
+        """Whether matmuls are timed as kernels beside library calls."""
+        has_tuner = self.tuner is not None and self.autotunes_now and self.compile_region is not None
+        return has_tuner and self.options.matmul_kernels == "auto" and not self.is_region
 
     @property
     def tuned_devices(self) -> frozenset[str]:
@@ -148,8 +157,10 @@ def _lower(_state: CompileState, context: CompileContext) -> CompileState:
     tuner, prepared = context.tuner, context.prepared
     if isinstance(prepared, Program):
         return CompileState(prepared)
-    if tuner is not None and context.autotunes_now:
+    if tuner is not None and context.chooses_matmuls:
         prepared = _choose_padding(prepared, tuner, context)
+    elif context.is_region and context.options.matmul_kernels == "auto":
+        prepared = prepared.unpadded or prepared  # the graph that it is a part of was padded
     lower = _lowering(prepared, context)
     lowered = lower(declined_nodes=context.declined_nodes)
     if tuner is not None and context.autotunes_now:
@@ -184,7 +195,7 @@ def _lowering(prepared: PreparedGraph, context: CompileContext) -> Callable[...,
 def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileContext) -> PreparedGraph:
     """Returns the graph in which matmuls that are faster as kernels than padded and copied stay as they were."""
     unpadded = prepared.unpadded
-    if unpadded is None or context.options.matmul_kernels != "auto" or context.compile_region is None:
+    if unpadded is None:
         return prepared
     lower = _lowering(unpadded, context)
     lowered, library = _choose_library_calls(
@@ -202,7 +213,7 @@ def _choose_accumulations(
 
     A sum is timed with all that the kernel computes which adds in `program`.
     """
-    if context.options.matmul_kernels != "auto" or context.compile_region is None:
+    if not context.chooses_matmuls or context.compile_region is None:
         return prepared
     passes = FxPassContext(context.options, RULES)
     launched = {
@@ -230,16 +241,18 @@ def _choose_library_calls(
 ) -> tuple[Lowered, frozenset[str]]:
     """Times configurations of kernels, then kernels with matmuls beside library calls.
 
-    Returns the program with the best configurations, and the matmuls, by node, for which the library is faster.
+    Returns the program with the best configurations, and the matmuls, by node, for which the library is faster. None
+    is timed if the options or `is_region` say so.
     """
     if tuner.tune(context.events):
         lowered = lower(declined_nodes=lowered.declined_nodes)
-    if context.options.matmul_kernels != "auto" or context.compile_region is None:
-        return lowered, frozenset()
     graph = prepared.graph_module.graph
-    return lowered, tuner.choose_matmuls(
-        lowered.program, graph, prepared.fakes.get, context.compile_region, context.events
-    )
+    matmuls = frozenset([name for region in matmul_regions(lowered.program, graph) for name in region.matmuls])
+    if not matmuls or not context.chooses_matmuls or context.compile_region is None:
+        return lowered, frozenset()
+    library = lower(declined_nodes=lowered.declined_nodes, library_calls=matmuls, print_kernel=print_kernel)
+    regions = matmul_regions(lowered.program, graph, library.program)
+    return lowered, tuner.choose_matmuls(regions, graph, prepared.fakes.get, context.compile_region, context.events)
 
 
 def _tune(

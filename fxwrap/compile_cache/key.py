@@ -121,7 +121,7 @@ def _check_device(device_type: str) -> None:
 def _device_text(device: torch.device, name: str) -> str:
     if device.type != CUDA.device_type or not torch.cuda.is_available():  # torch has no properties of other devices
         return name
-    known = device.index < torch.cuda.device_count()
+    known = device.index is None or device.index < torch.cuda.device_count()  # without an index, the current GPU
     gpu = torch.cuda.get_device_properties(device if known else 0)  # a fake tensor may be on a GPU the machine lacks
     return f"{name} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
 

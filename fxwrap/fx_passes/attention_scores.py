@@ -23,7 +23,7 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
-from fxwrap.torch_compat import FakeTensor, FakeTensorMode, OpOverload, in_fake_mode
+from fxwrap.torch_compat import FakeTensor, FakeTensorMode, LazyGraphModule, OpOverload, in_fake_mode
 
 _aten = torch.ops.aten
 
@@ -112,7 +112,7 @@ class _ScalarGraph:
     def _finish(self, result: Node) -> tuple[GraphModule, GraphModule]:
         """Returns the graph, and that of a mask that is all true."""
         self.graph.output((result,))
-        return GraphModule({}, self.graph), self.all_true()
+        return LazyGraphModule({}, self.graph), self.all_true()
 
     def all_true(self) -> GraphModule:
         """Returns the graph of a mask that is all true."""
@@ -123,7 +123,7 @@ class _ScalarGraph:
         node = graph.call_function(_aten.full.default, ([], True), keywords)
         node.meta["val"] = self._empty(torch.bool)
         graph.output((node,))
-        return GraphModule({}, graph)
+        return LazyGraphModule({}, graph)
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:
         keywords = {"dtype": dtype, "device": self.device}

@@ -48,15 +48,16 @@ def eliminate_common_subexpressions(graph: PreparedGraph) -> PreparedGraph:
 def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues) -> dict[Node, Node]:
     """Returns, for each redundant call, the earlier node with the same value."""
     written = written_storages(nodes, fakes)
+    storages = {node: storages_of(fakes.get(node)) for node in nodes}
     outputs = next(node for node in nodes if node.op == "output").all_input_nodes
-    returned = _storages_of_all(outputs, fakes)
+    returned = _union(storages, outputs)
     on_storage = nodes_by_storage(nodes, fakes)
     first_by_key: dict[Hashable, Node] = {}
     duplicates: dict[Node, Node] = {}
     for node in nodes:
         if not _is_candidate(node, fakes):
             continue
-        read, own = _storages_of_all(node.all_input_nodes, fakes), storages_of(fakes[node])
+        read, own = _union(storages, node.all_input_nodes), storages[node]
         if (read | own) & written:
             continue
         first = _clone_source(node, fakes, duplicates)
@@ -71,8 +72,8 @@ def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues) -> dict[Node
     return duplicates
 
 
-def _storages_of_all(nodes: Iterable[Node], fakes: NodeValues) -> set[int]:
-    return {storage for node in nodes for storage in storages_of(fakes.get(node))}
+def _union(storages: Mapping[Node, set[int]], nodes: Iterable[Node]) -> set[int]:
+    return {storage for node in nodes for storage in storages[node]}
 
 
 def _clone_source(node: Node, fakes: NodeValues, duplicates: Mapping[Node, Node]) -> Node | None:

@@ -351,8 +351,8 @@ def _may_be_slice(views: StorageAliases, node: Node) -> bool:
     if views.is_mutated(node) or views.is_returned(node) or not fake.is_contiguous():
         return False
     rows, columns = fake.shape
-    wide = fake_call(_aten.new_empty.default, (fake, [rows, 2 * columns]))
-    return views.accepts_layout(node, fake_call(_aten.slice.Tensor, (wide, 1, 0, columns)))
+    strides = [2 * columns, 1]
+    return views.accepts_layout(node, fake_call(_aten.new_empty_strided.default, (fake, [rows, columns], strides)))
 
 
 def _pack(copy: GraphCopy, members: Sequence[_PackableMatmul]) -> None:

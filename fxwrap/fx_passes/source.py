@@ -160,8 +160,11 @@ def location_of(node: Node) -> str:
     return Source(node.name, "", file, line).location
 
 
-def source_of(node: Node) -> Source:
-    """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward."""
+def source_of(node: Node, name: str = "", graph_id: int = -1) -> Source:
+    """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward.
+
+    `name` is the node's name, if it has another one in its program, and `graph_id` torch's `id` of its graph.
+    """
     trace = _stack_trace(node)
     file, line = _innermost_frame(trace)
     module_stack = _module_stack(node)
@@ -169,7 +172,7 @@ def source_of(node: Node) -> Source:
     operator, original = str(node.target).removesuffix(".default"), node.meta.get("original_aten")
     original_operator = "" if original is None else str(original).removesuffix(".default")
     return Source(
-        node.name,
+        name or node.name,
         operator,
         file,
         line,
@@ -180,6 +183,7 @@ def source_of(node: Node) -> Source:
         "" if original_operator == operator else original_operator,
         str(node.meta.get("partitioner_tag") or ""),
         trace,
+        graph_id,
     )
 
 
@@ -193,8 +197,13 @@ def _stack_trace(node: Node) -> str:
 def _module_stack(node: Node) -> tuple[tuple[str, str], ...]:
     """Returns the path and class of each module that encloses a node, without the model itself."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    entries = [(_DYNAMO_ROOT.sub("", str(path)), qualified_name(class_)) for path, class_ in stack.values()]
-    return tuple([entry for entry in entries if entry[0]])
+    return tuple([entry for path, class_ in stack.values() if (entry := _module_entry(str(path), class_))[0]])
+
+
+@bounded_cache(4096)
+def _module_entry(path: str, class_: object) -> tuple[str, str]:
+    """Returns the path and class of a module of the model, as users know them."""
+    return _DYNAMO_ROOT.sub("", path), qualified_name(class_)
 
 
 def _function_stack(node: Node) -> tuple[tuple[str, str], ...]:

@@ -142,8 +142,8 @@ class SubgraphCompiler:
         try:
             with without_fake_mode():
                 content = program_content(
-                    compiled.program, "a subgraph", emitter=compiled.options.emitter, options=compiled.options.text(),
-                    plan=compiled.plan, call={"returns_tuple": is_tuple, "key": key},
+                    compiled.program, compiled.emitted, "a subgraph", emitter=compiled.options.emitter,
+                    options=compiled.options.text(), plan=compiled.plan, call={"returns_tuple": is_tuple, "key": key},
                 )  # fmt: skip
             write_cache_file(self.folder, f"{FOLDER}/{key}.fxw", content)
         except (FxwrapError, CacheError, OSError) as error:

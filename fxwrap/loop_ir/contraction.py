@@ -187,8 +187,9 @@ def _reduces_products(kernel: Kernel, sums: _MatmulSums, later: Sequence[int]) -
 def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
     """Returns the form of a contraction whose rows select a matrix by an index that the kernel loads, or None.
 
-    `find_contraction` returns the rows of such a kernel as a batch, of which each element has its own matrix. Printers
-    that know the group of a tile of rows load the elements of its matrix once for all of them.
+    `find_contraction` returns the rows of such a kernel as a batch, of which each element has its own matrix, or as
+    columns where rows that share their elements select several matrices, as the experts of one token. Printers that
+    know the group of a tile of rows load the elements of its matrix once for all of them.
     """
     form = find_contraction(kernel)
     if form is None or form.rows or form.row_reductions:
@@ -204,10 +205,10 @@ def find_grouped_contraction(kernel: Kernel) -> ContractionForm | None:
     for group in sorted(indirect, key=lambda atom: atom.operation):
         through_group = _dependent_axes(kernel, frozenset(kernel.axes), leaves=(group.operation,))
         own = frozenset[Axis]().union(*[through_group[item.column_operand] for item in form.sums])
-        rows = tuple([axis for axis in form.batch if axis not in own])
-        if rows and not _shares_matrices(form, group.operation, columns):
-            batch = tuple([axis for axis in form.batch if axis in own])
-            return replace(form, batch=batch, rows=rows, group=group)
+        rows = tuple([axis for axis in kernel.axes if axis in (*form.batch, *form.columns) and axis not in own])
+        if rows and own.intersection(form.columns) and not _shares_matrices(form, group.operation, columns):
+            batch, own_columns = [tuple([axis for axis in axes if axis in own]) for axes in (form.batch, form.columns)]
+            return replace(form, batch=batch, rows=rows, columns=own_columns, group=group)
     return None
 
 

@@ -215,7 +215,7 @@ class Builder:
 
     def source(self, node: Node) -> Source:
         """Returns the position of a node in the program's graph and in the model's source."""
-        return replace(source_of(node), node=self.qualified(node), graph_id=self.state.graph_id)
+        return source_of(node, self.qualified(node), self.state.graph_id)
 
     def origin(self, node: Node) -> Origin:
         """Returns the origin of the lines of a node."""

@@ -78,7 +78,9 @@ def kernel_request(
 ) -> KernelRequest:
     """Returns the request to print a kernel whose compound sizes are symbols of `formulas`."""
     limits = symbol_limits(symbols, formulas)
-    hint = kernel_size_hints(symbols, kernel, formulas) if kernel.symbols else int
+    sizes = [item.extent for item in (*kernel.inputs, *kernel.outputs)]
+    is_static = not kernel.symbols and all(isinstance(size, int) for size in sizes)
+    hint = int if is_static else kernel_size_hints(symbols, kernel, formulas)
     return KernelRequest(kernel, language, device, hint, limits, name, region, is_matmul)
 
 

@@ -311,24 +311,19 @@ def peak_memory_note(program: Program, builder: Builder, nodes: Sequence[Node], 
 
 def _unfused_peak(builder: Builder, nodes: Sequence[Node], hint: Callable[[Size], int]) -> int:
     """Returns the peak if every node allocates its results, and each storage is freed after its last user."""
+    stored = {node: {storage_identity(fake): fake for fake in _tensors(builder, node)} for node in nodes}
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for other in (node, *node.all_input_nodes):
-            for fake in _tensors(builder, other):
-                last_use[storage_identity(fake)] = position
+            last_use |= dict.fromkeys(stored[other], position)
     freed_at: dict[int, list[int]] = {}
     for storage, position in last_use.items():
         freed_at.setdefault(position, []).append(storage)
-    seen = {
-        storage_identity(fake)
-        for node in nodes if node.op in ("placeholder", "get_attr")
-        for fake in _tensors(builder, node)
-    }  # fmt: skip
+    seen = {storage for node in nodes if node.op in ("placeholder", "get_attr") for storage in stored[node]}
     allocated: dict[int, int] = {}
     live = peak = 0
     for position, node in enumerate(nodes):
-        for fake in _tensors(builder, node):
-            storage = storage_identity(fake)
+        for storage, fake in stored[node].items():
             if storage not in seen:
                 seen.add(storage)
                 allocated[storage] = hint(extent_of(builder.symbols.tensor_type(fake))) * fake.dtype.itemsize

@@ -47,7 +47,7 @@ class Options:
         emitter: the emitter whose output runs.
         check_inputs: whether direct calls check dtype, device, sizes and strides of every input. Under torch.compile
             Dynamo's guards check them.
-        verify: whether the program is verified after each pass.
+        verify: whether programs are verified after the user's passes and at the end, not after lowering alone.
         decompositions: operator overload -> function; None means fxwrap's own table.
         preserve_ops: overloads ("aten.gelu.default") that stay calls: never decomposed, never fused.
         partitioner: partitions the joint graph of training; None means torch's min-cut partitioner.

@@ -156,6 +156,13 @@ class CaptureChecker:
         return {symbol.name for symbol in (*ir.symbols_used(line, *ir.Role), *types)}
 
 
+def captures_all(program: ir.Program, device_types: Collection[str]) -> bool:
+    """Whether all lines of a program can be captured, on devices of some types and without communication."""
+    checker = CaptureChecker(program, device_types)
+    verdicts = [checker(line) for line in program.body.lines if _does_work(line)]
+    return not any(isinstance(item, str) for item in verdicts)
+
+
 def _does_work(line: ir.LineBase) -> bool:
     has_effects = line.effects() or ir.defined_symbol(line) is not None or line.fields_by_role[ir.Role.BLOCK]
     return isinstance(line, _WORK) or bool(has_effects)

@@ -13,7 +13,7 @@ ChangeBody: TypeAlias = Callable[[list[str]], list[str]]
 
 
 class LazyGraphModule(torch.fx.GraphModule):
-    """A GraphModule that generates its code on `write()` instead of in its constructor, and is called as any module.
+    """A GraphModule that generates its code on `write()`, or at its first call, instead of in its constructor.
 
     Whoever returns one to a caller writes it before, so that torch's tools get an ordinary GraphModule.
 
@@ -40,6 +40,11 @@ class LazyGraphModule(torch.fx.GraphModule):
         for module in self.modules():
             if isinstance(module, LazyGraphModule) and module.__dict__.pop("_needs_codegen", False):
                 module.recompile()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the first call; the generated code replaces this method."""
+        self.write()
+        return self(*arguments, **keywords)
 
 
 def direct_state(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:

@@ -11,8 +11,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -23,10 +24,10 @@ from fxwrap.loop_ir import FLOAT8
 from fxwrap.lowering.rules import MATMUL_RULES
 from fxwrap.runtime.native import cpu_description
 from fxwrap.tuning.task import argument_set_count
-from fxwrap.wrapper_ir import Program, Value
+from fxwrap.wrapper_ir import Program, TensorType, Value
 
 MIN_GAIN = 0.03
-"""The relative gain over the library that a generated matmul must have, beyond the spread of the samples."""
+"""The relative gain over the library that a generated matmul must have, in most pairs of samples."""
 
 _ROUNDS = 9
 _MAX_CALLS = 16
@@ -41,9 +42,9 @@ RegionTimer: TypeAlias = Callable[[Sequence[RegionProgram], RegionInputs], list[
 
 @dataclass(frozen=True)
 class MatmulRegion:
-    """Equal launches of a kernel with matmuls: `nodes` are those of the first launch, `matmuls` those of all launches.
+    """Equal groups of launches with matmuls, and the kernels of other operators that a choice between forms changes.
 
-    `kernel` is the hash of the kernel.
+    `nodes` are those of the first group, `matmuls` those of all groups; `kernel` has the hashes of its kernels.
     """
 
     kernel: str
@@ -51,26 +52,61 @@ class MatmulRegion:
     matmuls: frozenset[str]
 
 
-def matmul_regions(program: Program, graph: Graph) -> list[MatmulRegion]:
-    """Returns the regions of the kernels with matmuls of a program that was lowered from a graph, in order."""
-    hashes = {kernel.name: kernel.hash for kernel in program.kernels}
+def matmul_regions(program: Program, graph: Graph, library: Program | None = None) -> list[MatmulRegion]:
+    """Returns the regions of the kernels with matmuls of a program that was lowered from a graph, in order.
+
+    `library` is the program in which these matmuls are library calls. Its kernels that compute nodes of a region are
+    part of it with all their nodes, since a program in which the matmul is a kernel computes these otherwise.
+    """
     names = {node.name for node in graph.nodes if node.op == "call_function" and str(node.target) in MATMUL_RULES}
+    others = [] if library is None else [(_kernels(library, [item]), _nodes([item])) for item in _launches(library)]
     regions: dict[str, MatmulRegion] = {}
-    computed: set[tuple[str, ...]] = set()
-    for line in program.lines():
-        if not isinstance(line, Launch) or line.origin is None or names.isdisjoint(line.origin.nodes):
+    for group in _launch_groups(program):
+        own = _nodes(group)
+        matmuls = frozenset(names.intersection(own))
+        if not matmuls:
             continue
-        if not _reads_numbers(line):
-            continue  # it counts the rows of groups
-        if line.origin.nodes in computed:
-            continue  # it combines parts of rows that another launch has reduced
-        computed.add(line.origin.nodes)
-        matmuls = frozenset(names.intersection(line.origin.nodes))
-        key = hashes[line.kernel]
-        first = regions.get(key)
-        nodes, known = (line.origin.nodes, frozenset[str]()) if first is None else (first.nodes, first.matmuls)
-        regions[key] = MatmulRegion(key, nodes, known | matmuls)
+        replaced = [(kernel, nodes) for kernel, nodes in others if not own.keys().isdisjoint(nodes)]
+        key = " ".join([_kernels(program, group), *[kernel for kernel, _ in replaced]])
+        nodes = tuple(dict.fromkeys([*own, *[node for _, items in replaced for node in items]]))
+        first = regions.get(key, MatmulRegion(key, nodes, frozenset()))
+        regions[key] = replace(first, matmuls=first.matmuls | matmuls)
     return list(regions.values())
+
+
+def _kernels(program: Program, launches: Sequence[Launch]) -> str:
+    """Returns the hashes of launched kernels, as text."""
+    return "+".join([program.kernel(line.kernel).hash for line in launches])
+
+
+def _launches(program: Program) -> list[Launch]:
+    return [line for line in program.lines() if isinstance(line, Launch) and line.origin is not None]
+
+
+def _nodes(launches: Iterable[Launch]) -> dict[str, None]:
+    """Returns the nodes that launches compute, in order."""
+    return {node: None for line in launches if line.origin is not None for node in line.origin.nodes}
+
+
+def _launch_groups(program: Program) -> list[list[Launch]]:
+    """Returns launches, together where one reads values of another that are no node's results: parts of sums.
+
+    Launches that count the rows of groups, for all matmuls of these, are left out.
+    """
+    groups: list[list[Launch]] = []
+    group_of: dict[Value, list[Launch]] = {}
+    for line in filter(_reads_numbers, _launches(program)):
+        read = [group_of[item] for item in line.arguments if isinstance(item, Value) and item in group_of]
+        merged = [item for number, item in enumerate(read) if all(item is not other for other in read[:number])]
+        group = [*[launch for item in merged for launch in item], line]
+        if merged:
+            groups = [item for item in groups if all(item is not other for other in merged)]
+            group_of |= {value: group for value, item in group_of.items() if any(item is other for other in merged)}
+        groups.append(group)
+        assert line.origin is not None, "a launch of a graph's node"
+        results = zip(line.outs, line.origin.results, strict=False)
+        group_of |= {value: group for value, (node, _) in results if not node}
+    return groups
 
 
 def _reads_numbers(line: Launch) -> bool:
@@ -129,57 +165,77 @@ def _is_static(fake: torch.Tensor) -> bool:
 
 def region_inputs(part: GraphModule) -> list[list[torch.Tensor]]:
     """Returns sets of random inputs of a region, in more copies than fit the cache."""
-    fakes = [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
-    needed = sum(_extent(fake) * fake.dtype.itemsize for fake in fakes)
-    device = fakes[0].device
+    nodes = part.graph.find_nodes(op="placeholder")
+    first = random_tensors([_type_of(node) for node in nodes])
+    for position, ends in group_ends(part.graph, lambda node: node.meta["val"]).items():
+        first[position].copy_(ends)
+    return input_sets(first)
+
+
+def _type_of(node: Node) -> TensorType:
+    """Returns the type of an input of a region, whose fake tensor is static."""
+    fake = node.meta["val"]
+    return TensorType(fake.dtype, tuple(fake.shape), fake.stride(), fake.device)
+
+
+def input_sets(first: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns a set of inputs and copies of it, more than fit the cache."""
+    needed, device = sum([item.untyped_storage().nbytes() for item in first]), first[0].device
     if device.type == CUDA.device_type:
         cache, free = torch.cuda.get_device_properties(device).L2_cache_size, torch.cuda.mem_get_info(device)[0]
     else:
         cache, free = _CPU_CACHE_BYTES, 4 * _CPU_CACHE_BYTES + 4 * needed
-    first = [_random(fake) for fake in fakes]
-    for node, ends in _group_ends(part).items():
-        first[[*part.graph.find_nodes(op="placeholder")].index(node)].copy_(ends)
     count = argument_set_count(needed, cache, free)
-    return [first, *[[torch.clone(item) for item in first] for _ in range(count - 1)]]
+    return [[*first], *[[torch.clone(item) for item in first] for _ in range(count - 1)]]
 
 
-def _group_ends(part: GraphModule) -> dict[Node, torch.Tensor]:
-    """Returns the ends of groups of equal size, for the inputs that have the ends of a grouped matmul's groups."""
-    ends: dict[Node, torch.Tensor] = {}
-    for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
+def group_ends(graph: Graph, fakes: Callable[[Node], Any]) -> dict[int, torch.Tensor]:
+    """Returns the ends of groups of equal size, by the position of the input that has those of a grouped matmul."""
+    placeholders = graph.find_nodes(op="placeholder")
+    ends: dict[int, torch.Tensor] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
         left, offsets = node.args[0], node.args[2] if len(node.args) > 2 else None
         if isinstance(offsets, Node) and offsets.op == "placeholder":
-            count, rows = offsets.meta["val"].shape[0], left.meta["val"].shape[0]
-            ends[offsets] = torch.arange(1, count + 1) * rows // count
+            count, rows = fakes(offsets).shape[0], fakes(left).shape[0]
+            ends[placeholders.index(offsets)] = torch.arange(1, count + 1) * rows // count
     return ends
 
 
-def _extent(fake: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True) if size)
+def preserved_random_state() -> AbstractContextManager[None]:
+    """Restores the state of the random generators of the CPU and the current GPU afterwards."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices)
 
 
-def _random(fake: torch.Tensor) -> torch.Tensor:
-    """Returns random floats, and zeros, which are valid indices, in other dtypes."""
-    flat = torch.zeros(_extent(fake), dtype=fake.dtype, device=fake.device)
-    if fake.dtype in FLOAT8:
+def random_tensors(types: Sequence[TensorType]) -> list[torch.Tensor]:
+    """Returns tensors of static types: random floats, and zeros, which are valid indices, in other dtypes."""
+    return [_random(item) for item in types]
+
+
+def _random(item: TensorType) -> torch.Tensor:
+    sizes, strides = [tuple(map(int, numbers)) for numbers in (item.sizes, item.strides)]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True) if size)
+    flat = torch.zeros(extent, dtype=item.dtype, device=item.device)
+    if item.dtype in FLOAT8:
         flat.copy_(2 * torch.rand(flat.shape, device=flat.device) - 1)
-    elif fake.dtype.is_floating_point:
+    elif item.dtype.is_floating_point:
         flat.uniform_(-1, 1)
-    return flat.as_strided(fake.shape, fake.stride())
+    return flat.as_strided(sizes, strides)
 
 
-def is_faster(samples: Sequence[float], library: Sequence[float]) -> bool:
-    """Whether a generated kernel is faster than the library by more than `MIN_GAIN`, in most pairs of samples."""
-    if not samples or not library:
+def is_faster(samples: Sequence[float], others: Sequence[float], min_gain: float = MIN_GAIN) -> bool:
+    """Whether a program is faster than another by at least `min_gain`, in three of four pairs of samples."""
+    if not samples or not others:
         return False
-    ratio = statistics.median([mine / theirs for mine, theirs in zip(samples, library, strict=True)])
-    return ratio * (1 + MIN_GAIN) <= 1
+    ratios = sorted([mine / theirs for mine, theirs in zip(samples, others, strict=True)])
+    return ratios[3 * len(ratios) // 4] * (1 + min_gain) <= 1
 
 
 def time_alternatives(programs: Sequence[RegionProgram], inputs: RegionInputs) -> list[list[float]]:
     """Returns samples of the seconds of a call of each program; the programs run in turn.
 
-    On a CUDA device, each sample is the replay of a CUDA graph of calls with all sets of inputs.
+    On a CUDA device, each sample is the replay of a CUDA graph of calls with all sets of inputs, after a replay that is
+    not timed: the program itself, not the one before it, determines cache, clock and power.
     """
     device = inputs[0][0].device
     count = min(max(len(inputs), 4), _MAX_CALLS)
@@ -220,16 +276,15 @@ def _time_captured(programs: Sequence[RegionProgram], inputs: RegionInputs, coun
                     program(*inputs[call % len(inputs)])
             graphs.append(graph)
         samples: list[list[float]] = [[] for _ in programs]
-        for number in range(-1, _ROUNDS):
+        for number in range(_ROUNDS):
             for position in _rotated(len(programs), number):
-                seconds = _replay_seconds(graphs[position], stream)
-                if number >= 0:  # the first round warms up
-                    samples[position].append(seconds / count)
+                samples[position].append(_replay_seconds(graphs[position], stream) / count)
     return samples
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
     events: list[torch.cuda.Event] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+    graph.replay()
     events[0].record()
     graph.replay()
     events[1].record()
@@ -246,9 +301,14 @@ def region_key(region: MatmulRegion, part: GraphModule, environment: Sequence[st
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 
-def region_device(part: GraphModule) -> str:
-    """Returns the name of the device of a region; for a CPU, with the number of threads."""
-    device = part.graph.find_nodes(op="placeholder")[0].meta["val"].device
+def region_device(part: GraphModule) -> torch.device:
+    """Returns the device of a region."""
+    device: torch.device = part.graph.find_nodes(op="placeholder")[0].meta["val"].device
+    return device
+
+
+def timed_device_name(device: torch.device) -> str:
+    """Returns the name of a device in keys of records; for a CPU, with the number of threads."""
     if device.type == CUDA.device_type:
         return torch.cuda.get_device_name(device)
     return f"{cpu_description()} {torch.get_num_threads()} threads"

@@ -9,7 +9,7 @@ import statistics
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -26,16 +26,19 @@ from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.runtime.cache_folder import cache_folders
 from fxwrap.torch_compat import DisableAutocast, is_dispatch_intercepted, without_fake_mode
 from fxwrap.tuning.regions import (
+    MIN_GAIN,
     MatmulRegion,
+    RegionInputs,
     RegionTimer,
     is_faster,
-    matmul_regions,
     median_seconds,
+    preserved_random_state,
     region_device,
     region_graph,
     region_inputs,
     region_key,
     time_alternatives,
+    timed_device_name,
 )
 from fxwrap.tuning.task import (
     Timer,
@@ -49,11 +52,11 @@ from fxwrap.tuning.task import (
 )
 from fxwrap.wrapper_ir import Block, Program
 
-_FORMAT = 1
+_FORMAT = 2
 MIN_SECONDS = 1e-6
 """Kernels with a shorter estimate are not timed: about the cost of a launch in a CUDA graph."""
-_GENERATED: Literal["generated"] = "generated"
-_LIBRARY: Literal["library"] = "library"
+_GENERATED = "generated"
+_LIBRARY = "library"
 """The fingerprints of records of matmuls."""
 _MIN_RELATIVE_GAIN = 0.02
 """The relative gain over the default configuration that a faster one must have, beyond the spread of the samples."""
@@ -140,17 +143,17 @@ class Tuner:
         return changed
 
     def choose_matmuls(
-        self, program: Program, graph: Graph, fakes: Callable[[Node], object],
+        self, regions: Sequence[MatmulRegion], graph: Graph, fakes: Callable[[Node], object],
         compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog | None = None,
     ) -> frozenset[str]:  # fmt: skip
-        """Returns the matmuls of a program, by node, for which the library is faster, and writes records.
+        """Returns the matmuls of a program's regions, by node, for which the library is faster, and writes records.
 
         Each kernel with matmuls is compared with the library's calls and the kernels that then remain. `graph` is the
         one that was lowered, `compile_region` compiles a part of it. Matmuls that cannot be timed stay library calls.
         """
         events = events or EventLog("kernels")
         library: set[str] = set()
-        for region in matmul_regions(program, graph):
+        for region in regions:
             part = region_graph(graph, fakes, region.nodes)
             record = None if part is None else self._region_record(region, part, compile_region, events)
             if record is None or record.fingerprint == _LIBRARY:
@@ -164,9 +167,9 @@ class Tuner:
         """Returns the record of a region, after timing it if there is none; None if it cannot be timed."""
 
         def programs() -> list[Callable[..., object]]:
-            return [compile_region(part, choice) for choice in (_GENERATED, _LIBRARY)]
+            return [compile_region(part, "auto"), compile_region(part, "library")]
 
-        return self._timed_record(region, part, programs, events)
+        return self._part_record(region, part, programs, events)
 
     def is_rewrite_faster(
         self, part: GraphModule, rewritten: GraphModule, rewrite: str,
@@ -178,29 +181,54 @@ class Tuner:
         """
 
         def programs() -> list[Callable[..., object]]:
-            return [compile_region(item, _LIBRARY) for item in (rewritten, part)]
+            return [compile_region(item, "library") for item in (rewritten, part)]
 
-        record = self._timed_record(MatmulRegion(rewrite, (), frozenset()), part, programs, events)
+        record = self._part_record(MatmulRegion(rewrite, (), frozenset()), part, programs, events)
         return record is not None and record.fingerprint == _GENERATED
 
-    def _timed_record(
+    def is_program_faster(
+        self, key: str, device: torch.device, inputs: Callable[[], RegionInputs],
+        programs: Sequence[Callable[..., object]], events: EventLog,
+    ) -> bool:  # fmt: skip
+        """Whether the first of two programs is as fast as the second, which is not tuned, by its record or by timing.
+
+        `key` names both programs. It is if they cannot be timed.
+        """
+        content = (key, *self._environment(device))
+        record = self._timed_record(_hash(content), "program", lambda: programs, inputs, events, min_gain=0.0)
+        return record is None or record.fingerprint == _GENERATED
+
+    def _part_record(
         self, region: MatmulRegion, part: GraphModule, programs: Callable[[], Sequence[Callable[..., object]]],
         events: EventLog,
     ) -> TuningRecord | None:  # fmt: skip
         """Returns the record of two programs of a region, the second one with the library's calls."""
-        key = region_key(region, part, (str(_FORMAT), region_device(part), _triton_version(), torch.__version__))
+        key = region_key(region, part, self._environment(region_device(part)))
+        return self._timed_record(key, region.kernel, programs, lambda: region_inputs(part), events)
+
+    def _environment(self, device: torch.device) -> tuple[str, ...]:
+        return str(_FORMAT), timed_device_name(device), _triton_version(), torch.__version__
+
+    def _timed_record(
+        self, key: str, name: str, programs: Callable[[], Sequence[Callable[..., object]]],
+        inputs: Callable[[], RegionInputs], events: EventLog, min_gain: float = MIN_GAIN,
+    ) -> TuningRecord | None:  # fmt: skip
+        """Returns the record of two programs: whether the first is faster; None if they cannot be timed."""
         record = self._known.get(key) or self._records.read(key)
         if record is None or record.fingerprint not in (_LIBRARY, _GENERATED):
             try:
-                with without_fake_mode(), torch.no_grad():
-                    mine, theirs = self._time_regions(programs(), region_inputs(part))
+                with without_fake_mode(), torch.no_grad(), preserved_random_state():
+                    mine, theirs = self._time_regions(programs(), inputs())
             except (FxwrapError, torch.OutOfMemoryError):
                 return None
+            except RuntimeError as error:  # of operators that refuse random inputs or CUDA graphs
+                warnings.warn(f"a choice between two programs is not timed: {error}", TuningWarning, stacklevel=2)
+                return None
             seconds, library_seconds = median_seconds(mine), median_seconds(theirs)
-            choice = _GENERATED if is_faster(mine, theirs) else _LIBRARY
+            choice = _GENERATED if is_faster(mine, theirs, min_gain) else _LIBRARY
             record = TuningRecord(choice, min(seconds, library_seconds), library_seconds)
             record = self._records.commit(key, record, replacing=record is not None)
-            events.record(MatmulTuned(region.kernel, seconds, library_seconds))
+            events.record(MatmulTuned(name, seconds, library_seconds))
         self._known[key] = record
         self._used[key] = record.fingerprint
         return record
@@ -238,8 +266,7 @@ def fastest(samples: Sequence[Sequence[float]]) -> int:
 
 def fingerprint(printed: PrintedKernel) -> str:
     """Returns the hash of a printed kernel and its grid that tuning records contain."""
-    content = (printed.language, printed.signature, printed.options, printed.source, str(printed.grid))
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
+    return _hash((printed.language, printed.signature, printed.options, printed.source, str(printed.grid)))
 
 
 def _half_interquartile_range(samples: Sequence[float]) -> float:
@@ -253,7 +280,12 @@ def _key(request: KernelRequest, default: PrintedKernel, device: str) -> str:
     """Returns the key of a kernel's record: a hash of its default form, sizes, device and Triton's version."""
     kernel, hint = request.kernel, request.hint
     sizes = [hint(buffer.extent) for buffer in (*kernel.inputs, *kernel.outputs)]
-    content = (_FORMAT, fingerprint(default), sizes, [hint(size) for size in default.grid], device, _triton_version())
+    return _hash(
+        (_FORMAT, fingerprint(default), sizes, [hint(size) for size in default.grid], device, _triton_version())
+    )
+
+
+def _hash(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 

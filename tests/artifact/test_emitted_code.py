@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.artifact import LoadedProgram, load_content, loading, program_content, program_text
+from fxwrap.converters.emission import emit
 from fxwrap.devices import DeviceSpec, scoped_registration
 from fxwrap.errors import ArtifactError
 from tests.artifact.programs import Small, batch
@@ -45,7 +46,8 @@ def compiled(emitter: str) -> fxwrap.Compiled:
 
 def content_of(program: fxwrap.Program, emitter: str, options: str = "") -> bytes:
     """The content of a cache's entry."""
-    return program_content(program, "entry", emitter=emitter, options=options, plan=None, call={"of": "a test"})
+    emitted, call = emit(program, emitter), {"of": "a test"}
+    return program_content(program, emitted, "entry", emitter=emitter, options=options, plan=None, call=call)
 
 
 def compiled_content(emitter: str) -> tuple[fxwrap.Compiled, bytes]:

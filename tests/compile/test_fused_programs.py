@@ -222,3 +222,12 @@ def test_triton_broadcasts_uniform_loads() -> None:
     graph = make_fx(lambda x: torch.gradient(x)[0])(x)
     compiled = fxwrap.compile_graph(graph, [x], options=Options(cpu_kernels="triton", fallback="error"))
     torch.testing.assert_close(compiled(x)[0], torch.gradient(x)[0])
+
+
+@pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
+def test_a_kernel_may_read_a_part_of_static_size_of_a_dynamic_input(cpu_kernels: Any, fresh_dynamo: None) -> None:
+    """The kernel has no symbols, though the size of the memory that it reads has one."""
+    x = torch.randn(3, 6)
+    torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: x[0].sin(), backend="fxwrap", options={"cpu_kernels": cpu_kernels})
+    torch.testing.assert_close(compiled(x), x[0].sin())

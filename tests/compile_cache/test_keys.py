@@ -334,3 +334,14 @@ def test_graphs_that_differ_in_the_index_of_a_device_share_an_entry() -> None:
     assert second.cached
     assert str(second.program) == str(first.program).replace("cuda:0", "cuda:1")
     assert key_of(graph_on("cuda:0")) != key_of(graph_on("cpu"))
+
+
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator with `device="cuda"` in a graph names no index; one that the machine lacks counts as the first."""
+    properties = dataclasses.make_dataclass("Properties", ["name", "major", "minor", "multi_processor_count"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda item: properties(f"GPU of {item}", 9, 0, 132))
+    devices = {"cuda": "cuda", "cuda:1": "cuda:1", "cuda:5": "0"}
+    for device, used in devices.items():
+        assert key_module._device_text(torch.device(device), "input") == f"input GPU of {used} 9.0 132"

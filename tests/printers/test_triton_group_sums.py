@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -91,9 +92,24 @@ def test_every_configuration_is_correct() -> None:
     for rows in (0, 3):
         kernel = int4(rows)
         known = configurations(kernel)
-        assert not known[0].p and all(item.p == kernel.reduced[:1] for item in known[1:])
+        assert not known[-1].p and all(item.p == kernel.reduced[:1] for item in known[:-1])
         for item in known:
             check(kernel, item, tolerance=0.5)
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
+    """Few columns have small tiles, whose warps share out the products of a column."""
+    int8_text = replaced(PLAIN.format(row="bf16"), {"256": "4096"})
+    without_rows = {"i: 3, ": "", "4096*i + ": "", "32*i + ": ""}
+    int8_kernel = parse_kernel(int8_text if rows else replaced(int8_text, without_rows))
+    firsts = [
+        configurations(kernel, lambda size, columns=columns: {32: columns}.get(size, size))[0]
+        for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
+    ]  # fmt: skip
+    tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
+    int4_tiles = [(16, 4, True), (64, 4, True)] if rows else [(8, 2, True), (8, 1, True)]
+    assert tiles == [*int4_tiles, (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -121,3 +137,62 @@ def test_few_rows_sum_groups_instead_of_row_reductions(rows: int, fuses: bool) -
     kernel = parse_kernel(text.replace("\n}", "\n  %22 = f32 reduce max %20 over j\n  store first[i] %22\n}"))
     form = find_contraction(kernel)
     assert form is not None and form.row_reductions and can_use_dot(form) == fuses
+
+
+COMPUTED_ROW = """kernel(x: bf16[256], w: u8[2048], s: bf16[64], c: f32[16]) -> (out: f32[16]) \
+for [i: 4, j: 4] reduce [g: 4, h: 32, p: 2] {
+  %0 = bf16 load x[64*g + 2*h + p]
+  %1 = f32 cast %0
+  %2 = f32 mul %1 %1
+  %3 = f32 1.0
+  %4 = f32 add %2 %3
+  %5 = u8 load w[512*i + 128*j + 32*g + h]
+  %6 = i64 index p
+  %7 = i64 1
+  %8 = bool lt %6 %7
+  %9 = u8 4
+  %10 = u8 bitwise_right_shift %5 %9
+  %11 = u8 15
+  %12 = u8 bitwise_and %5 %11
+  %13 = u8 where %8 %12 %10
+  %14 = f32 cast %13
+  %15 = bf16 load s[16*i + 4*j + g]
+  %16 = f32 cast %15
+  %17 = f32 load c[4*i + j]
+  %18 = f32 mul %14 %16
+  %19 = f32 mul %18 %17
+  %20 = f32 mul %4 %19
+  %21 = f32 reduce sum %20
+  %22 = f32 add %21 %17
+  store out[4*i + j] %22
+}
+"""
+"""A computed row; columns along two axes, with a coefficient that the epilogue uses too."""
+
+
+def row_sums(kernel: Kernel) -> Configuration:
+    """The first configuration of a row without dots."""
+    return next(item for item in configurations(kernel) if item.p and not item.dot)
+
+
+@pytest.mark.parametrize(("columns", "groups"), [(4, 1), (8, 4)])
+@pytest.mark.parametrize("text", ["", COMPUTED_ROW], ids=["plain", "computed"])
+def test_one_row_needs_no_dot(columns: int, groups: int, text: str) -> None:
+    """The row is loaded once for the columns of a program; lanes sum groups of one column after another."""
+    kernel = parse_kernel(text) if text else int4(0)
+    source = check(kernel, replace(row_sums(kernel), y_block=columns, p_block=groups), tolerance=2e-3)
+    assert "tl.dot" not in source and source.count("biased_floats(bitwise") == 2
+    row, columns_loop = source.index("tl.load(in0_ptr") if "in0_ptr" in source else 0, source.index("tl.static_range")
+    assert row < columns_loop
+
+
+def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
+    kernel = large(1)
+    text = str(kernel)
+    assert not any(item.p and not item.dot for item in configurations(kernel)), "an axis of one row has dots"
+    one = parse_kernel(replaced(text, {"i: 1, ": "", "4096*i + ": ""}))
+    without_stages = next(item for item in configurations(one) if not item.dot and item.p and item.num_stages == 1)
+    binary = compiled(print_triton(one, without_stages))
+    ptx = binary.asm["ptx"]
+    assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
+    assert binary.asm["ttgir"].count("ttg.convert_layout") <= 4, "the row is converted, not the weights"

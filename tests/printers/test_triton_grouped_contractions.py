@@ -40,7 +40,19 @@ for [i: 37, j: 24] reduce [k: 40] {
   store out[24*i + j] %8
 }
 """
-
+SEVERAL = """kernel(a: f16[19*40], w: f16[4*24*40], group: i64[38]) -> (out: f32[38*24]) \
+for [i: 19, s: 2, j: 24] reduce [k: 40] {
+  %0 = i64 load group[2*i + s]
+  %1 = f16 load a[40*i + k]
+  %2 = f32 cast %1
+  %3 = f16 load w[960*%0<4> + 40*j + k]
+  %4 = f32 cast %3
+  %5 = f32 mul %2 %4
+  %6 = f32 reduce sum %5
+  store out[48*i + 24*s + j] %6
+}
+"""
+"""A token's elements are multiplied by the matrices of its two experts."""
 
 GROUPS = torch.tensor([0] * 5 + [2] * 20 + [3] * 12)
 
@@ -93,6 +105,17 @@ def test_rows_have_a_matrix_each_in_the_plain_form_and_share_those_of_groups_in_
     assert plain is not None and form is not None and form.group is not None
     assert ([axis.name for axis in plain.batch], [axis.name for axis in form.rows]) == (["i"], ["i"])
     assert (plain.rows, form.batch, form.group.size) == ((), (), 4)
+
+
+def test_rows_that_share_elements_may_have_several_groups() -> None:
+    """The results of one token are rows, although the first operand does not vary along them."""
+    kernel = parse_kernel(SEVERAL)
+    form = find_grouped_contraction(kernel)
+    assert form is not None
+    assert [[axis.name for axis in axes] for axes in (form.batch, form.rows, form.columns)] == [[], ["i", "s"], ["j"]]
+    groups = torch.arange(38) * 7 % 4
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in configurations(kernel)]):
+        check(kernel, item, {"group": groups}, tolerance=1e-3)
 
 
 @pytest.mark.parametrize(

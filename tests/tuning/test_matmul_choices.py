@@ -16,8 +16,11 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.compile import compiler
 from fxwrap.devices import CPU, GemmPaddingCosts
+from fxwrap.errors import TuningWarning
+from fxwrap.fx_passes import prepare_graph
 from fxwrap.lines import ExternCall, Launch, Mutate
-from fxwrap.tuning import Tuner, TuningRecords, is_faster, region_graph, time_alternatives
+from fxwrap.lowering import RULES, lower_prepared
+from fxwrap.tuning import Tuner, TuningRecords, is_faster, matmul_regions, region_graph, time_alternatives
 
 INPUTS = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(10, 24)]
 
@@ -27,19 +30,22 @@ def two_layers(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 class RegionTimer:
-    """Reports the given seconds of kernels and of the library, for each region in order."""
+    """Reports the given seconds of kernels and of the library, for each region in order; then those of the program."""
 
-    def __init__(self, *seconds: tuple[float, float]) -> None:
+    def __init__(self, *seconds: tuple[float, float], program: tuple[float, float] = (1.0, 1.0)) -> None:
         self.seconds = list(seconds)
+        self.program = program
         self.regions = 0
+        self.confirmations = 0
         self.inputs: Sequence[torch.Tensor] = ()
 
     def __call__(self, programs: Sequence[Callable[..., Any]], inputs: Sequence[Sequence[torch.Tensor]]) -> Any:
         self.inputs = inputs[0]
         results = [program(*inputs[0])[0] for program in programs]
         torch.testing.assert_close(*results)
-        self.regions += 1
-        return [[seconds] * 3 for seconds in self.seconds.pop(0)]
+        self.regions += bool(self.seconds)
+        self.confirmations += not self.seconds
+        return [[seconds] * 3 for seconds in (self.seconds.pop(0) if self.seconds else self.program)]
 
 
 def compiled(
@@ -70,10 +76,55 @@ def test_each_region_is_timed_once_and_recorded(monkeypatch: pytest.MonkeyPatch,
     assert called(first.program) == ["aten.mm.default"]
     reasons = [(item.node, item.reason) for item in first.coverage if item.kind == "call"]
     assert reasons == [("mm_1", "a library call: it was measured to be faster than a kernel")]
-    again = compiled(monkeypatch, tmp_path, RegionTimer())
+    other = RegionTimer()
+    again = compiled(monkeypatch, tmp_path, other)
     assert str(again.program) == str(first.program)
     assert "tuning" in dict(first.program.header)
-    assert timer.regions == 2
+    assert (timer.regions, timer.confirmations, other.confirmations) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_program_that_is_slower_as_a_whole_is_not_tuned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda_graphs: bool
+) -> None:
+    timer = RegionTimer((1.0, 2.0), (1.0, 2.0), program=(1.02, 1.0))
+    result = compiled(monkeypatch, tmp_path, timer, cuda_graphs=cuda_graphs)
+    plain = fxwrap.compile_graph(make_fx(two_layers)(*INPUTS), INPUTS, options=Options(compile_cache=False))
+    assert called(result.program) == called(plain.program) == ["aten.mm.default"] * 2
+    assert result.program.replace(header=()) == plain.program.replace(header=())
+    again = RegionTimer()
+    assert called(compiled(monkeypatch, tmp_path, again).program) == ["aten.mm.default"] * 2
+    assert (timer.regions, timer.confirmations, again.confirmations) == (2, 1, 0)
+
+
+def test_timing_consumes_no_random_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    compiled(monkeypatch, tmp_path, RegionTimer((1.0, 2.0), (1.0, 2.0)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_programs_that_fail_when_they_are_timed_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(programs: object, inputs: object) -> Any:
+        raise RuntimeError("no random inputs")
+
+    with pytest.warns(TuningWarning, match="is not timed: no random inputs"):
+        result = compiled(monkeypatch, tmp_path, fail)  # type: ignore[arg-type]
+    assert called(result.program) == ["aten.mm.default"] * 2
+
+
+def test_programs_that_cannot_be_timed_as_a_whole_are_not_confirmed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A loop may never end for the inputs that it is timed with."""
+
+    def looped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.while_loop(lambda y: y.sum() < 10, lambda y: (y + 1,), (torch.relu(x @ w.t()),))[0]
+
+    timer = RegionTimer((1.0, 2.0), program=(2.0, 1.0))
+    assert called(compiled(monkeypatch, tmp_path, timer, looped, INPUTS[:2]).program) == []
+    assert (timer.regions, timer.confirmations) == (1, 0)
 
 
 def test_grouped_matmuls_are_timed_with_equal_groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,6 +160,7 @@ def test_the_options_that_say_it_are_not_timed(monkeypatch: pytest.MonkeyPatch, 
 def test_a_kernel_is_faster_by_three_percent() -> None:
     assert is_faster([0.96, 0.97, 0.95], [1.0, 1.0, 1.0])
     assert not is_faster([0.98, 0.98, 0.5], [1.0, 1.0, 1.0])
+    assert not is_faster([0.9, 0.9, 0.99, 1.1], [1.0] * 4)
     assert not is_faster([], [])
 
 
@@ -147,6 +199,46 @@ def test_a_matmul_is_timed_once_with_the_reductions_of_its_rows(
         result = fxwrap.compile_graph(make_fx(loss)(*inputs), inputs, options=options)
         assert (timer.regions, len(called(result.program))) == (1, calls)
         torch.testing.assert_close(result(*inputs)[0], loss(*inputs))
+
+
+def test_a_region_has_all_that_a_choice_changes() -> None:
+    """Where the matmul is a call, one kernel adds and normalises; where it is a kernel, that one adds."""
+
+    def normalised(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x @ weight.t() + residual
+        return hidden, torch.tanh(hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1))
+
+    inputs = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(3, 24)]
+    prepared = prepare_graph(make_fx(normalised)(*inputs), inputs, Options(), fused_operators=RULES)
+    graph = prepared.graph_module.graph
+    kernels = lower_prepared(prepared, Options(), tuned_devices=frozenset({"cpu"})).program
+    calls = lower_prepared(
+        prepared, Options(), tuned_devices=frozenset({"cpu"}), library_calls=frozenset({"mm"})
+    ).program
+    (alone,), (region,) = matmul_regions(kernels, graph), matmul_regions(kernels, graph, calls)
+    assert set(alone.nodes) == {"mm", "add"} and {"mm", "add", "mean", "rsqrt", "tanh"} <= set(region.nodes)
+    assert region.matmuls == {"mm"}
+
+
+def test_regions_have_the_kernels_of_their_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Halves of packed columns are slices of one matmul unless all matmuls are kernels, by the options."""
+
+    def swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ weight.t()).chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    kernels: list[set[str]] = []
+
+    original = compiler._compile_request
+
+    def compile_request(*arguments: Any, **keywords: Any) -> fxwrap.Compiled:
+        result = original(*arguments, **keywords)
+        kernels.append({kernel.hash for kernel in result.program.kernels})
+        return result
+
+    monkeypatch.setattr(compiler, "_compile_request", compile_request)
+    compiled(monkeypatch, tmp_path, RegionTimer((1.0, 2.0)), swiglu, [torch.randn(3, 40), torch.randn(24, 40)])
+    assert kernels[0] and kernels[0] <= kernels[-1] and len(kernels) == 3
 
 
 @pytest.mark.parametrize("kernel_seconds", [1.0, 2.0])

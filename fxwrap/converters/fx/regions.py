@@ -61,7 +61,7 @@ class RegionModule(LazyGraphModule):
             raise error
 
         # Not traced: Dynamo of torch 2.11 cannot raise an error that exists.
-        type(self).forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+        type(self).forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call, method-assign]
 
 
 class InPlaceRegionModule(RegionModule):

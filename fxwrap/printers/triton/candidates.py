@@ -21,6 +21,7 @@ from fxwrap.loop_ir import (
     find_grouped_contraction,
     find_grouped_sums,
     has_groups,
+    row_precision,
     split_sums,
     sum_groups,
 )
@@ -67,12 +68,22 @@ _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64
 """By the number of rows, the best one of these for matrices of many columns."""
 
 _GROUP_SUM_TILES = (
-    (64, 4, 4, 3), (16, 16, 4, 3), (32, 8, 4, 4), (64, 8, 8, 3), (32, 16, 8, 3), (16, 16, 8, 3), (64, 4, 4, 5),
+    (64, 4, 4, 3), (16, 16, 4, 3), (32, 4, 4, 3), (32, 8, 4, 3), (16, 16, 4, 4), (32, 16, 8, 3), (32, 4, 2, 4),
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
 
-_SPLIT_SUM_TILES = ((16, 8, 4, 3), (32, 4, 4, 3), (64, 4, 4, 3), (16, 8, 8, 4), (32, 8, 8, 3))
-"""Columns, parts of the products of a column, warps and stages of weights of one byte."""
+_ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 2, 1), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
+"""The same of one row whose products are summed without dots: the first is the best one of many columns, the second of
+few. Sums of several matrices share the columns out."""
+
+_SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
+"""Columns, parts of the products of a column, warps and stages of weights of one byte.
+
+The first of these is the best one of many columns, the second of few.
+"""
+
+_WIDE_BYTES_TILE = (64, 256, 4, 4)
+"""The best tile of up to 8 rows times matrices of many columns whose elements are integers of one byte."""
 
 _SPLIT_SUM_PRODUCTS = 64
 """The number of products in a part."""
@@ -120,7 +131,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configurat
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
         grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
         split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
-        candidates = [*rows[:1], *grouped_sums] if grouped_sums else [*rows, *split]
+        first, second = (split, rows) if _has_integer_columns(contraction) else (rows, split)
+        candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
@@ -175,14 +187,37 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
-    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
-    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != _GROUP_SUM_TILES[0 if is_wide else 1])
+    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
+    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     candidates = []
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    return candidates
+    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
+
+
+def _row_group_sum_configurations(
+    contraction: ContractionForm, form: GroupedSums, hint: Hint
+) -> list[Configuration]:
+    """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups."""
+    columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
+    count = int(product([axis.size for axis in form.groups]))
+    is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
+    if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
+        return []
+    wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
+    tiles = [
+        (max(block // len(contraction.sums), 2), max(groups * _MIN_GROUP_BYTES // size, 1), warps, stages)
+        for block, groups, warps, stages in sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
+    ]  # fmt: skip
+    return [
+        Configuration(
+            y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,
+            p=form.groups, p_block=math.gcd(groups, count),
+        )
+        for block, groups, warps, stages in tiles if columns % block == 0
+    ]  # fmt: skip
 
 
 def _batched_dots(
@@ -201,22 +236,38 @@ def _split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
 
     Where columns are few, a program's warps would otherwise compute the same products.
     """
-    kernel, rows = contraction.kernel, hint(contraction.row_count)
-    columns = [
-        at for item in contraction.sums for at in contraction.prologue(item.column_operand) if kernel.varying[at]
-    ]
-    loads = [kernel.operations[at] for at in columns]
-    if rows > _MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads if isinstance(item, Load)):
+    rows, loads = hint(contraction.row_count), _column_loads(contraction)
+    if rows > _MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads):
         return []
     split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
     if split is None:
         return []
     form, padded = find_grouped_sums(split, contraction), max(next_power_of_2(rows), _FEWEST_ROWS)
     count = form.groups[0].size
+    wanted = _SPLIT_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
     return [
         _batched_dots(contraction, padded, columns_block, _SPLIT_SUM_PRODUCTS, warps, stages, form, block)
-        for columns_block, block, warps, stages in _SPLIT_SUM_TILES if isinstance(count, int) and not count % block
+        for columns_block, block, warps, stages in sorted(_SPLIT_SUM_TILES, key=lambda tile: tile != wanted)
+        if isinstance(count, int) and not count % block
     ]  # fmt: skip
+
+
+def _is_wide(contraction: ContractionForm, hint: Hint) -> bool:
+    """Whether columns are so many that programs with a block of many of them occupy a large GPU."""
+    return hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+
+
+def _column_loads(contraction: ContractionForm) -> list[Load]:
+    """Returns the loads that the column operands of sums are computed from."""
+    kernel = contraction.kernel
+    used = {at for item in contraction.sums for at in contraction.prologue(item.column_operand) if kernel.varying[at]}
+    return [item for at in sorted(used) if isinstance(item := kernel.operations[at], Load)]
+
+
+def _has_integer_columns(contraction: ContractionForm) -> bool:
+    """Whether column operands are integers of one byte."""
+    loads = _column_loads(contraction)
+    return bool(loads) and all(item.dtype in (torch.int8, torch.uint8) for item in loads)
 
 
 def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
@@ -235,9 +286,11 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
         return [replace(item, band=_band(contraction, item, hint)) for item in many]
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
-    is_wide = hint(product([axis.size for axis in (*contraction.batch, *contraction.columns)])) >= _WIDE_COLUMNS
+    is_wide, has_bytes = _is_wide(contraction, hint), _has_integer_columns(contraction) and padded == _FEWEST_ROWS
     wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
-    few_rows = sorted(_FEW_ROWS_TILES, key=lambda tile: tile != wanted)
+    if is_wide and has_bytes:
+        wanted = _WIDE_BYTES_TILE
+    few_rows = [wanted, *[tile for tile in _FEW_ROWS_TILES if tile != wanted]]
     blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
     fitting = [tile for tile in blocks if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
     dots = [
@@ -246,8 +299,9 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     ]
     grouped = _group_sum_configurations(contraction, hint)
     if grouped:
-        return [*dots[:1], *grouped]
-    dots = [*dots, *_split_sum_configurations(contraction, hint)]
+        return [*grouped, *dots[:1]]
+    split = _split_sum_configurations(contraction, hint)
+    dots = [*split, *dots] if has_bytes and not is_wide else [*dots, *split]
     if rows > _MAX_SUMMED_ROWS or whole:
         return dots
     summed = [

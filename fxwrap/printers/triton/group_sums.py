@@ -22,17 +22,12 @@ from fxwrap.loop_ir import (
     Load,
     ProductSum,
     as_index,
-    find_contraction,
-    find_grouped_sums,
     operands,
     operation_dtype,
-    row_precision,
-    split_sums,
-    sum_groups,
 )
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.schedule import backward_slice
 
@@ -42,20 +37,6 @@ _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
 
 _PAIR = 2
 """The number of weights in a byte, whose elements of the other operand are loaded together."""
-
-
-def print_grouped_sums(
-    kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
-) -> TritonKernelText:
-    """Prints a contraction as the sums of its groups, with their coefficients, or else of parts of its sums."""
-    contraction = find_contraction(kernel)
-    grouped = None
-    if contraction is not None:
-        grouped = sum_groups(contraction) or split_sums(contraction, configuration.r_block)
-    row_dtype = None if contraction is None else row_precision(contraction, contraction.sums[0])
-    assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
-    form = find_grouped_sums(grouped, contraction)
-    return GroupSumPrinter(grouped, configuration, limits, parameters, form, row_dtype).print()
 
 
 class GroupSumPrinter(DotPrinter):

@@ -306,6 +306,14 @@ def biased_bytes(code, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.con
         return (code.to(tl.float32) + BIAS).to(DTYPE)
 
 
+def biased_floats(code, ASSEMBLY: tl.constexpr):
+    """The float32 numbers that are 128 plus bytes below 128, by their bits."""
+    if has_packed_bytes():
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        return code.to(tl.float32) + 128
+
+
 def ones_like_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Ones in the layout of bytes, so that a dot shares its other operand with dots of these."""
     if has_packed_bytes():

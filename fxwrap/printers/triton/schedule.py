@@ -237,7 +237,7 @@ def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
     p = Dimension("p", chosen.p, chosen.p_block) if chosen.p else None
     rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y, *chosen.p)])
     r = Dimension("r", rest, chosen.r_block) if rest else None
-    order = (p, y, r, x) if x is not None else (y, r)
+    order = (p, y, r, x) if x is not None or p is not None else (y, r)
     dimensions = tuple([item for item in order if item is not None])
     inside = {axis for item in dimensions for axis in item.axes}
     return Tile(dimensions, tuple([axis for axis in kernel.axes if axis not in inside]))
