@@ -183,7 +183,8 @@ def compiled_sides(
                 run_tokens(decode, tokens, 4)  # the first compiles, later ones capture graphs
                 synchronize(tokens.device)
         except Exception as error:  # noqa: BLE001 - the other sides are measured without one that fails
-            print(f"    {case}, {name}: left out, {first_line(error)[:200]}", flush=True)
+            reason = getattr(error, "inner_exception", error)  # Dynamo's error has another one of the backend
+            print(f"    {case}, {name}: left out, {first_line(reason)[:200]}", flush=True)
             continue
         sides[name], errors[name] = decode, relative_error(decode(tokens)[1], expected)
         print(f"    {case}, {name}: error {errors[name]:.2e}, {time.monotonic() - start:.0f} s", flush=True)

@@ -112,6 +112,11 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     assert tiles == [*int4_tiles, (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
 
 
+def test_long_rows_of_few_columns_have_more_stages() -> None:
+    first, long = configurations(large(8))[0], configurations(parse_kernel(str(large(8)).replace("g: 64", "g: 224")))[0]
+    assert first == replace(long, num_stages=3, p=first.p) and long.num_stages == 4
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     """No conversion of integers, no byte or half word of operands by itself, no register in local memory."""

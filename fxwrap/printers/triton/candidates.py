@@ -68,9 +68,15 @@ _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64
 """By the number of rows, the best one of these for matrices of many columns."""
 
 _GROUP_SUM_TILES = (
-    (64, 4, 4, 3), (16, 16, 4, 3), (32, 4, 4, 3), (32, 8, 4, 3), (16, 16, 4, 4), (32, 16, 8, 3), (32, 4, 2, 4),
+    (64, 4, 4, 3), (16, 16, 4, 3), (16, 16, 4, 4), (32, 4, 4, 3), (32, 8, 4, 3), (32, 16, 8, 3), (32, 4, 2, 4),
 )  # fmt: skip
-"""Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups."""
+"""Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
+
+The first of these is the best one of many columns, the second of few, the third of few with long rows.
+"""
+
+_LONG_ROW_GROUPS = 128
+"""The number of groups of 64 elements from which on a row is long: a program has many steps."""
 
 _ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 2, 1), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
 """The same of one row whose products are summed without dots: the first is the best one of many columns, the second of
@@ -187,7 +193,8 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
-    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
+    is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
+    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 2 if is_long else 1]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     candidates = []
