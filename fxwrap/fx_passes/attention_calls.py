@@ -26,9 +26,11 @@ from fxwrap.fx_passes.attention_scores import (
     product_split,
     score_functions,
 )
+from fxwrap.fx_passes.dropout_masks import drawn_mask
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
+from fxwrap.fx_passes.library_attention import WHOLE
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -43,9 +45,6 @@ _aten = torch.ops.aten
 _SMALL = "two matmuls and a kernel between them are faster for these sizes"
 
 _WIDE = "two matmuls and a kernel between them are faster for heads of this width"
-
-_WHOLE = 1 << 30
-"""The block size of FlexAttention without a block mask."""
 
 _KEY = 1
 """The position of the gradient of keys."""
@@ -167,7 +166,8 @@ class AttentionRewriter:
         widths = self.fakes[query].shape[-1], self.fakes[formula.output].shape[-1]
         if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
             raise UnsupportedScoresError(_WIDE)
-        if formula.dropout is not None and not spec.streaming_attention_dropout:
+        dropout = formula.dropout
+        if dropout is not None and not (spec.streaming_attention_dropout and is_contiguous(self.fakes[dropout.mask])):
             raise UnsupportedScoresError(DROPOUT)
 
     def _replace_gradients(
@@ -203,14 +203,13 @@ class AttentionRewriter:
         """
         copy, fake = self.copy, self.fakes[dropout.weights]
         before = copy.node_map[dropout.node]
-        is_on_cpu = fake.device.type == "cpu"
-        keywords = {"dtype": torch.bool if is_on_cpu else fake.dtype, "device": fake.device}
-        sizes = copy.size_arguments(before, fake.shape)
-        unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
-        if is_on_cpu:
-            mask = copy.call(before, _aten.bernoulli.p, (unused, dropout.kept_probability), name)
+        if fake.device.type == "cpu":
+            mask = drawn_mask(copy, before, self.fakes[dropout.mask], dropout.kept_probability, name)
             copy.substitute(dropout.mask, mask, "fused")
             return
+        keywords = {"dtype": fake.dtype, "device": fake.device}
+        sizes = copy.size_arguments(before, fake.shape)
+        unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
         call = copy.call(before, _aten.native_dropout.default, (unused, *dropout.node.args[1:]), name)
         copy.substitute(dropout.mask, copy.call(before, operator.getitem, (call, 1), name), "fused")
 
@@ -246,7 +245,7 @@ class AttentionRewriter:
 
     def _block_mask(self, before: Node, mask_mod: torch.fx.GraphModule, name: str) -> tuple[Any, ...]:
         """Returns one block of all rows and keys."""
-        return (*[None] * 10, _WHOLE, _WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
+        return (*[None] * 10, WHOLE, WHOLE, self.copy.attribute(before, f"{name}_mask", mask_mod))
 
     def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
         """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""

@@ -7,6 +7,7 @@ the log-sum-exp of these: so they are exact where all scores of a row are a larg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.attention_scores import ReadTensor, ScoreFunctionBuilder, UnsupportedScoresError
+from fxwrap.fx_passes.attention_scores import (
+    BiasedScores,
+    Coordinate,
+    ReadTensor,
+    ScoreFunctionBuilder,
+    UnsupportedScoresError,
+)
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
@@ -60,6 +67,45 @@ def score_gradients(
     return _Builder(formula, operands, fakes, written).gradients(formula.backward)
 
 
+def biased_score_gradients(
+    query: FakeTensor, bias: FakeTensor, keys: int, dtype: torch.dtype
+) -> tuple[GraphModule, GraphModule]:
+    """Returns the functions of a backward of scores to which a bias is added, with bias and maxima as buffers.
+
+    These are the score less the maximum of its row, 0 where that is minus infinity, and the gradient of the score
+    with None for each index and a matrix of gradients of the bias in a dtype. All sizes are static.
+    """
+    return _BiasedGradients(query).relative(bias), _BiasedGradients(query).joint(bias, keys, dtype)
+
+
+class _BiasedGradients(BiasedScores):
+    def relative(self, bias: FakeTensor) -> GraphModule:
+        """Returns the graph of the score less the maximum."""
+        value, maxima = self.biased(bias), self._maxima()
+        maximum = self.call(_aten.index.Tensor, maxima, [self.indices[name] for name in ("batch", "head", "row")])
+        is_dead = self.call(_aten.eq.Scalar, maximum, -math.inf)
+        shift = self.call(_aten.masked_fill.Scalar, maximum, is_dead, 0.0)
+        module, _ = self._finish(self.call(_aten.sub.Tensor, value, shift))
+        return module
+
+    def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype) -> GraphModule:
+        """Returns the graph of the gradient, and of its matrix."""
+        gradient = self.placeholder("gradient", self.dtype)
+        self.placeholder("bias", bias)
+        self._maxima()
+        scatter = flex_scatter_operator()
+        assert scatter is not None
+        value = gradient if dtype == self.dtype else self.call(_aten._to_copy.default, gradient, dtype=dtype)
+        matrix = self.call(scatter, [*self.like.shape[:3], keys], [*self.indices.values()], value)
+        self.graph.output((gradient, *[None] * len(self.indices), matrix))
+        return GraphModule({}, self.graph)
+
+    def _maxima(self) -> Node:
+        with in_fake_mode(self.mode):
+            fake: FakeTensor = torch.empty(self.like.shape[:3], dtype=self.dtype, device=self.device)  # type: ignore[assignment]
+        return self.placeholder("maxima", fake)
+
+
 class _Builder(ScoreFunctionBuilder):
     def gradients(self, backward: AttentionBackward) -> ScoreGradients:
         """Returns the functions; all are parts of one graph."""
@@ -79,7 +125,7 @@ class _Builder(ScoreFunctionBuilder):
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
         empty = [None] * len(self.indices)
-        matrices = [self._matrix(passed[node], self.fakes[node].dtype) for node in backward.matrices]
+        matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
         return ScoreGradients(
             self._part([value], (start, maxima)), self._part([relative], (start,)),
             self._part([gradient, *empty, *matrices], ()), self.all_true(),
@@ -93,13 +139,28 @@ class _Builder(ScoreFunctionBuilder):
         mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
         return self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
 
-    def _matrix(self, value: Node, dtype: torch.dtype) -> Node:
+    def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""
         scatter = flex_scatter_operator()
-        sizes = [*self.operands.score_sizes(self.fakes), self.fakes[self.formula.query_key].shape[-1]]
-        if scatter is None or any(type(size) is not int for size in sizes):
-            raise UnsupportedScoresError("a gradient of its scores, whose sizes are symbolic, is read again")
+        if scatter is None:
+            raise UnsupportedScoresError("torch has no operator for gradients of its scores")
+        leading = [self._size(size, maxima, dim) for dim, size in enumerate(self.scalars[maxima].shape)]
+        sizes = [*leading, self._key_count()]
         return self.call(scatter, sizes, [*self.indices.values()], self._cast(value, dtype))
+
+    def _size(self, size: Any, buffer: Node, dim: int) -> Any:
+        """Returns a size that is a number, or that of a buffer."""
+        return size if type(size) is int else self.call(_aten.sym_size.int, buffer, dim)
+
+    def _key_count(self) -> Any:
+        """Returns the number of keys, that of a buffer if it is symbolic."""
+        size = self.fakes[self.formula.query_key].shape[-1]
+        of_keys = [
+            buffer for (_, coordinates), buffer in self.reads.items() if coordinates[-1:] == (Coordinate("key"),)
+        ]
+        if type(size) is not int and not of_keys:
+            raise UnsupportedScoresError("a gradient of its scores, whose number of keys is symbolic, is read again")
+        return size if type(size) is int else self._size(size, of_keys[0], self.scalars[of_keys[0]].ndim - 1)
 
     def _add_side(self, node: Node, passed: dict[Node, Node]) -> None:
         """Computes another value than the gradient that depends on the score."""

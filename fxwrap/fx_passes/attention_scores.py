@@ -93,7 +93,7 @@ def biased_score_functions(query: FakeTensor, bias: FakeTensor | None) -> tuple[
 
     The bias has one dimension for each of the last of the score's indices.
     """
-    return _BiasedScores(query).build(bias)
+    return BiasedScores(query).build(bias)
 
 
 class _ScalarGraph:
@@ -143,17 +143,21 @@ class _ScalarGraph:
         return node
 
 
-class _BiasedScores(_ScalarGraph):
+class BiasedScores(_ScalarGraph):
+    """A score to which a bias is added, whose dimensions with one element are read at 0."""
+
     def build(self, bias: FakeTensor | None) -> tuple[GraphModule, GraphModule]:
-        """Returns the functions. The dimensions of the bias that have one element are read at 0."""
-        if bias is None:
-            return self._finish(self.score)
+        """Returns `score_mod` and `mask_mod`."""
+        return self._finish(self.score if bias is None else self.biased(bias))
+
+    def biased(self, bias: FakeTensor) -> Node:
+        """Returns the score with an element of a bias, which is the next operand."""
         buffer = self.placeholder("bias", bias)
         used = [*self.indices.values()][len(self.indices) - bias.ndim :]
         zero = self.call(_aten.full.default, [], 0, dtype=torch.int32, device=self.device)
         indices = [zero if size == 1 else index for size, index in zip(bias.shape, used, strict=True)]
         element = self.call(_aten.index.Tensor, buffer, indices)
-        return self._finish(self.call(_aten.add.Tensor, self.score, element))
+        return self.call(_aten.add.Tensor, self.score, element)
 
 
 class ScoreFunctionBuilder(_ScalarGraph):

@@ -11,21 +11,21 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_scores import biased_score_functions
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
+from fxwrap.fx_passes.library_attention import (
+    WHOLE,
+    bias_of,
+    is_readable,
+    library_arguments,
+    result_fakes,
+    without_broadcasts,
+)
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
-from fxwrap.torch_compat import FakeTensor, OpOverload, flex_attention_operator, in_fake_mode, torch_schema
-
-_aten = torch.ops.aten
-
-_LIBRARY_CALLS = frozenset({
-    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default,
-})  # fmt: skip
+from fxwrap.torch_compat import flex_attention_operator
 
 _MAX_ROWS = 16
 """The largest number of query rows: those of one block of a dot."""
@@ -36,9 +36,6 @@ _MIN_KEYS = 512
 _MAX_MATRICES = 64
 """The largest number of pairs of batch and key head: each is a program, and more of them occupy a GPU."""
 
-_WHOLE = 1 << 30
-"""The block size of FlexAttention without a block mask."""
-
 
 def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which attention of few query rows to many keys is a call of FlexAttention.
@@ -47,7 +44,7 @@ def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> Pr
     """
     calls = {
         node: arguments for node in graph.nodes
-        if (arguments := _arguments(node)) and _is_split(node, arguments, graph.fakes, context)
+        if (arguments := library_arguments(node)) and _is_split(node, arguments, graph.fakes, context)
     }  # fmt: skip
     if not calls:
         return graph
@@ -55,20 +52,6 @@ def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> Pr
     for node, arguments in calls.items():
         _replace(copy, node, arguments)
     return copy.finish()
-
-
-def _arguments(node: Node) -> dict[str, Any] | None:
-    """Returns the arguments of a library's attention by parameter name; None for other nodes."""
-    if node.target not in _LIBRARY_CALLS:
-        return None
-    assert isinstance(node.target, OpOverload)
-    names = [item.name for item in torch_schema(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _bias_of(arguments: Mapping[str, Any]) -> Node | None:
-    bias: Node | None = arguments.get("attn_bias", arguments.get("attn_mask"))
-    return bias
 
 
 def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, context: FxPassContext) -> bool:
@@ -84,8 +67,8 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     operands = [fakes[arguments[name]] for name in ("query", "key", "value")]
     query, key, value = operands
     spec = context.options.device_specs().get(query.device.type)
-    bias = _bias_of(arguments)
-    if spec is None or (bias is not None and not _is_readable(fakes[bias], query)):
+    bias = bias_of(arguments)
+    if spec is None or (bias is not None and not is_readable(fakes[bias], query)):
         return False
     heads, rows, key_heads = query.shape[1], query.shape[2], key.shape[1]
     if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads:
@@ -101,17 +84,13 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     )
 
 
-def _is_readable(bias: FakeTensor, query: FakeTensor) -> bool:
-    return bias.dtype.is_floating_point and 2 <= bias.ndim <= 4 and bias.device == query.device
-
-
 def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
     """Replaces a call, whose output keeps its layout."""
     before, name = copy.node_map[node], f"{node.name}_split"
     query, key, value = [copy.node_map[arguments[item]] for item in ("query", "key", "value")]
-    bias, buffer = _bias_of(arguments), None
+    bias, buffer = bias_of(arguments), None
     if bias is not None:
-        buffer = _without_broadcasts(copy, before, copy.node_map[bias], name)
+        buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
     fake = copy.fakes[query]
     functions = biased_score_functions(fake, None if buffer is None else copy.fakes[buffer])
     names = ("scores", "mask")
@@ -121,28 +100,11 @@ def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
     scale = arguments.get("scale")
     if scale is None:
         scale = fake.shape[3] ** -0.5
-    block_mask = (1, 1, *[None] * 8, _WHOLE, _WHOLE, mask_mod)
-    results = _result_fakes(copy.fakes[before][0])
+    block_mask = (1, 1, *[None] * 8, WHOLE, WHOLE, mask_mod)
+    results = result_fakes(copy.fakes[before][0])
     buffers = () if buffer is None else (buffer,)
     operands: tuple[object, ...] = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
     call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
     output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
     for user in node.users:
         copy.substitute(user, output, "fused", (node,))
-
-
-def _result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
-    """Returns output, log-sum-exp and maximum of a call."""
-    dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
-    with in_fake_mode(output.fake_mode):
-        statistics = [output.new_empty(output.shape[:3], dtype=dtype) for _ in range(2)]
-    return (output, *statistics)
-
-
-def _without_broadcasts(copy: GraphCopy, before: Node, bias: Node, name: str) -> Node:
-    """Returns a bias with one element along the dimensions whose stride is 0."""
-    fake = copy.fakes[bias]
-    for dim in range(fake.ndim):
-        if fake.stride(dim) == 0 and fake.shape[dim] != 1:
-            bias = copy.call(before, _aten.slice.Tensor, (bias, dim, 0, 1), name)
-    return bias

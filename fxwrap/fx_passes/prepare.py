@@ -13,6 +13,7 @@ from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.fx_passes.dropout_masks import draw_dropout_masks
 from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
@@ -65,6 +66,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "recognize_attention", "turn attention written as its formula into one kernel",
         recognize_attention, "fuse", _fuses,
+    ),
+    Step(
+        "draw_dropout_masks", "draw the masks of dropouts on CPUs, whose products then fuse",
+        draw_dropout_masks, "fuse", _fuses,
     ),
     Step(
         "split_decoding_attention", "turn attention of few query rows into kernels split over keys",

@@ -52,7 +52,7 @@ def _gathered(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tenso
 
 def _tabled(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
     """A bias by distance and head, whose keys are not neighbours in memory."""
-    distance = torch.arange(ROWS)[:, None] - torch.arange(KEYS) + KEYS - 1
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(key.shape[2]) + key.shape[2] - 1
     return torch.softmax(query @ key.mT + table[distance].permute(2, 0, 1), -1) @ value
 
 
@@ -113,6 +113,27 @@ def test_grouped_keys(function: Callable[..., Tensor], operands: list[Tensor]) -
     programs = _check(function, operands)
     for text in programs:
         assert not re.search(rf"\[{BATCH}, {HEADS}, {KEYS}, {WIDTH}\]|\[{BATCH * HEADS}, {KEYS}, {WIDTH}\]", text)
+
+
+@pytest.mark.parametrize("function", [_biased, _tabled])
+def test_symbolic_lengths(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+    run, programs = _compiled(function, emitter="interpreter")
+    for batch, rows, keys in ((2, 9, 7), (3, 5, 8)):
+        sizes = [(batch, HEADS, rows, WIDTH), *[(batch, HEADS, keys, WIDTH)] * 2]
+        bias = (HEADS, rows, keys) if function is _biased else (64, HEADS)
+        inputs = [torch.randn(size).requires_grad_() for size in (*sizes, bias)]
+        for item in inputs[:3]:
+            torch._dynamo.mark_dynamic(item, 0)
+            torch._dynamo.mark_dynamic(item, 2)
+        if function is _biased:
+            torch._dynamo.mark_dynamic(inputs[3], 1)
+            torch._dynamo.mark_dynamic(inputs[3], 2)
+        output, expected = run(*inputs), function(*inputs)
+        gradient = torch.randn(output.shape)
+        torch.testing.assert_close(output, expected)
+        results, references = [torch.autograd.grad(item, inputs, gradient) for item in (output, expected)]
+        torch.testing.assert_close(results, references, rtol=1e-4, atol=1e-5)
+    assert _launches(programs) == [1, 1]
 
 
 def test_repeated_keys_that_are_read_again() -> None:

@@ -1,0 +1,62 @@
+"""Calls of a library's attention: their arguments and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.graph_copy import GraphCopy
+from fxwrap.torch_compat import FakeTensor, OpOverload, in_fake_mode, torch_schema
+
+_aten = torch.ops.aten
+
+_LIBRARY_CALLS = frozenset({
+    _aten._scaled_dot_product_cudnn_attention.default, _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default,
+})  # fmt: skip
+
+WHOLE = 1 << 30
+"""The block size of FlexAttention without a block mask."""
+
+
+def library_arguments(node: Node) -> dict[str, Any] | None:
+    """Returns the arguments of a library's attention by parameter name; None for other nodes."""
+    return arguments_of(node) if node.target in _LIBRARY_CALLS else None
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Returns the arguments of an operator's call by parameter name, without those that have their default."""
+    assert isinstance(node.target, OpOverload)
+    names = [item.name for item in torch_schema(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def bias_of(arguments: Mapping[str, Any]) -> Node | None:
+    """Returns the tensor that is added to the scores, if there is one."""
+    bias: Node | None = arguments.get("attn_bias", arguments.get("attn_mask"))
+    return bias
+
+
+def is_readable(bias: FakeTensor, query: FakeTensor) -> bool:
+    """Whether scores can be read from a bias: numbers on the same device."""
+    return bias.dtype.is_floating_point and 2 <= bias.ndim <= 4 and bias.device == query.device
+
+
+def without_broadcasts(copy: GraphCopy, before: Node, bias: Node, name: str) -> Node:
+    """Returns a bias with one element along the dimensions whose stride is 0."""
+    fake = copy.fakes[bias]
+    for dim in range(fake.ndim):
+        if fake.stride(dim) == 0 and fake.shape[dim] != 1:
+            bias = copy.call(before, _aten.slice.Tensor, (bias, dim, 0, 1), name)
+    return bias
+
+
+def result_fakes(output: FakeTensor) -> tuple[torch.Tensor, ...]:
+    """Returns output, log-sum-exp and maximum of a call."""
+    dtype = torch.float64 if output.dtype is torch.float64 else torch.float32
+    with in_fake_mode(output.fake_mode):
+        statistics = [output.new_empty(output.shape[:3], dtype=dtype) for _ in range(2)]
+    return (output, *statistics)

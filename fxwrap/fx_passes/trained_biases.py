@@ -1,0 +1,202 @@
+"""Attention of a library whose bias is trained becomes, with its backward, calls of FlexAttention and its backward.
+
+A library's kernels of attention with a bias write the gradient of each score with the bias expanded to all batches and
+heads, and are slower than those without a bias. Bias and maxima are buffers of the calls, and the gradients of scores
+a matrix that the backward's kernel stores.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fxwrap.fx_passes.attention_score_gradients import biased_score_gradients
+from fxwrap.fx_passes.attention_scores import biased_score_functions
+from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.flex_attention import has_attention_kernel
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous
+from fxwrap.fx_passes.library_attention import WHOLE, arguments_of, is_readable, result_fakes, without_broadcasts
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.torch_compat import (
+    flex_attention_backward_operator,
+    flex_attention_operator,
+    flex_scatter_operator,
+    in_fake_mode,
+)
+
+_aten = torch.ops.aten
+
+_FORWARD = _aten._scaled_dot_product_efficient_attention.default
+_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+_GRAD_BIAS = 3
+"""The position of the gradient of the bias in the results of a backward."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A library's attention and its backward, as nodes of a graph.
+
+    Fields:
+        forward, backward: the calls.
+        arguments: those of the backward, by parameter name.
+        outputs: the nodes of the forward's output.
+        statistics: those of its other results, which only the backward reads.
+        gradients: the nodes of the backward's results, by position.
+    """
+
+    forward: Node
+    backward: Node
+    arguments: dict[str, Any]
+    outputs: tuple[Node, ...]
+    statistics: tuple[Node, ...]
+    gradients: dict[int, Node]
+
+    @classmethod
+    def of(cls, backward: Node) -> _Call | None:
+        """Returns the call of a backward without dropout, whose bias needs a gradient; None for other nodes."""
+        if backward.target is not _BACKWARD:
+            return None
+        arguments = arguments_of(backward)
+        forward = _source(arguments["out"])
+        if forward is None or forward.target is not _FORWARD or arguments["attn_bias"] is None:
+            return None
+        same = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
+        of_forward = {"dropout_p": 0.0, **arguments_of(forward)}
+        if any(_origin(of_forward.get(name)) is not _origin(arguments.get(name)) for name in same[:4]):
+            return None
+        if of_forward["dropout_p"] != 0 or of_forward.get("is_causal") or arguments.get("is_causal"):
+            return None
+        results = [user for user in forward.users if user.target is operator.getitem]
+        statistics = [user for user in results if user.args[1] != 0]
+        is_own = all(item is backward or (name_of(item) in _ALIASES and {*item.users} <= {backward})
+                     for user in statistics for item in user.users)  # fmt: skip
+        gradients: dict[int, Node] = {user.args[1]: user for user in backward.users if user.users}  # type: ignore[misc]
+        if not is_own or len(results) != len(forward.users) or _GRAD_BIAS not in gradients:
+            return None
+        outputs = tuple([user for user in results if user.args[1] == 0])
+        return cls(forward, backward, arguments, outputs, tuple(statistics), gradients)
+
+    @property
+    def operands(self) -> tuple[Node, Node, Node]:
+        """Queries, keys and values, (batch, heads, rows or keys, width)."""
+        query, key, value = [self.arguments[name] for name in ("query", "key", "value")]
+        return query, key, value
+
+
+_ALIASES = frozenset({"alias", "detach"})
+
+
+def _origin(node: Any) -> Any:
+    """Returns what a node aliases without a change of shape."""
+    while isinstance(node, Node) and name_of(node) in _ALIASES:
+        node = node.args[0]
+    return node
+
+
+def _source(result: Any) -> Node | None:
+    """Returns the call whose first result a node is."""
+    result = _origin(result)
+    is_first = isinstance(result, Node) and result.target is operator.getitem and result.args[1] == 0
+    return result.args[0] if is_first else None
+
+
+def replace_trained_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which attention of a library, whose bias is trained, is calls of FlexAttention.
+
+    They are replaced where a device's kernels are faster, and have static sizes.
+    """
+    calls = [call for node in graph.nodes if (call := _Call.of(node)) is not None]
+    calls = [call for call in calls if _is_faster(call, graph.fakes, context)]
+    if not calls:
+        return graph
+    copy = GraphCopy(graph)
+    for call in calls:
+        _replace(copy, call, graph.fakes)
+    return copy.finish()
+
+
+def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
+    """Whether a device's kernels compute a call, and are measured to be faster."""
+    preserved = {str(_FORWARD), str(_BACKWARD), "aten.scaled_dot_product_attention.default"}
+    query, key, value = tensors = [fakes[item] for item in call.operands]
+    spec = context.options.device_specs().get(query.device.type)
+    if spec is None or flex_scatter_operator() is None or not preserved.isdisjoint(context.extern_operators):
+        return False
+    if not is_readable(fakes[call.arguments["attn_bias"]], query) or query.shape[1] != key.shape[1]:
+        return False
+    gradient = call.gradients[_GRAD_BIAS]
+    if not is_contiguous(fakes[gradient]) and any(user.op == "output" for user in gradient.users):
+        return False  # rows of the library's are padded
+    sizes = [size for item in tensors for size in item.shape]
+    least = dict(spec.streaming_attention_backward_sizes).get(query.dtype)
+    widths = [query.shape[3], value.shape[3]]
+    return (
+        all(type(size) is int for size in sizes)
+        and least is not None
+        and min(query.shape[2], key.shape[2]) >= least
+        and max(widths) <= spec.streaming_attention_backward_width
+        and has_attention_kernel(tensors, widths, context.options)
+    )
+
+
+def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
+    """Replaces a call, whose results keep their layouts."""
+    before, name = copy.node_map[call.forward], f"{call.forward.name}_attention"
+    operands = [copy.node_map[item] for item in call.operands]
+    node: Node = call.arguments["attn_bias"]
+    bias = without_broadcasts(copy, before, copy.node_map[node], name)
+    query, scale = copy.fakes[operands[0]], call.arguments.get("scale")
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    score_mod, mask_mod = biased_score_functions(query, copy.fakes[bias])
+    keys = fakes[call.operands[1]].shape[2]
+    relative, joint = biased_score_gradients(query, copy.fakes[bias], keys, fakes[node].dtype)
+    options = {"BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}  # the unit of maxima is that of scores
+
+    functions = {"scores": score_mod, "mask": mask_mod}
+    modules = {key: copy.attribute(before, f"{name}_{key}", module) for key, module in functions.items()}
+    block_mask = (*[None] * 10, WHOLE, WHOLE, modules["mask"])
+    results = result_fakes(fakes[call.outputs[0]])
+    arguments = (*operands, modules["scores"], block_mask, scale, options, (bias,), ())
+    forward = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
+    output, total, maxima = [
+        copy.call(before, operator.getitem, (forward, index), name, fake=results[index]) for index in range(3)
+    ]
+
+    before, name = copy.node_map[call.backward], f"{name}_backward"
+    functions = {"scores": relative, "joint": joint, "mask": mask_mod}
+    modules = {key: copy.attribute(before, f"{name}_{key}", module) for key, module in functions.items()}
+    block_mask = (*[None] * 10, WHOLE, WHOLE, modules["mask"])
+    gradient = copy.node_map[call.arguments["grad_out_"]]
+    arguments = (*operands, output, total, gradient, None, modules["scores"], modules["joint"], block_mask, scale,
+                 options, (bias, maxima), ())  # fmt: skip
+    matrix = joint.graph.output_node().args[0][-1].meta["val"]  # type: ignore[index, union-attr]
+    gradients = (*_operand_gradients(call, copy, operands), (matrix,))
+    backward = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradients)
+    captured = copy.call(before, operator.getitem, (backward, _GRAD_BIAS), name, fake=(matrix,))
+    of_statistics = [user for item in call.statistics for user in item.users if user is not call.backward]
+    unused = [user for user in call.backward.users if user not in call.gradients.values()]
+    for position, user in call.gradients.items():
+        source, index = (captured, 0) if position == _GRAD_BIAS else (backward, position)
+        fake = matrix if position == _GRAD_BIAS else gradients[position]
+        copy.substitute(user, copy.call(before, operator.getitem, (source, index), name, fake=fake), "fused")
+    for item in call.outputs:
+        copy.substitute(item, output, "fused")
+    for item in (*unused, call.backward, *of_statistics, *call.statistics, call.forward):
+        copy.erase(item)
+
+
+def _operand_gradients(call: _Call, copy: GraphCopy, operands: list[Node]) -> list[Any]:
+    """Returns the fake values of the gradients of queries, keys and values, in the layouts of the library's."""
+    results = []
+    with in_fake_mode(copy.fakes[operands[0]].fake_mode):
+        for position, operand in enumerate(operands):
+            like = copy.fakes[operand]
+            user = call.gradients.get(position)
+            strides = like.stride() if user is None else copy.fakes[copy.node_map[user]].stride()
+            results.append(like.new_empty_strided(like.shape, strides))
+    return results

@@ -1,0 +1,73 @@
+"""Dropout on CPUs: the mask is drawn with eager's numbers, and products by it fuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import fxwrap
+from tests.lowering.planned_programs import STRICT, plan
+
+_native = torch.ops.aten.native_dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_those_of_eager(dtype: torch.dtype) -> None:
+    """One kernel computes what is before and after the products."""
+
+    def run(x: Tensor, residual: Tensor) -> list[Tensor]:
+        result, mask = _native(x.tanh(), 0.3, True)
+        return [result + residual, mask]
+
+    inputs = [torch.randn(4, 6).to(dtype) for _ in range(2)]
+    planned = plan(make_fx(run)(*inputs), inputs)
+    assert len(planned.launches) == 1
+    torch.manual_seed(1)
+    results, state = planned.run([item.clone() for item in inputs]), torch.get_rng_state()
+    torch.manual_seed(1)
+    expected, mask = run(*inputs)
+    exact = inputs[0].double().tanh() * mask / 0.7 + inputs[1].double()
+    errors = [float((item.double() - exact).norm()) for item in (results[0], expected)]
+    assert errors[0] <= 1.2 * errors[1]
+    assert torch.equal(results[1], mask)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("emitter", ["cpp", "python"])
+def test_training(emitter: str, fresh_dynamo: None) -> None:
+    """Forward and backward, of symbolic sizes."""
+
+    def run(x: Tensor) -> Tensor:
+        return F.dropout(F.gelu(x), 0.25) * 2
+
+    compiled = torch.compile(run, backend="fxwrap", options={"emitter": emitter}, dynamic=True)
+    for rows in (5, 8):
+        x = torch.randn(rows, 6, requires_grad=True)
+        results = []
+        for function in (compiled, run):
+            torch.manual_seed(rows)
+            output = function(x)
+            results.append((output.detach(), *torch.autograd.grad(output.sum(), x)))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("probability", "trains", "transposes", "options"),
+    [
+        (0.0, True, False, STRICT), (1.0, True, False, STRICT), (0.5, False, False, STRICT), (0.5, True, True, STRICT),
+        (0.5, True, False, STRICT.replace(preserve_ops=("aten.native_dropout.default",))),
+    ],
+)  # fmt: skip
+def test_calls_that_stay(probability: float, trains: bool, transposes: bool, options: fxwrap.Options) -> None:
+    """Nothing or everything is dropped, `bernoulli` has another layout, or an option preserves the operator."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [*_native(x.mT if transposes else x, probability, trains)]
+
+    x = torch.randn(3, 5)
+    planned = plan(make_fx(run)(x), [x], options)
+    assert "@aten.native_dropout.default" in str(planned.program)
+    assert "bernoulli" not in str(planned.program)
