@@ -14,8 +14,11 @@ from fxwrap.symbolic import SymbolInfo
 from fxwrap.torch_compat import is_python_operator, operator_overload, torch_schema
 from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
-_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in ("stream_id", "record_event", "wait_event", "record_stream")})
-"""Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`)."""
+_STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
+_FROZEN_OPERATORS = ("prepacked_linear", "frozen_convolution")
+_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_FROZEN_OPERATORS)})
+"""Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`,
+`libraries/prepacked.cpp`)."""
 
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""

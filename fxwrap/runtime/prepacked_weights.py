@@ -101,7 +101,9 @@ def frozen_convolution(
     def convert() -> _Form:
         folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
         folded = folded.contiguous(memory_format=layout)
-        return prepack_convolution_weight(folded, geometry, sizes), folded, shift
+        packed = prepack_convolution_weight(folded, geometry, sizes)
+        # The cache must not own the weight, whose end frees its entry.
+        return packed, None if packed is not None or folded is weight else folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
     packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout), convert)
@@ -109,8 +111,7 @@ def frozen_convolution(
         if packed is not None:
             result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
         else:
-            assert folded is not None, "the weight is a tensor"
-            result = _convolution(image, folded, shift, geometry, residual, relu)
+            result = _convolution(image, weight if folded is None else folded, shift, geometry, residual, relu)
         return _with_strides(result, strides)
 
 

@@ -41,6 +41,7 @@ DLDataType parse_dtype(const std::string& name) {
   const uint8_t bits = uint8_t(std::atoi(name.c_str() + 1));
   switch (name[0]) {
     case 'f': return {kDLFloat, bits, 1};
+    case 'b': return name == "bf16" ? DLDataType{kDLBfloat, 16, 1} : DLDataType{kDLBool, 8, 1};
     case 'i': return {kDLInt, bits, 1};
     case 'u': return {kDLUInt, bits, 1};
     default: return {kDLBool, 8, 1};

@@ -138,6 +138,23 @@ def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> No
     assert len(prepacked_weights._cache) == before
 
 
+@pytest.mark.parametrize("has_library", [True, False])
+def test_weights_of_convolutions_without_batch_norm_are_freed(
+    has_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(prepacked_weights, "prepack_convolution_weight", lambda *_: None)
+    gc.collect()
+    image, weight, before = torch.randn(2, 8, 12, 12), torch.randn(16, 8, 1, 1), len(prepacked_weights._cache)
+    arguments = ([1, 1], [0, 0], [1, 1], 1, None, False, [2304, 144, 12, 1])
+    result = torch.ops.fxwrap.frozen_convolution(image, weight, None, [], 0.0, *arguments)
+    torch.testing.assert_close(result, torch.conv2d(image, weight))
+    assert len(prepacked_weights._cache) == before + 1
+    del weight
+    gc.collect()
+    assert len(prepacked_weights._cache) == before
+
+
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 CONVOLUTION = "fxwrap.frozen_convolution.default"

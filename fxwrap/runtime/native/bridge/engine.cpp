@@ -24,6 +24,7 @@
 #include "engine/call.h"
 #include "engine/observer.h"
 #include "graph_capture/replay.h"
+#include "libraries/prepacked.h"
 
 namespace at {
 // Of ATen/DLConvertor.h, which includes every operator.
@@ -249,6 +250,7 @@ class TorchEngine final : public Engine {
 
   Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) override {
     register_stream_operators();
+    register_prepacked_operators();
     const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!handle.has_value()) {
       return {"is not registered in this process", "Pass the library that registers it as an option, or load it first"};

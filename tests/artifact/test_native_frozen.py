@@ -1,0 +1,61 @@
+"""Programs with `freeze` in a process without Python: weights in the library's layout follow replaced constants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.lines import ExternCall
+from tests.artifact.native_host import described, drive, read_result, tensor_commands
+
+FROZEN = ("fxwrap.frozen_convolution.default", "fxwrap.prepacked_linear.default")
+
+
+class Images(nn.Module):
+    """Convolutions with batch norm, residual and positive part, with a bias and groups, and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(8, 16, 3, padding=1, stride=2, bias=False), nn.BatchNorm2d(16)
+        self.short = nn.Conv2d(8, 16, 1, stride=2, groups=2)
+        self.linear, self.last = nn.Linear(576, 256), nn.Linear(256, 300, bias=False)
+        nn.init.normal_(self.norm.weight, 1, 0.3)
+        nn.init.normal_(self.norm.bias)
+        for statistic in (self.norm.running_mean, self.norm.running_var):
+            nn.init.uniform_(statistic, 0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.relu(self.norm(self.first(x)) + self.short(x))
+        return self.last(torch.relu(self.linear(images.flatten(1))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_weights_without_python_follow_replaced_constants(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Images().eval().to(dtype), torch.randn(64, 8, 12, 12).to(dtype)
+    program = torch.export.export(model, (x,))
+    compiled = fxwrap.compile_graph(program, name="images", options=Options(freeze=True, emitter="cpp"))
+    targets = [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)]
+    assert [target for target in targets if target in FROZEN] == [FROZEN[0]] * 2 + [FROZEN[1]] * 2
+    compiled.save(tmp_path / "images.fxw", target="native")
+    with torch.no_grad():
+        results = [model(x)]
+        model.norm.running_var.mul_(4)
+        model.linear.weight.mul_(3)
+        results.append(model(x))
+    words = ["constant", "norm.running_var", *described(tmp_path, model.norm.running_var)]
+    words += ["constant", "linear.weight", *described(tmp_path, model.linear.weight.detach())]
+    before, after = ["run", tmp_path / "first", "run", tmp_path / "again"], ["run", tmp_path / "replaced"]
+    start = ["open", tmp_path / "images.fxw", *tensor_commands(tmp_path, [x])]
+    done = drive(*start, *before, "alive", *words, "replace", *after)
+    assert done.code == 0 and done.lines == ("alive 0",), (done.lines, done.errors)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for name, expected in (("first", results[0]), ("again", results[0]), ("replaced", results[1])):
+        result = read_result(tmp_path / f"{name}.0", expected)
+        assert (result.double() - expected.double()).norm() <= tolerance * expected.norm()
+    assert (results[0] - results[1]).norm() > 0.1 * results[0].norm()
