@@ -119,9 +119,10 @@ def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     assert all(item.p_block * item.num_stages < 48 for item in known)
 
 
-def test_long_rows_of_few_columns_have_more_stages() -> None:
-    first, long = configurations(large(8))[0], configurations(parse_kernel(str(large(8)).replace("g: 64", "g: 224")))[0]
-    assert first == replace(long, num_stages=3, p=first.p) and long.num_stages == 4
+def test_one_long_row_of_few_columns_has_dots() -> None:
+    one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
+    firsts = [configurations(parse_kernel(one.replace("g: 64", f"g: {groups}")))[0] for groups in (64, 224)]
+    assert [item.dot for item in firsts] == [False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 8])

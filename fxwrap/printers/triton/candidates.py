@@ -72,15 +72,17 @@ _GROUP_SUM_TILES = (
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
-The first of these is the best one of many columns, the second of few, the third of few with long rows.
+The first of these is the best one of many columns, the second of few.
 """
 
 _LONG_ROW_GROUPS = 128
 """The number of groups of 64 elements from which on a row is long: a program has many steps."""
 
-_ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 4, 1), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
-"""The same of one row whose products are summed without dots: the first is the best one of many columns, the second of
-few with long rows, the third of few. Sums of several matrices share the columns out."""
+_ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (4, 64, 4, 1), (8, 32, 2, 3), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
+"""The same of one row whose products are summed without dots; sums of several matrices share the columns out.
+
+Dots are faster for few columns with long rows.
+"""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -196,7 +198,7 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
-    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 2 if _is_long(count, size) else 1]
+    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     candidates = []
@@ -207,12 +209,9 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
         if stage * (stages - 1) > _SHARED_BYTES:
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
-
-
-def _is_long(count: int, size: int) -> bool:
-    """Whether a row has so many groups, of so many bytes, that a program has many steps."""
-    return count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
+    of_one_row = _row_group_sum_configurations(contraction, form, hint)
+    is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
+    return [*candidates, *of_one_row] if is_long and not _is_wide(contraction, hint) else [*of_one_row, *candidates]
 
 
 def _row_group_sum_configurations(
@@ -224,7 +223,7 @@ def _row_group_sum_configurations(
     is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
     if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
         return []
-    wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1 if _is_long(count, size) else 2]
+    wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
     tiles = [
         (max(block // len(contraction.sums), 2), max(groups * _MIN_GROUP_BYTES // size, 1), warps, stages)
         for block, groups, warps, stages in sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
