@@ -13,9 +13,7 @@ from fxwrap.tuning import Tuner, group_ends, input_sets, random_tensors
 from fxwrap.wrapper_ir import ASSERT, Program, Role, TensorType, Value, program_key, random_effect
 
 
-def is_tuning_faster(
-    tuner: Tuner, tuned: Compiled, untuned: Compiled, source: PreparedGraph, events: EventLog
-) -> bool:
+def is_tuning_faster(tuner: Tuner, tuned: Compiled, untuned: Compiled, source: PreparedGraph, events: EventLog) -> bool:
     """Whether a tuned program of a graph is as fast as the one without tuning, by its record or by running both.
 
     Choices are timed part by part, where neighbours, cache, clock and power are not those of the program. Programs that

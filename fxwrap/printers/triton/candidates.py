@@ -214,9 +214,7 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     return [*candidates, *of_one_row] if is_long and not _is_wide(contraction, hint) else [*of_one_row, *candidates]
 
 
-def _row_group_sum_configurations(
-    contraction: ContractionForm, form: GroupedSums, hint: Hint
-) -> list[Configuration]:
+def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
     """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups."""
     columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
     count = int(product([axis.size for axis in form.groups]))
