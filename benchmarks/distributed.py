@@ -14,8 +14,9 @@ as soon as its side is measured; progress goes to the standard error.
 Exposed communication is the time in which a rank communicates and does not compute. On CPUs, it is the time of the step
 minus that of the same step whose process group copies locally instead of communicating (torch's fake group), each in
 its fastest round, since other load only adds time. On GPUs, it is the time of the kernels of NCCL and of symmetric
-memory in a profile of several steps while no other kernel runs, on the rank that has least of it: a kernel of NCCL also
-waits for slower ranks. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
+memory in a profile of several steps while no other kernel runs, on the rank that has most of it. Such a kernel also
+waits for slower ranks, whose start the profiler delays: of each, only the last part counts, as long as the shortest one
+of all ranks. "Unbucketed" is the number of collectives of the model that a side compiles, run in eager.
 """
 
 from __future__ import annotations
@@ -235,8 +236,24 @@ def profiled(step: Step, tokens: Tensor, count: int = _PROFILED_STEPS) -> tuple[
     kernels = [event for event in kernels if event.time_range.start >= begin]
     collectives = [event for event in kernels if any(name in event.name for name in _COMMUNICATION)]
     others = [event for event in kernels if not any(name in event.name for name in ("nccl", *_COMMUNICATION))]
-    intervals = [[(event.time_range.start, event.time_range.end) for event in part] for part in (collectives, others)]
-    return round(len(collectives) / count), uncovered(*intervals) / 1e6 / count
+    spans, covers = [
+        sorted([(event.time_range.start, event.time_range.end) for event in part]) for part in (collectives, others)
+    ]
+    return round(len(spans) / count), uncovered(without_waits(spans, tokens), covers) / 1e6 / count
+
+
+def without_waits(spans: Sequence[tuple[float, float]], tokens: Tensor) -> list[tuple[float, float]]:
+    """Returns the ends of the spans of collectives, as long as the shortest span of the same collective of any rank.
+
+    Collectives are matched in the order of their starts, which can differ where several groups communicate. Ranks whose
+    profiles have different numbers of collectives return whole spans.
+    """
+    counts = on_all_ranks(len(spans), tokens)
+    if len({*counts}) > 1:
+        return [*spans]
+    shortest = torch.tensor([end - start for start, end in spans], device=tokens.device, dtype=torch.float64)
+    dist.all_reduce(shortest, dist.ReduceOp.MIN)
+    return [(end - duration, end) for (_, end), duration in zip(spans, shortest.tolist(), strict=True)]
 
 
 def uncovered(intervals: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:
@@ -277,6 +294,8 @@ def build(job: Job, name: str) -> Side:
     step = job.step(name)
     progress(f"{job.name}, {name}: built")
     warm(step, job.tokens, f"{job.name}, {name}")
+    if job.tokens.is_cuda:
+        return Side(name, step, None)
     local = job.step(name, is_local=True)
     warm(local, job.tokens, f"{job.name}, {name}, local")
     return Side(name, step, local)
@@ -296,7 +315,7 @@ def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
     progress(f"{job.name}, {side.name}: timed")
     count, exposed = profiled(side.step, job.tokens)
     exposed_by_rank = on_all_ranks(exposed, job.tokens)
-    exposed = min(exposed_by_rank)
+    exposed = max(exposed_by_rank)
     if "local" in times:
         exposed = min(times["side"]) - min(times["local"])
     peak = peak_bytes(side.step, job.tokens)
