@@ -366,6 +366,7 @@ ABOUT_TORCH = {
     "debugging.dispatch_modes": "the kernels of eager mode on the CPU have these defects",
     "fused_communication.support": "torch's fused operators need symmetric memory, which CUDA devices have",
     "fx_passes.attention_calls": "torch draws the mask of a dropout in another way on the CPU",
+    "fx_passes.dropout_masks": "torch draws the mask of a dropout in another way on the CPU",
     "fx_passes.layouts": "one of the convolutions of torch's library on the CPU corrupts memory",
     "lowering.symbols.cpu_scalars": "torch mixes tensors of rank 0 on the CPU with those of any device",
     "lowering.rules.norms": "eager mode takes parameters in float32 on the CPU only",
