@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.graph_copy import GraphCopy
-from fxwrap.torch_compat import FakeTensor, OpOverload, in_fake_mode, torch_schema
+from fxwrap.torch_compat import FakeTensor, arguments_by_name, in_fake_mode
 
 _aten = torch.ops.aten
 
@@ -24,14 +24,7 @@ WHOLE = 1 << 30
 
 def library_arguments(node: Node) -> dict[str, Any] | None:
     """Returns the arguments of a library's attention by parameter name; None for other nodes."""
-    return arguments_of(node) if node.target in _LIBRARY_CALLS else None
-
-
-def arguments_of(node: Node) -> dict[str, Any]:
-    """Returns the arguments of an operator's call by parameter name, without those that have their default."""
-    assert isinstance(node.target, OpOverload)
-    names = [item.name for item in torch_schema(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return arguments_by_name(node) if node.target in _LIBRARY_CALLS else None
 
 
 def bias_of(arguments: Mapping[str, Any]) -> Node | None:

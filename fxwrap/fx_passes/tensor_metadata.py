@@ -14,7 +14,7 @@ from fxwrap.fx_passes.effects import calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.fx_passes.source import location_of
-from fxwrap.torch_compat import PROMOTION_KINDS, elementwise_dtypes, torch_schema
+from fxwrap.torch_compat import PROMOTION_KINDS, arguments_by_name, elementwise_dtypes
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 
@@ -47,8 +47,7 @@ def _holds(node: Node, fakes: NodeValues) -> bool:
 
 def _comparisons(node: Node, fakes: NodeValues) -> Iterator[tuple[str, Any, Any]]:
     """Yields the name, the asserted value and the actual value of each property that a node asserts."""
-    names = [argument.name for argument in torch_schema(_ASSERTION).arguments]
-    arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    arguments = arguments_by_name(node)
     fake: torch.Tensor = fakes[arguments["a"]]
     actual = {"size": tuple(fake.shape), "stride": fake.stride(), "dtype": fake.dtype, "device": fake.device,
               "layout": fake.layout}  # fmt: skip

@@ -20,9 +20,10 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous
-from fxwrap.fx_passes.library_attention import WHOLE, arguments_of, is_readable, result_fakes, without_broadcasts
+from fxwrap.fx_passes.library_attention import WHOLE, is_readable, result_fakes, without_broadcasts
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
+    arguments_by_name,
     flex_attention_backward_operator,
     flex_attention_operator,
     flex_scatter_operator,
@@ -61,12 +62,12 @@ class _Call:
         """Returns the call of a backward without dropout, whose bias needs a gradient; None for other nodes."""
         if backward.target is not _BACKWARD:
             return None
-        arguments = arguments_of(backward)
+        arguments = arguments_by_name(backward)
         forward = _source(arguments["out"])
         if forward is None or forward.target is not _FORWARD or arguments["attn_bias"] is None:
             return None
         same = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
-        of_forward = {"dropout_p": 0.0, **arguments_of(forward)}
+        of_forward = {"dropout_p": 0.0, **arguments_by_name(forward)}
         if any(_origin(of_forward.get(name)) is not _origin(arguments.get(name)) for name in same[:4]):
             return None
         if of_forward["dropout_p"] != 0 or of_forward.get("is_causal") or arguments.get("is_causal"):

@@ -26,8 +26,8 @@ from fxwrap.runtime import kernel_table
 from fxwrap.torch_compat import (
     FakeTensor,
     OpOverload,
+    arguments_by_name,
     storage_identity,
-    torch_schema,
     triton_kernel_at,
     triton_launch,
     triton_launch_functional,
@@ -364,8 +364,7 @@ class KernelNode:
 def kernel_of(node: Node) -> KernelNode | None:
     """Returns the launch of a node of an emitted graph; None for a node that launches no kernel of fxwrap."""
     if node.target in _CPP_LAUNCHES:
-        names = [item.name for item in torch_schema(node.target).arguments]
-        arguments: dict[str, Any] = {**dict(zip(names, node.args)), **node.kwargs}
+        arguments = arguments_by_name(node)
         kernel = _definition(node, str(arguments["kernel"]))
         return None if kernel is None else _kernel_node(node, kernel, arguments["ins"], arguments["outs"])
     if node.target is triton_launch or node.target is triton_launch_functional:

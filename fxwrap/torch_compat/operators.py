@@ -309,6 +309,13 @@ def return_aliases(operator: OpOverload) -> tuple[tuple[int, str] | None, ...]:
     return tuple([mutated.get(item) if item is not None else None for item in sets])
 
 
+def arguments_by_name(node: torch.fx.Node) -> dict[str, Any]:
+    """Returns the arguments of an operator's call by parameter name, without those that are left to their default."""
+    assert isinstance(node.target, OpOverload)
+    names = [item.name for item in torch_schema(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def aliased_or_mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Returns the inputs of a node that its result may alias or that it mutates; all of them for unknown targets."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):

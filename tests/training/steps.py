@@ -43,6 +43,20 @@ def mlp(make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     return Training(model, optimizer, step, mlp_inputs)
 
 
+def square_step(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Returns a step of AdamW with the mean of the squares of a model's results as its loss."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def mlp_inputs(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(6, 8, generator=generator, dtype=torch.float64), torch.randint(4, (6,), generator=generator)

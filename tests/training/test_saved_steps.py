@@ -20,7 +20,7 @@ from fxwrap.options import Options
 from tests.distributed.cases import Mlp, simple_fsdp
 from tests.support.jobs import fake_job
 from tests.training.saved_step import train
-from tests.training.steps import mlp
+from tests.training.steps import mlp, square_step
 from tests.training.test_errors import Trainer
 
 OPTIONS = Options(emitter="python")
@@ -72,16 +72,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 def sharded_step() -> Callable[[Tensor], Tensor]:
     """Returns a step with DTensor parameters."""
     model = simple_fsdp(Mlp(), dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return square_step(model)
 
 
 def test_a_step_with_sharded_state_in_a_job_of_another_size(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import LONG, long_only
 from tests.support.models import MODELS, SHALLOW
 from tests.support.planned_peaks import PlannedPeaks, planned_peak
-from tests.training.steps import STEPS, Training, mlp, tensors_of
+from tests.training.steps import STEPS, Training, mlp, square_step, tensors_of
 
 
 def transformer(name: str) -> Training:
@@ -149,16 +149,7 @@ def test_captured_graphs_use_the_state_in_place() -> None:
 def test_an_update_follows_its_gradient() -> None:
     """The weights of later layers are updated before the backward of earlier ones, and their gradients die there."""
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(x: Tensor) -> Tensor:
-        loss: Tensor = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    compiled = fxwrap.compile_step(step, (torch.randn(5, 512),), options=Options(emitter="interpreter"))
+    compiled = fxwrap.compile_step(square_step(model), (torch.randn(5, 512),), options=Options(emitter="interpreter"))
     lines = list(compiled.compiled.program.lines())
     matmuls = [position for position, line in enumerate(lines) if getattr(line, "target", "").startswith("aten.mm")]
     weights = [item.name for item in compiled.compiled.program.inputs if item.name.endswith("_weight")][:4]

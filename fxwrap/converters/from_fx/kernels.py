@@ -20,7 +20,7 @@ from fxwrap.runtime import kernel_operators, kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.triton.side_table import triton_parameters
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
-from fxwrap.torch_compat import torch_schema, triton_kernel_at, triton_launch, triton_launch_functional
+from fxwrap.torch_compat import arguments_by_name, triton_kernel_at, triton_launch, triton_launch_functional
 from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, TensorType, Value
 
 _FXWRAP = torch.ops.fxwrap
@@ -78,9 +78,7 @@ def _cpp_kernel_functional(importer: GraphImporter, node: Node) -> None:
 
 
 def _arguments(importer: GraphImporter, node: Node) -> dict[str, Any]:
-    names = [argument.name for argument in torch_schema(node.target).arguments]  # type: ignore[arg-type]
-    items = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: importer.argument(node, item) for name, item in items.items()}
+    return {name: importer.argument(node, item) for name, item in arguments_by_name(node).items()}
 
 
 def _new_result(

@@ -31,7 +31,7 @@ from fxwrap.printers.cpp.loop_plan import LoopPlan
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
-from fxwrap.printers.cpp.streaming_tiles import at_most, element_count, position_of, round_up
+from fxwrap.printers.cpp.streaming_tiles import asserts_by_scope, at_most, element_count, position_of, round_up
 
 _MAX_LANES = 64
 """Rows of a tile."""
@@ -64,7 +64,7 @@ class StreamingPrinter(LoopPrinter):
         elements += self.lanes * self.keys * len(self.matrices)
         if elements > _MAX_TILE_ELEMENTS:
             raise KernelError(f"the tiles of its streaming reduction have {elements} elements, too many for a stack")
-        self.asserts = self._assert_scopes()
+        self.asserts = asserts_by_scope(self.kernel, parts, self.outer, self.device_asserts)
 
     def _row_count(self) -> int:
         """Returns the rows of a tile."""
@@ -95,22 +95,6 @@ class StreamingPrinter(LoopPrinter):
         return round_up(element_count(self._columns(item)))
 
     # --- scopes -----------------------------------------------------------------------------------------------------
-
-    def _assert_scopes(self) -> dict[str, list[int]]:
-        """Returns the assertions that are checked once for each tile of rows, row, step, key, and score."""
-        outer, streamed, row = set(self.outer), set(self.parts.axes), {self.parts.row}
-        scopes = {
-            "tile": outer, "row": outer | row, "step": outer | {*self.parts.axes[:-1]}, "key": outer | streamed,
-            "score": outer | streamed | row,
-        }  # fmt: skip
-        result: dict[str, list[int]] = {scope: [] for scope in scopes}
-        for position in self.device_asserts:
-            axes = self.kernel.value_axes[position]
-            scope = next((scope for scope, allowed in scopes.items() if axes <= allowed), None)
-            if scope is None:
-                raise KernelError("an assertion depends on the width of a head")
-            result[scope].append(position)
-        return result
 
     def _hoist(self, targets: Iterable[int], axes: Collection[Axis], known: EmittedValues) -> None:
         """Writes the values among those that the targets are computed from that depend on these axes only."""

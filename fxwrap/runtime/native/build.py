@@ -63,7 +63,7 @@ _HEADERS = (
     "engine/observer.h",
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
-    "libraries/prepacked.h",
+    *("libraries/operators.h", "libraries/prepacked.h"),
 )
 _PROGRAM_HEADERS = _SOURCE_FOLDER / "bridge"
 """The folder of the headers that emitted programs and kernels include: `bridge.h` and `kernel.h`."""

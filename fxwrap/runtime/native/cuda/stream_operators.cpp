@@ -6,13 +6,13 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/library.h>
 
 #include <map>
 #include <mutex>
 #include <tuple>
 
 #include "cuda/stream_operators.h"
+#include "libraries/operators.h"
 
 namespace fxwrap {
 namespace {
@@ -58,14 +58,7 @@ void record_stream(const at::Tensor& tensor, c10::Device device, int64_t stream)
 }  // namespace
 
 void register_stream_operators() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (c10::Dispatcher::singleton().findSchema({"fxwrap::stream_id", ""}).has_value()) return;  // by Python
-    static auto* library = new torch::Library(torch::Library::FRAGMENT, "fxwrap", std::nullopt, __FILE__, __LINE__);
-    const auto add = [](const char* schema, const char* name, auto function) {
-      library->def(schema);
-      library->impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
-    };
+  define_operators("fxwrap::stream_id", [](const auto& add) {
     add("stream_id(Device device, int stream) -> int", "stream_id", &stream_id);
     add("record_event(Device device, int stream, int event=0) -> Tensor", "record_event", &record_event);
     add("wait_event(Tensor event, Device device, int stream) -> ()", "wait_event", &wait_event);

@@ -5,7 +5,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/conv2d.h>
@@ -14,7 +13,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mkldnn_reorder_conv2d_weight.h>
 #include <ATen/ops/mm.h>
-#include <torch/library.h>
 
 #include <bit>
 #include <functional>
@@ -25,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "libraries/operators.h"
 #include "libraries/prepacked.h"
 
 namespace fxwrap {
@@ -218,14 +217,7 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
 }  // namespace
 
 void register_prepacked_operators() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    if (c10::Dispatcher::singleton().findSchema({"fxwrap::prepacked_linear", ""}).has_value()) return;  // by Python
-    static auto* library = new torch::Library(torch::Library::FRAGMENT, "fxwrap", std::nullopt, __FILE__, __LINE__);
-    const auto add = [](const char* schema, const char* name, auto function) {
-      library->def(schema);
-      library->impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
-    };
+  define_operators("fxwrap::prepacked_linear", [](const auto& add) {
     add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor", "prepacked_linear",
         &prepacked_linear);
     add("frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
