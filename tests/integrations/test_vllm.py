@@ -132,9 +132,8 @@ def test_another_process_loads_without_compiling(host: Host) -> None:
 
 
 def graph_of(function: Any, *inputs: torch.Tensor) -> Any:
-    """Returns Dynamo's graph of a function."""
+    """Returns Dynamo's graph of a function. Dynamo keeps what it has compiled, of which `host` is a part."""
     graphs = list[Any]()
-    torch.compiler.reset()
     with torch.inference_mode():
         torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)(*inputs)
     return graphs[0]
