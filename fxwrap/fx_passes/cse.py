@@ -21,8 +21,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
-from fxwrap.fx_passes.joint_graph import RECOMPUTED
-from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+from fxwrap.fx_passes.prepared_graph import RECOMPUTED, NodeValues, PreparedGraph
 from fxwrap.torch_compat import OpOverload, symbol_expression
 from fxwrap.wrapper_ir.operators import operator_schema
 

@@ -3,11 +3,14 @@
 A loop over experts is unrolled in a graph. The body of an expert begins with `nonzero` of its condition, or with an
 index that is the condition. Its last call adds the rows to a result, or writes them into it. The bodies of all experts
 are the same calls, on slices of the same stacked weights.
+
+In a joint graph of training, the backward of an expert belongs to its body, since it reads the same rows. It ends with
+gradients, which the graph sums over experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch.fx import Node
 from fxwrap.fx_passes.attention_nodes import element_count, is_tensor
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_conditions import ExpertCondition, expert_condition
-from fxwrap.fx_passes.graph_copy import expression_of, expressions_of
+from fxwrap.fx_passes.expert_gradients import GradientSum, gradient_sums, stacks_of
+from fxwrap.fx_passes.graph_copy import expression_of, expressions_of, items_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 
 _TERMINALS = frozenset({"index_add", "index_put", "scatter_add"})
@@ -35,6 +39,7 @@ class ExpertBody:
         nodes: the calls whose results have the rows, in order.
         guards: calls that compute with the number of rows alone.
         terminal: the call that adds the rows to a tensor, or writes them into it.
+        gradients: calls that return gradients, which are zero but for the expert's rows, or but for its slice.
         rows: the symbols that count the rows.
         is_valid: whether the calls are those of a loop.
     """
@@ -43,6 +48,7 @@ class ExpertBody:
     nodes: dict[Node, int] = field(default_factory=dict)
     guards: list[Node] = field(default_factory=list)
     terminal: Node | None = None
+    gradients: list[Node] = field(default_factory=list)
     rows: set[sympy.Basic] = field(default_factory=set)
     is_valid: bool = True
 
@@ -52,9 +58,9 @@ class ExpertBody:
         assert self.terminal is not None
         return self.terminal.args[0]  # type: ignore[return-value]
 
-    def is_closed(self) -> bool:
-        """Whether nothing else reads what the body computes."""
-        inner = {*self.nodes, *self.guards, self.terminal}
+    def is_closed(self, stacks: Collection[Node]) -> bool:
+        """Whether nothing else reads what the body computes, but the calls that stack gradients of all experts."""
+        inner = {*self.nodes, *self.guards, self.terminal, *self.gradients, *stacks}
         return all(user in inner for node in (*self.nodes, *self.guards) for user in node.users)
 
 
@@ -66,11 +72,13 @@ class ExpertLoop:
         bodies: the body of each expert.
         order: the numbers of the experts in the order in which they change the result.
         externals: for an operand of the first body from outside, the operand of each body in its place.
+        gradients: the sums of gradients over the experts.
     """
 
     bodies: Sequence[ExpertBody]
     order: Sequence[int]
     externals: Mapping[Node, tuple[Node, ...]]
+    gradients: Sequence[GradientSum] = ()
 
     @property
     def indices(self) -> Node:
@@ -83,6 +91,12 @@ class ExpertLoop:
         return self.bodies[self.order[0]].result
 
     @property
+    def last_call(self) -> Node:
+        """The call by which the first body changes the result."""
+        assert self.bodies[0].terminal is not None
+        return self.bodies[0].terminal
+
+    @property
     def result(self) -> Node:
         """The call that returns the result of the loop."""
         terminal = self.bodies[self.order[-1]].terminal
@@ -91,7 +105,7 @@ class ExpertLoop:
 
     def inner_nodes(self) -> list[Node]:
         """Returns the calls that the loop consists of, but that of its result."""
-        inner = [node for body in self.bodies for node in (*body.nodes, *body.guards)]
+        inner = [node for body in self.bodies for node in (*body.nodes, *body.guards, *body.gradients)]
         return inner + [body.terminal for body in self.bodies if body.terminal not in (None, self.result)]
 
 
@@ -121,9 +135,8 @@ class _Collector:
             body = self.bodies.setdefault(condition.indices, {}).setdefault(condition.number, ExpertBody(condition))
             body.is_valid = body.is_valid and body.condition.axes == condition.axes
             owners[id(body)] = body
-        for body in owners.values():
-            body.is_valid = body.is_valid and len(owners) == 1
-        for body in list(owners.values())[:1]:
+        if len(owners) == 1:
+            (body,) = owners.values()
             self._add_to(body, node, selects=condition is not None)
 
     def _selection(self, node: Node) -> ExpertCondition | None:
@@ -139,6 +152,9 @@ class _Collector:
     def _add_to(self, body: ExpertBody, node: Node, *, selects: bool) -> None:
         """Adds a call to a body, whose rows it may select."""
         fake, name = self._fakes.get(node), name_of(node)
+        if self._is_gradient(body, node):
+            body.gradients.append(node)
+            return
         if name in _TERMINALS:
             body.is_valid = body.is_valid and body.terminal is None
             body.terminal = node
@@ -151,6 +167,12 @@ class _Collector:
         if selects and isinstance(fake, torch.Tensor):
             body.rows.add(expression_of(fake.shape[0]))
         body.nodes[node] = len(body.nodes)
+
+    def _is_gradient(self, body: ExpertBody, node: Node) -> bool:
+        """Whether a call adds rows to zeros of the body's own, or returns the gradient of what a slice was of."""
+        if name_of(node) == "select_backward":
+            return not depends_on_rows(self._fakes[node], body)
+        return name_of(node) in _TERMINALS and node.args[0] in body.nodes
 
     def _is_trivial(self, body: ExpertBody, node: Node) -> bool:
         """Whether a call asserts what is true of the number of rows: it is between 0 and the number of indices."""
@@ -177,7 +199,8 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
     if len(bodies) < 2 or set(bodies) != set(range(len(bodies))):
         return None
     ordered = [bodies[number] for number in range(len(bodies))]
-    if not all(body.is_valid and body.terminal is not None and body.is_closed() for body in ordered):
+    stacks = stacks_of([body.nodes for body in ordered])
+    if not all(body.is_valid and body.terminal is not None and body.is_closed(stacks) for body in ordered):
         return None
     order = _order(ordered)
     descriptions = [_Description(body, fakes) for body in ordered]
@@ -188,7 +211,8 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
     for operands in zip(*[item.externals for item in descriptions], strict=True):
         if externals.setdefault(operands[0], operands) != operands:
             return None
-    return ExpertLoop(ordered, order, externals)
+    gradients = gradient_sums([body.gradients for body in ordered], stacks, fakes)
+    return None if gradients is None else ExpertLoop(ordered, order, externals, gradients)
 
 
 def _order(bodies: Sequence[ExpertBody]) -> list[int] | None:
@@ -214,9 +238,12 @@ class _Description:
         self._body, self._fakes = body, fakes
         self.externals: list[Node] = []
         assert body.terminal is not None
-        self.calls = [self._call(node) for node in (*body.nodes, body.terminal)]
+        self.calls = [self._call(node) for node in (*body.nodes, body.terminal, *body.gradients)]
 
     def _call(self, node: Node) -> Hashable:
+        if name_of(node) == "select_backward" and node in self._body.gradients:
+            *arguments, number = node.args
+            return node.target, self._argument(arguments), number == self._body.condition.number or number
         return node.target, self._argument(node.args), self._argument(node.kwargs)
 
     def _argument(self, item: Any) -> Hashable:
@@ -258,5 +285,15 @@ def row_dimension(node: Node, body: ExpertBody, fakes: NodeValues) -> int | None
         return None
     sizes = expressions_of(fake.shape)
     dims = [dim for dim, size in enumerate(sizes) if size in body.rows]
-    depends = [size for size in sizes if isinstance(size, sympy.Basic) and size.free_symbols & body.rows]
+    depends = [size for size in sizes if _depends(size, body)]
     return dims[0] if len(dims) == len(depends) == 1 else None
+
+
+def depends_on_rows(fake: object, body: ExpertBody) -> bool:
+    """Whether a size of a tensor, or of one of several, depends on the number of rows of an expert."""
+    tensors = [item for item in items_of(fake) if isinstance(item, torch.Tensor)]
+    return any(_depends(size, body) for tensor in tensors for size in expressions_of(tensor.shape))
+
+
+def _depends(size: int | sympy.Expr, body: ExpertBody) -> bool:
+    return isinstance(size, sympy.Basic) and not body.rows.isdisjoint(size.free_symbols)

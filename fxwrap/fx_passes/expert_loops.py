@@ -13,20 +13,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_nodes import sizes_of
+from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, expert_loops, row_dimension
-from fxwrap.fx_passes.expert_conditions import are_distinct
-from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, coordinate, stacked_operand
+from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
+from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.graph_copy import GraphCopy, expression_of, expressions_of, is_contiguous
-from fxwrap.fx_passes.grouped_rows import GroupedLoop, GroupedRows, Terminal
+from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedRows, Terminal
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
-
-_ALIGNMENT = 16
-"""The multiple of bytes that rows of a grouped matmul's operands must have."""
+from fxwrap.options import Options
 
 
 def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -35,14 +34,37 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
         return graph
     specs = context.options.device_specs()
     loops = [_grouped_loop(loop, graph.fakes, specs) for loop in expert_loops(graph)]
-    if not any(loops):
+    chosen = _separate([loop for loop in loops if loop is not None])
+    if not chosen:
         return graph
     copy = GraphCopy(graph)
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    for loop in chosen:
+        rows = GroupedRows(copy, loop, graph.fakes)
+        copy.substitute(loop.loop.result, rows.result(), "fused", loop.loop.inner_nodes())
+        for total in sorted(loop.loop.gradients, key=lambda total: positions[total.root]):
+            copy.substitute(total.root, rows.gradient(total), "fused", total.inner_nodes)
+    return group_expert_loops(copy.finish(), context)
+
+
+def _separate(loops: Sequence[GroupedLoop]) -> list[GroupedLoop]:
+    """Returns the first of the loops, and those whose sums of gradients share no addition with one before them."""
+    chosen, seen = [], set[Node]()
     for loop in loops:
-        if loop is not None:
-            result = GroupedRows(copy, loop, graph.fakes).result()
-            copy.substitute(loop.loop.result, result, "fused", loop.loop.inner_nodes())
-    return copy.finish()
+        nodes = {node for total in loop.loop.gradients for node in (total.root, *total.inner_nodes)}
+        if seen.isdisjoint(nodes):
+            chosen.append(loop)
+            seen |= nodes
+    return chosen
+
+
+def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> GraphModule:
+    """Returns a joint graph of training in which loops over experts, and their backward, are grouped matmuls."""
+    fakes = {node: node.meta["val"] for node in joint.graph.nodes if "val" in node.meta}
+    # The rows of experts are read from equal views.
+    graph = eliminate_common_subexpressions(PreparedGraph(joint, "joint", fakes=fakes))
+    grouped = group_expert_loops(graph, FxPassContext(options))
+    return joint if grouped is graph else grouped.graph_module
 
 
 def _grouped_loop(loop: ExpertLoop, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> GroupedLoop | None:
@@ -55,15 +77,16 @@ def _grouped_loop(loop: ExpertLoop, fakes: NodeValues, specs: Mapping[str, Devic
             if operand is None or expression_of(fakes[operand.stacked].shape[operand.dim]) != len(loop.bodies):
                 return None
             stacked[node] = operand
-    terminal = _terminal(body, fakes)
-    if terminal is None or not _fits(loop, terminal, fakes):
+    terminals = _terminals(loop, fakes)
+    if terminals is None or not RowCheck(body, stacked, fakes).holds(terminals[loop.last_call].read):
         return None
-    if not RowCheck(body, stacked, fakes).holds(terminal.read):
+    if not all(is_contiguous(fakes[total.root]) for total in loop.gradients):
         return None
     matmuls = [node for node in body.nodes if name_of(node) in MATMULS and node.args[-1] in stacked]
+    sums = [node for node in body.nodes if sums_rows(node, body, fakes)]
     if not matmuls or not all(_has_grouped_matmul(node, fakes, specs) for node in matmuls):
         return None
-    return GroupedLoop(loop, stacked, terminal)
+    return GroupedLoop(loop, stacked, terminals) if all(_has_grouped_sum(node, fakes, specs) for node in sums) else None
 
 
 def _has_grouped_matmul(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
@@ -75,22 +98,50 @@ def _has_grouped_matmul(node: Node, fakes: NodeValues, specs: Mapping[str, Devic
     return is_contiguous(left) and all(_is_aligned(fake) for fake in (right, fakes[node]))
 
 
+def _has_grouped_sum(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+    """Whether the library has a grouped matmul along the rows of the operands: of its dtypes, with aligned rows."""
+    operands = [fakes[item] for item in node.args if isinstance(item, Node)]
+    spec = specs.get(operands[0].device.type)
+    if spec is None or operands[0].dtype not in spec.grouped_gemm_dtypes:
+        return False
+    return all(fake.dtype == fakes[node].dtype and _has_aligned_strides(fake) for fake in operands)
+
+
 def _is_aligned(fake: torch.Tensor) -> bool:
     """Whether the matrix is not empty, and begins and continues at multiples of the alignment."""
-    numbers = [*fake.shape[1:], *fake.stride(), fake.storage_offset()]
-    if not all(type(number) is int and number for number in numbers[:-1]) or type(numbers[-1]) is not int:
+    return all(type(size) is int and size > 0 for size in fake.shape[1:]) and _has_aligned_strides(fake)
+
+
+def _has_aligned_strides(fake: torch.Tensor) -> bool:
+    numbers = [*fake.stride(), fake.storage_offset()]
+    if not all(type(number) is int for number in numbers) or 0 in fake.stride():
         return False
     unit, *strides = sorted(fake.stride())
-    return unit == 1 and all(number * fake.dtype.itemsize % _ALIGNMENT == 0 for number in (*strides, numbers[-1]))
+    return unit == 1 and all(number * fake.dtype.itemsize % MATRIX_ALIGNMENT == 0 for number in (*strides, numbers[-1]))
 
 
 # --- the last call of a body ------------------------------------------------------------------------------------------
 
 
-def _terminal(body: ExpertBody, fakes: NodeValues) -> Terminal | None:
-    """Returns what a body's last call adds or writes, and where."""
-    assert body.terminal is not None
-    node = body.terminal
+def _terminals(loop: ExpertLoop, fakes: NodeValues) -> dict[Node, Terminal] | None:
+    """Returns what the last calls of the first body add or write, and where: of the result and of gradients of rows."""
+    body = loop.bodies[0]
+    terminals: dict[Node, Terminal] = {}
+    for node in (loop.last_call, *body.gradients):
+        if name_of(node) == "select_backward":
+            continue
+        terminal = _terminal(node, body, fakes)
+        result, base = (loop.result, loop.base) if node is loop.last_call else (node, node.args[0])
+        if terminal is None or not _fits(loop, terminal, fakes[result], fakes[base], fakes):  # type: ignore[index]
+            return None
+        if node is not loop.last_call and (not terminal.adds or terminal.read):
+            return None
+        terminals[node] = terminal
+    return terminals
+
+
+def _terminal(node: Node, body: ExpertBody, fakes: NodeValues) -> Terminal | None:
+    """Returns what a call adds or writes, and where."""
     match name_of(node), node.args:
         case "index_add", (_, 0, Node() as index, Node() as rows) if not node.kwargs:
             positions: Sequence[Any] = [index]
@@ -100,7 +151,7 @@ def _terminal(body: ExpertBody, fakes: NodeValues) -> Terminal | None:
             return _stored(body, positions, rows, bool(more and more[0]), fakes)
         case _:
             return None
-    axes = _axes(body, positions)
+    axes = _axes(body, positions, fakes)
     return None if axes is None else Terminal(rows, axes, True)
 
 
@@ -116,7 +167,7 @@ def _repeated(index: Node, body: ExpertBody, fakes: NodeValues) -> Node | None:
 
 def _stored(body: ExpertBody, positions: Sequence[Any], rows: Node, adds: bool, fakes: NodeValues) -> Terminal | None:
     """Returns what `index_put` adds or writes: the rows, or rows that were added to the elements read there."""
-    axes = _axes(body, positions)
+    axes = _axes(body, positions, fakes)
     if axes is None or adds:
         return None if axes is None else Terminal(rows, axes, True)
     indices = body.condition.indices
@@ -155,25 +206,25 @@ def _accumulated(
     return Terminal(rows[0], axes, True, tuple(links)) if readers == read and single and same else None
 
 
-def _axes(body: ExpertBody, positions: Sequence[Any]) -> tuple[int, ...] | None:
+def _axes(body: ExpertBody, positions: Sequence[Any], fakes: NodeValues) -> tuple[int, ...] | None:
     """Returns the dimensions of the indices whose coordinates are the positions, if these are different dimensions."""
     axes = body.condition.axes
     if len(positions) == 1 and isinstance(positions[0], Node) and positions[0] not in body.nodes:
-        return axes  # the condition itself
+        return axes if expert_condition(positions[0], fakes) == body.condition else None
     columns = [coordinate(item) if isinstance(item, Node) and item in body.nodes else None for item in positions]
     if not columns or None in columns or len(set(columns)) < len(columns):
         return None
     return tuple([axes[column] for column in columns if column is not None])
 
 
-def _fits(loop: ExpertLoop, terminal: Terminal, fakes: NodeValues) -> bool:
-    """Whether the result has a row for each coordinate, and the layout of a sum."""
-    result, rows, indices = fakes[loop.result], terminal.rows, loop.indices
+def _fits(loop: ExpertLoop, terminal: Terminal, result: torch.Tensor, base: torch.Tensor, fakes: NodeValues) -> bool:
+    """Whether a result has a row for each coordinate, and the layout of a sum."""
+    rows, indices = terminal.rows, loop.indices
     body = loop.bodies[0]
     sizes, axes = sizes_of(indices, fakes), terminal.axes
     if not all(type(size) is int for size in sizes[1:]) or row_dimension(rows, body, fakes) != 0:
         return False
     expected = [*[sizes[axis] for axis in axes], *sizes_of(rows, fakes)[1:]]
-    shape = sizes_of(loop.result, fakes)
-    same_dtype = result.dtype == fakes[loop.base].dtype and (bool(terminal.read) or fakes[rows].dtype == result.dtype)
+    shape = expressions_of(result.shape)
+    same_dtype = result.dtype == base.dtype and (bool(terminal.read) or fakes[rows].dtype == result.dtype)
     return shape == expected and is_contiguous(result) and same_dtype and bool(result.is_floating_point())

@@ -1,4 +1,7 @@
-"""What the calls of an expert's body do: each computes rows from the rows of the same token and expert."""
+"""What the calls of an expert's body do: each computes rows from the rows of the same token and expert.
+
+In training, some calls sum over the rows of an expert. Their results, the gradients of its weights, have no rows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.fx import Node
 
 from fxwrap.fx_passes.attention_nodes import permutation
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.expert_bodies import ExpertBody, row_dimension
+from fxwrap.fx_passes.expert_bodies import ExpertBody, depends_on_rows, row_dimension
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.symbolic import product
@@ -28,6 +31,7 @@ _VIEWS = frozenset({
 _RESHAPES = frozenset({"view", "unsafe_view", "reshape"})
 _REDUCTIONS = frozenset({"amax", "amin", "log_softmax", "mean", "softmax", "sum"})
 """Operators that compute along the dimensions of their second argument."""
+_GRADIENTS_OF_VIEWS = frozenset({"select_backward", "slice_backward"})
 MATMULS = frozenset({"mm", "addmm"})
 
 
@@ -92,6 +96,32 @@ def _shifted(view: Node, fakes: NodeValues) -> tuple[Target, tuple[Any, ...]] | 
             return None
 
 
+def call_on_all_experts(node: Node, count: int, fakes: NodeValues) -> tuple[Target, tuple[Any, ...]] | None:
+    """Returns the target and further arguments of the call on the results of all experts, along dimension 0.
+
+    `node` is a call on a tensor of one expert that has no rows.
+    """
+    shifted = _shifted(node, fakes)
+    source: Any = node.args[0]
+    if shifted is not None:
+        return shifted
+    arguments: Any = node.args[1:]
+    match name_of(node), arguments:
+        case name, ([*sizes],) if name in _RESHAPES and all(type(size) is int for size in sizes):
+            return node.target, ([count, *sizes],)
+        case name, ([*sizes], int() as dim, *rest) if name in _GRADIENTS_OF_VIEWS and _are_ints((*sizes, *rest)):
+            rank = fakes[source].ndim + (name == "select_backward")
+            return node.target, ([count, *sizes], dim % rank + 1, *rest)
+        case "squeeze", (int() as dim,):
+            return node.target, (dim % max(fakes[source].ndim, 1) + 1,)
+        case _:
+            return None
+
+
+def _are_ints(numbers: Sequence[object]) -> bool:
+    return all(type(number) is int for number in numbers)
+
+
 def stacked_views(operand: StackedOperand, fakes: NodeValues) -> Iterator[tuple[Target, tuple[Any, ...], Node | None]]:
     """Yields the calls that make an operand of all experts: target, arguments after the operand, and their origin.
 
@@ -127,21 +157,27 @@ class RowCheck:
         name, arguments = name_of(node), node.args
         if is_selection(node, self._body, self._fakes) or coordinate(node) is not None:
             return True
+        if not self._has_rows(node):
+            return self._is_of_expert(node)
         rows = [self.row(part) for part in self._parts(node)]
-        if None in rows or any(row != rows[0] for row in rows) or not isinstance(arguments[0], Node):
+        if None in rows or any(row != rows[0] for row in rows):
             return False
+        if name == "cat" or name in _GRADIENTS_OF_VIEWS:
+            return self._joins_within(node, rows[0])
         source = arguments[0]
+        if not isinstance(source, Node):
+            return False
         if node.target is operator.getitem:
             return source in self._body.nodes
         if not isinstance(node.target, OpOverload):
             return False
         if name in MATMULS:
             return self._is_matmul(node)
-        if name == "index":
+        if name in ("index", "index_select", "gather"):
             return self._is_gather(node)
         if torch.Tag.pointwise in node.target.tags:
             return self._is_pointwise(node, rows[0])
-        if source not in self._body.nodes or not all(self._is_inner(item) for item in node.all_input_nodes):
+        if not all(self._is_inner(item) for item in node.all_input_nodes):
             return False
         if name in _RESHAPES:
             return self._keeps_rows(source, node)
@@ -152,6 +188,33 @@ class RowCheck:
         if isinstance(self._fakes[node], torch.Tensor):
             return [node]
         return [user for user in node.users if user.target is operator.getitem]
+
+    def _has_rows(self, node: Node) -> bool:
+        """Whether a size of a result depends on the number of rows."""
+        return any(depends_on_rows(self._fakes[part], self._body) for part in self._parts(node))
+
+    def _is_of_expert(self, node: Node) -> bool:
+        """Whether a call without rows sums over an expert's rows, or computes from such sums of the same expert."""
+        name, inputs = name_of(node), node.all_input_nodes
+        if is_base_of_gradient(node, self._body) or sums_rows(node, self._body, self._fakes):
+            return True
+        fakes = [self._fakes[item] for item in inputs]
+        if not inputs or not all(item in self._body.nodes and self._is_of_expert(item) for item in inputs):
+            return False
+        if not isinstance(node.target, OpOverload) or not isinstance(self._fakes[node], torch.Tensor):
+            return False
+        if name != "to_copy" and torch.Tag.pointwise in node.target.tags:
+            return all(fake.ndim == self._fakes[node].ndim for fake in fakes)
+        return len(inputs) == 1 and call_on_all_experts(node, 1, self._fakes) is not None
+
+    def _joins_within(self, node: Node, row: int | None) -> bool:
+        """Whether a call concatenates within rows, or returns the gradient of a slice of rows."""
+        dims: Sequence[Any] = [*node.args[1:], 0] if name_of(node) == "cat" else node.args[2:]
+        inputs = [self.row(item) for item in node.all_input_nodes if item not in self._body.guards]
+        if row is None or type(dims[0]) is not int or dims[0] % self._fakes[node].ndim == row:
+            return False
+        is_moved = name_of(node) == "select_backward" and dims[0] % self._fakes[node].ndim < row
+        return all(item == row - is_moved for item in inputs)
 
     def _is_inner(self, node: Node) -> bool:
         return node in self._body.nodes or node in self._body.guards
@@ -165,11 +228,19 @@ class RowCheck:
         return all(self._fakes[item].ndim == 1 for item in bias)  # type: ignore[index]
 
     def _is_gather(self, node: Node) -> bool:
-        """Whether a call indexes a tensor from outside by consecutive vectors that have an element for each row."""
+        """Whether a call indexes a tensor from outside by consecutive vectors that have an element for each row.
+
+        Or by an index of the rows' elements, in one dimension.
+        """
         source, indices = node.args[0], node.args[1]
-        assert isinstance(source, Node) and isinstance(indices, list | tuple)
+        assert isinstance(source, Node)
         if self._is_inner(source) or source in self._stacked or source is self._body.result:
             return False
+        if name_of(node) != "index":
+            index: Any = node.args[2]
+            is_row = self.row(index) == 0 if name_of(node) == "gather" else self._is_vector(index)
+            return type(indices) is int and indices == 0 and index in self._body.nodes and is_row
+        assert isinstance(indices, list | tuple)
         first = next((dim for dim, item in enumerate(indices) if item is not None), 0)
         vectors = indices[first:]
         return all(isinstance(item, Node) and self._is_vector(item) for item in vectors)
@@ -212,6 +283,31 @@ class RowCheck:
         row, rank = self.row(source), self._fakes[source].ndim
         dims = [dims] if isinstance(dims, int) else dims
         return row is not None and bool(dims) and all(dim % rank != row for dim in dims)
+
+
+def sums_rows(node: Node, body: ExpertBody, fakes: NodeValues) -> bool:
+    """Whether a call sums over the rows of matrices: a product with a transposed matrix, or a sum of rows."""
+    arguments: Any = node.args
+    if node.kwargs or not all(item in body.nodes for item in node.all_input_nodes):
+        return False
+    match name_of(node), arguments:
+        case "mm", (left, right):
+            return row_dimension(left, body, fakes) == 1 and row_dimension(right, body, fakes) == 0
+        case "sum", (rows, [0], *_):
+            return len(fakes[rows].shape) == 2 and row_dimension(rows, body, fakes) == 0
+        case _:
+            return False
+
+
+def is_base_of_gradient(node: Node, body: ExpertBody) -> bool:
+    """Whether a call returns the zeros to which the rows of a gradient are added, and nothing else."""
+    return is_zero(node) and all(user in body.gradients and user.args[0] is node for user in node.users)
+
+
+def is_zero(node: Node) -> bool:
+    """Whether a call returns zeros."""
+    is_filled = name_of(node) == "full" and node.args[1] in (0, 0.0) and not isinstance(node.args[1], Node)
+    return is_filled or name_of(node) in ("zeros", "zeros_like", "new_zeros")
 
 
 def is_selection(node: Node, body: ExpertBody, fakes: NodeValues) -> bool:

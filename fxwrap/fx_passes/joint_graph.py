@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.fx_passes.effects import expand_to_rank
+from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
 from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
@@ -24,11 +25,6 @@ from fxwrap.fx_passes.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
-
-RECOMPUTED = "fxwrap_recomputed"
-"""The metadata key of calls that repeat an earlier one on purpose, to save the memory of its result.
-
-Its value is the number of the backward that recomputes, from 1."""
 
 _aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -274,6 +270,10 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
         "recognize_attention", "turn attention written as its formula, and its backward, into kernels",
         recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
+        group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
     ),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
 )  # fmt: skip

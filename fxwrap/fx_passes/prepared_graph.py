@@ -18,6 +18,11 @@ NodeValues: TypeAlias = Mapping[Node, Any]
 Target: TypeAlias = Any
 """The callable of a `call_function` node: an operator overload, a higher-order operator or a Python function."""
 
+RECOMPUTED = "fxwrap_recomputed"
+"""The metadata key of calls that repeat an earlier one on purpose, to save the memory of its result.
+
+Its value is the number of the backward that recomputes, from 1."""
+
 
 @dataclass(frozen=True)
 class GraphSource:

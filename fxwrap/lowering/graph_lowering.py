@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fxwrap.devices import language_traits
 from fxwrap.fx_passes.effects import has_effect
-from fxwrap.fx_passes.joint_graph import RECOMPUTED
+from fxwrap.fx_passes.prepared_graph import RECOMPUTED
 from fxwrap.fx_passes.stream_calls import stream_number
 from fxwrap.lowering.builder import Builder, LoweringRequest, node_error
 from fxwrap.lowering.calls.reinplace import plan_reinplacing

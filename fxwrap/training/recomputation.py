@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 
 from fxwrap.fx_passes import partitioner
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.joint_graph import RECOMPUTED
+from fxwrap.fx_passes.prepared_graph import RECOMPUTED
 from fxwrap.options import Options
 
 _MARK = "fxwrap_backward"
