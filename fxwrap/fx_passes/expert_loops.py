@@ -22,7 +22,15 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, expert_loops, row_dimension
 from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
 from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, coordinate, stacked_operand, sums_rows
-from fxwrap.fx_passes.graph_copy import GraphCopy, expression_of, expressions_of, is_contiguous
+from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
+from fxwrap.fx_passes.graph_copy import (
+    GraphCopy,
+    expression_of,
+    expressions_of,
+    is_contiguous,
+    storages_of,
+    written_storages,
+)
 from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedRows, Terminal
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.options import Options
@@ -32,13 +40,16 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
     """Returns a graph in which loops over experts, whose weights are slices of one tensor, are grouped matmuls."""
     if "aten._grouped_mm.default" in context.extern_operators:
         return graph
+    graph = simplify_gradients_of_writes(graph)
     specs = context.options.device_specs()
+    positions = {node: position for position, node in enumerate(graph.nodes)}
     loops = [_grouped_loop(loop, graph.fakes, specs) for loop in expert_loops(graph)]
-    chosen = _separate([loop for loop in loops if loop is not None])
+    chosen = _separate(
+        [loop for loop in loops if loop is not None and not _is_mutated(loop.loop, positions, graph.fakes)]
+    )
     if not chosen:
         return graph
     copy = GraphCopy(graph)
-    positions = {node: position for position, node in enumerate(graph.nodes)}
     for loop in chosen:
         rows = GroupedRows(copy, loop, graph.fakes)
         copy.substitute(loop.loop.result, rows.result(), "fused", loop.loop.inner_nodes())
@@ -56,6 +67,17 @@ def _separate(loops: Sequence[GroupedLoop]) -> list[GroupedLoop]:
             chosen.append(loop)
             seen |= nodes
     return chosen
+
+
+def _is_mutated(loop: ExpertLoop, positions: Mapping[Node, int], fakes: NodeValues) -> bool:
+    """Whether a call between the first and the last one of a loop writes a tensor that the loop reads."""
+    roots = [loop.result, *[total.root for total in loop.gradients]]
+    inner = [*loop.inner_nodes(), *roots, *[node for total in loop.gradients for node in total.inner_nodes]]
+    places = [positions[node] for node in inner]
+    between = list(positions)[min(places) : max(places) + 1]
+    written = written_storages(between, fakes)
+    read = {storage for node in inner for item in node.all_input_nodes for storage in storages_of(fakes.get(item))}
+    return not written.isdisjoint(read)
 
 
 def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> GraphModule:
@@ -99,12 +121,17 @@ def _has_grouped_matmul(node: Node, fakes: NodeValues, specs: Mapping[str, Devic
 
 
 def _has_grouped_sum(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
-    """Whether the library has a grouped matmul along the rows of the operands: of its dtypes, with aligned rows."""
+    """Whether the library has a grouped matmul along the rows of the operands: of its dtypes, with aligned rows.
+
+    Rows of each operand must be contiguous: libraries on GPUs have empty groups in this layout alone.
+    """
     operands = [fakes[item] for item in node.args if isinstance(item, Node)]
     spec = specs.get(operands[0].device.type)
     if spec is None or operands[0].dtype not in spec.grouped_gemm_dtypes:
         return False
-    return all(fake.dtype == fakes[node].dtype and _has_aligned_strides(fake) for fake in operands)
+    units = [0, 1] if len(operands) > 1 else [1]
+    has_rows = all(fake.stride(dim) == 1 for fake, dim in zip(operands, units, strict=True))
+    return has_rows and all(fake.dtype == fakes[node].dtype and _has_aligned_strides(fake) for fake in operands)
 
 
 def _is_aligned(fake: torch.Tensor) -> bool:
@@ -148,11 +175,24 @@ def _terminal(node: Node, body: ExpertBody, fakes: NodeValues) -> Terminal | Non
         case "scatter_add", (_, 0, Node() as index, Node() as rows):
             positions = [_repeated(index, body, fakes)]
         case "index_put", (_, [*positions], Node() as rows, *more):
-            return _stored(body, positions, rows, bool(more and more[0]), fakes)
+            adds = bool(more and more[0])
+            if adds and positions[0] is None:
+                return _with_leading_dimensions(body, positions, rows, fakes)
+            return _stored(body, positions, rows, adds, fakes)
         case _:
             return None
     axes = _axes(body, positions, fakes)
     return None if axes is None else Terminal(rows, axes, True)
+
+
+def _with_leading_dimensions(
+    body: ExpertBody, positions: Sequence[Any], rows: Node, fakes: NodeValues
+) -> Terminal | None:
+    """Returns what `index_put` adds after dimensions of size 1, as `tokens[None, index]` has them."""
+    indices = [item for item in positions if item is not None]
+    leading = len(positions) - len(indices)
+    axes = _axes(body, indices, fakes) if positions[leading:] == indices else None
+    return None if axes is None else Terminal(rows, axes, True, leading=leading)
 
 
 def _repeated(index: Node, body: ExpertBody, fakes: NodeValues) -> Node | None:
@@ -221,10 +261,10 @@ def _fits(loop: ExpertLoop, terminal: Terminal, result: torch.Tensor, base: torc
     """Whether a result has a row for each coordinate, and the layout of a sum."""
     rows, indices = terminal.rows, loop.indices
     body = loop.bodies[0]
-    sizes, axes = sizes_of(indices, fakes), terminal.axes
-    if not all(type(size) is int for size in sizes[1:]) or row_dimension(rows, body, fakes) != 0:
+    sizes, axes, leading = sizes_of(indices, fakes), terminal.axes, terminal.leading
+    if not all(type(size) is int for size in sizes[1:]) or row_dimension(rows, body, fakes) != leading:
         return False
-    expected = [*[sizes[axis] for axis in axes], *sizes_of(rows, fakes)[1:]]
+    expected = [*[1] * leading, *[sizes[axis] for axis in axes], *sizes_of(rows, fakes)[leading + 1 :]]
     shape = expressions_of(result.shape)
     same_dtype = result.dtype == base.dtype and (bool(terminal.read) or fakes[rows].dtype == result.dtype)
     return shape == expected and is_contiguous(result) and same_dtype and bool(result.is_floating_point())

@@ -37,13 +37,15 @@ MATRIX_ALIGNMENT = 16
 class Terminal:
     """How a body changes the result: `rows` are added to the elements at the coordinates of `axes`, or written there.
 
-    `read` are the calls that read the elements before and add to them, where the graph has these.
+    `read` are the calls that read the elements before and add to them, where the graph has these. The result and the
+    rows have `leading` dimensions of size 1 before those.
     """
 
     rows: Node
     axes: tuple[int, ...]
     adds: bool
     read: tuple[Node, ...] = ()
+    leading: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,10 @@ class GroupedRows:
 
     def _rows(self, terminal: Terminal) -> Node:
         """Returns rows in the order of the indices, whose dimensions come first."""
-        rows = self._call(_aten.index.Tensor, self._value(terminal.rows), [self._inverse()])
+        rows = self._value(terminal.rows)
+        for _ in range(terminal.leading):
+            rows = self._call(_aten.select.int, rows, 0, 0)
+        rows = self._call(_aten.index.Tensor, rows, [self._inverse()])
         return self._view(rows, [*self._sizes, *self._copy.fakes[rows].shape[1:]])
 
     def _sum(self, terminal: Terminal) -> Node:
@@ -141,7 +146,10 @@ class GroupedRows:
         others = [axis for axis in range(len(self._sizes)) if axis not in terminal.axes]
         if others:
             rows = self._call(_aten.sum.dim_IntList, rows, others)
-        return self._in_order(rows, terminal)
+        rows = self._in_order(rows, terminal)
+        for _ in range(terminal.leading):
+            rows = self._call(_aten.unsqueeze.default, rows, 0)
+        return rows
 
     def _sort(self) -> None:
         """Sorts the indices: rows of the first expert are first, and rows of none last."""

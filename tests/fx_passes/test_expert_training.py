@@ -1,0 +1,183 @@
+"""Loops over experts in training: their forward and their backward become grouped matmuls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch.fx import GraphModule, Interpreter
+
+import fxwrap
+from fxwrap import Options
+from fxwrap.fx_passes.joint_graph import partitioner
+from tests.fx_passes.expert_layers import EXPERTS, WIDTH, Experts, MaskedWrites, inputs_of, routed
+
+_GROUPED = torch.ops.aten._grouped_mm.default
+_COUNT = 40
+_ROUNDING = 2.0**-8
+"""The relative rounding error of bfloat16."""
+
+
+@pytest.fixture(autouse=True)
+def _captured(fresh_dynamo: None) -> Any:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+
+
+def _traced(function: Callable[..., Tensor]) -> tuple[list[GraphModule], Callable[..., Tensor]]:
+    """Returns the forward and backward graphs of a function, filled at its first step, and the function."""
+    graphs: list[GraphModule] = []
+
+    def compile_graph(module: GraphModule, _examples: list[Any]) -> Any:
+        graphs.append(module)
+        return make_boxed_func(Interpreter(module).run)
+
+    backend = aot_autograd(fw_compiler=compile_graph, partition_fn=partitioner(Options()))
+    return graphs, torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def _gradients(function: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Returns the result and the gradients of the inputs and parameters, in float64; zeros where there are none."""
+    torch.manual_seed(1)
+    layer.zero_grad()
+    leaves = [item.detach().clone().requires_grad_() for item in inputs]
+    result = function(*leaves)
+    result.backward(torch.randn(result.shape).to(result.dtype))
+    gradients = [item.grad for item in (*leaves, *layer.parameters())]
+    return [result.detach().double(), *[torch.zeros(1) if item is None else item.double() for item in gradients]]
+
+
+def _check(traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...], known: bool = True) -> None:
+    """Checks that results and gradients are about as near to those of float64 as eager's are."""
+    double = copy.deepcopy(layer).double()
+    exact = _gradients(routed(double, known), double, tuple([item.double() for item in inputs]))
+    results, eager = _gradients(traced, layer, inputs), _gradients(routed(layer, known), layer, inputs)
+    for mine, other, reference in zip(results, eager, exact, strict=True):
+        errors = [float((item - reference).norm() / (reference.norm() + 1e-9)) for item in (mine, other)]
+        assert mine.shape == reference.shape and errors[0] <= 1.6 * max(errors[1], _ROUNDING), errors
+
+
+def _counts(graphs: list[GraphModule]) -> list[int]:
+    """Returns the grouped matmuls of each graph, which have no call whose size depends on data."""
+    assert not [node for graph in graphs for node in graph.graph.nodes if "nonzero" in str(node.target)]
+    assert not [node for graph in graphs for node in graph.graph.nodes if "unbacked_bindings" in node.meta]
+    return [sum(node.target is _GROUPED for node in graph.graph.nodes) for graph in graphs]
+
+
+_FORMS = [
+    ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
+    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("one_hot", "addmm", "index_add"),
+    ("masked",),
+]  # fmt: skip
+
+
+def _layer(form: tuple[str, ...]) -> nn.Module:
+    return (MaskedWrites() if form == ("masked",) else Experts(*form)).bfloat16()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("form", _FORMS)
+def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    layer = _layer(form)
+    graphs, traced = _traced(routed(layer))
+    _check(traced, layer, inputs_of(_COUNT))
+    forward = 3 if "sliced" in form else 2
+    assert _counts(graphs) == [forward, 2 * forward + ("bias" in form or "addmm" in form)]
+
+
+def test_an_expert_without_tokens_has_zero_gradients() -> None:
+    torch.manual_seed(0)
+    layer = _layer(("where", "addmm", "index_add"))
+    _, traced = _traced(routed(layer))
+    _gradients(traced, layer, inputs_of(_COUNT))
+    for parameter in layer.parameters():
+        assert parameter.grad is not None and not parameter.grad[1].any() and parameter.grad[0].any()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_emitters(emitter: str) -> None:
+    """Numbers of tokens are symbolic; the indices of the second layer are not known to be experts."""
+    torch.manual_seed(0)
+    layer, known = _layer(("where", "addmm", "scatter_add")), emitter == "python"
+    compiled = torch.compile(
+        routed(layer, known), backend="fxwrap", options={"emitter": emitter}, fullgraph=True, dynamic=True
+    )
+    for count in (_COUNT, 2):
+        _check(compiled, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3), known)
+
+
+class Pair(nn.Module):
+    """Two loops whose gradients of tokens are one sum, with weights that something else reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Experts(), Experts("nonzero", "transposed", "scatter_add")
+
+    def forward(self, tokens: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+        result = self.one(tokens, chosen, factors) + self.other(tokens, chosen + 0, factors) + tokens
+        return result * self.one.up.square().mean()
+
+
+def test_two_loops_and_other_gradients() -> None:
+    torch.manual_seed(0)
+    layer = Pair().bfloat16()
+    graphs, traced = _traced(routed(layer))
+    _check(traced, layer, inputs_of(_COUNT))
+    assert _counts(graphs) == [4, 8]
+
+
+def test_a_training_step() -> None:
+    torch.manual_seed(0)
+    layer = _layer(("one_hot", "unbind", "assign"))
+    tokens, scores = inputs_of(_COUNT)
+    losses = []
+    for is_compiled in (True, False):
+        module = copy.deepcopy(layer)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        train = _trainer(module, optimizer)
+        step = fxwrap.compile_step(train, (tokens, scores)) if is_compiled else train
+        losses.append([float(step(tokens, scores)) for _ in range(3)])  # type: ignore[arg-type]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
+
+
+def _trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
+    run = routed(module)
+
+    def train(tokens: Tensor, scores: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = run(tokens, scores).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train
+
+
+def _read_outside(layer: Experts, tokens: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+    """Returns what a loop does whose second expert's rows something else reads."""
+    result, more = torch.zeros_like(tokens), tokens.new_zeros(())
+    for number in range(EXPERTS):
+        token, position = torch.where(chosen == number)
+        rows = (tokens[token] @ layer.up[number].t())[:, :WIDTH]
+        more = more + rows.sum() if number == 1 else more
+        result = result.index_add(0, token, rows * factors[token, position, None].to(rows.dtype))
+    return result + more
+
+
+def test_other_loops_stay() -> None:
+    torch.manual_seed(0)
+    layer = Experts().bfloat16()
+    function = routed(lambda *arguments: _read_outside(layer, *arguments))
+    graphs, traced = _traced(function)
+    inputs = inputs_of(_COUNT)
+    results, eager = _gradients(traced, layer, inputs), _gradients(function, layer, inputs)
+    assert not any(node.target is _GROUPED for graph in graphs for node in graph.graph.nodes)
+    torch.testing.assert_close(results, eager)
