@@ -81,7 +81,10 @@ def prepacked_convolution(
     residual: torch.Tensor | None,
     relu: bool,
 ) -> torch.Tensor:
-    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`."""
+    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`.
+
+    Without `residual`, the bias may be of float32 although the image is of bfloat16.
+    """
     operators: Any = torch.ops.mkldnn
     numbers = (geometry.padding, geometry.stride, geometry.dilation, geometry.groups)
     result: torch.Tensor

@@ -210,6 +210,28 @@ def test_frozen_convolutions_of_bfloat16() -> None:
         assert error <= 1.2 * eager
 
 
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_folded_batch_norms_of_bfloat16_are_as_exact_as_eager(has_residual: bool) -> None:
+    """Also where the norm's shift is large, which bfloat16 rounds to 8 bits."""
+    torch.manual_seed(0)
+    image, weight = torch.randn(4, 8, 12, 12).bfloat16(), (torch.randn(64, 8, 3, 3) / 9).bfloat16()
+    scale, offset, mean = 1 + torch.rand(64), 3 * torch.randn(64), torch.randn(64)
+    norm = [item.bfloat16() for item in (scale, offset, mean, 0.5 + torch.rand(64))]
+    residual = torch.randn(4, 64, 12, 12).bfloat16() if has_residual else None
+
+    def computed(dtype: torch.dtype) -> Tensor:
+        parameters = [item.to(dtype) for item in norm]
+        result = torch.conv2d(image.to(dtype), weight.to(dtype), None, 1, 1)
+        result = nn.functional.batch_norm(result, parameters[2], parameters[3], parameters[0], parameters[1])
+        return result if residual is None else result + residual.to(dtype)
+
+    exact, eager = computed(torch.float64), computed(torch.bfloat16)
+    arguments = ([1, 1], [1, 1], [1, 1], 1, residual, False, list(eager.stride()))
+    result = torch.ops.fxwrap.frozen_convolution(image, weight, None, norm, 1e-5, *arguments)
+    assert result.dtype is torch.bfloat16
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()
+
+
 def test_a_call_of_the_library_computes_what_follows_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuDNN's do on GPUs: bias, residual and positive part."""
     calls: list[bool] = []

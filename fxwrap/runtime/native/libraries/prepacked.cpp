@@ -128,7 +128,8 @@ struct Geometry {
   int64_t groups;
 };
 
-// Weight and bias of the convolution that computes a convolution and the batch norm after it.
+// Weight and bias of the convolution that computes a convolution and the batch norm after it. A norm's bias is at least of
+// float32.
 std::pair<Tensor, Tensor> folded_batch_norm(const Tensor& weight, const Tensor& bias, const std::vector<Tensor>& norm,
                                             double epsilon) {
   if (norm.empty()) return {weight, bias};
@@ -138,7 +139,7 @@ std::pair<Tensor, Tensor> folded_batch_norm(const Tensor& weight, const Tensor& 
   const Tensor factor = scale * (variance + epsilon).rsqrt();
   const Tensor shift = bias.defined() ? offset + (bias.to(at::kDouble) - mean) * factor : offset - mean * factor;
   const Tensor folded = weight.to(at::kDouble) * factor.reshape({-1, 1, 1, 1});
-  return {folded.to(weight.scalar_type()), shift.to(weight.scalar_type())};
+  return {folded.to(weight.scalar_type()), shift.to(c10::promoteTypes(weight.scalar_type(), at::kFloat))};
 }
 
 Tensor prepack_convolution_weight(const Tensor& weight, const Geometry& geometry, at::IntArrayRef image_sizes) {
@@ -197,7 +198,8 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
   std::vector<Tensor> sources{weight};
   if (shift.defined()) sources.push_back(shift);
   sources.insert(sources.end(), norm.begin(), norm.end());
-  Variant variant{groups, channels_last, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size())};
+  Variant variant{groups, channels_last, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size()),
+                  other.defined()};
   for (at::IntArrayRef numbers : {image.sizes(), stride, padding, dilation}) {
     variant.insert(variant.end(), numbers.begin(), numbers.end());
   }
@@ -206,6 +208,9 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
     folded = folded.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
     const Tensor packed = prepack_convolution_weight(folded, geometry, image.sizes());
     const bool needs_folded = !packed.defined() && !folded.is_same(weight);
+    // Only oneDNN's convolution without a residual adds a bias of float32 to images of bfloat16.
+    const bool rounds_shift = folded_shift.defined() && (!packed.defined() || other.defined());
+    if (rounds_shift) folded_shift = folded_shift.to(weight.scalar_type());
     return Form{packed, needs_folded ? folded : Tensor(), folded_shift};
   });
   const Tensor& folded = form.weight.defined() ? form.weight : weight;
