@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
     fused_convolution,
+    onednn_linear,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -66,10 +67,16 @@ def prepacked_linear(
         return left @ right if bias is None else torch.addmm(bias, left, right)
 
 
-def prepacked_linear_fake(
-    left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    """The fake implementation: a contiguous matrix."""
+def biased_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Returns `left @ weight + bias`, of `weight.t()` if `transposed`; the weight may change between calls."""
+    columns_first = weight if transposed else weight.t()
+    with torch.no_grad():
+        result = onednn_linear(left, columns_first, bias)
+        return torch.addmm(bias, left, columns_first.t()) if result is None else result
+
+
+def linear_fake(left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    """The fake implementation of both: a contiguous matrix."""
     return left.new_empty(left.shape[0], weight.shape[0 if transposed else 1])
 
 

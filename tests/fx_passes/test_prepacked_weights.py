@@ -155,6 +155,48 @@ def test_weights_of_convolutions_without_batch_norm_are_freed(
     assert len(prepacked_weights._cache) == before
 
 
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+BIASED = "fxwrap.biased_linear.default"
+BIASED_CPU = dataclasses.replace(CPU, biased_linear_dtypes=frozenset({torch.bfloat16}))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_the_library_adds_biases_to_its_accumulators(emitter: str) -> None:
+    torch.manual_seed(0)
+    model, x = Layers().bfloat16(), torch.randn(256, 256).bfloat16()
+    options = Options(emitter=emitter, devices=(BIASED_CPU,))
+    with torch.no_grad():
+        compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=options)
+        assert extern_targets(compiled.program) == [BIASED, "aten.mm.default", BIASED]
+        expected = copy.deepcopy(model).double()(x.double())
+        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+        assert error <= 1.2 * eager
+
+
+def test_a_library_without_the_dtype_adds_biases_as_eager_does() -> None:
+    left, weight, bias = torch.randn(20, 16).double(), torch.randn(24, 16).double(), torch.randn(24).double()
+    expected = torch.addmm(bias, left, weight.t())
+    torch.testing.assert_close(torch.ops.fxwrap.biased_linear(left, weight, bias, True), expected)
+    torch.testing.assert_close(torch.ops.fxwrap.biased_linear(left, weight.t().contiguous(), bias, False), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "products", "columns", "options"),
+    [
+        (64, 320, 1024, {}),  # the weight is rearranged as slowly as the bias is copied
+        (256, 256, 128, {}),  # a small result
+        (256, 256, 300, {}),  # columns that do not fill blocks
+        (256, 256, 320, {"preserve_ops": ("aten.addmm.default",)}),
+        (256, 256, 320, {"devices": (dataclasses.replace(CPU, biased_linear_dtypes=frozenset()),)}),
+    ],
+)
+def test_biases_that_stay_in_the_matmul(rows: int, products: int, columns: int, options: dict[str, Any]) -> None:
+    model, x = nn.Linear(products, columns).bfloat16(), torch.randn(rows, products).bfloat16()
+    program = fxwrap.lower(torch.export.export(model, (x,)), options=Options(**{"devices": (BIASED_CPU,), **options}))
+    assert extern_targets(program)[0].startswith("aten.addmm")
+
+
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 CONVOLUTION = "fxwrap.frozen_convolution.default"

@@ -1,4 +1,4 @@
-// The operators for frozen weights, for processes that have not imported fxwrap: twins of those of
+// The operators of matmuls and convolutions by oneDNN and MKL, for processes that have not imported fxwrap: twins of those of
 // fxwrap/runtime/prepacked_weights.py, with the library's calls of fxwrap/torch_compat/prepacked.py. A weight is converted at
 // its first call, and again when one of the tensors that it was computed from is written.
 #include <ATen/Context.h>
@@ -123,6 +123,13 @@ Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional
   return call("mkldnn::_linear_pointwise", "", {left, packed, optional_tensor(shift), "none", scalars, ""}).toTensor();
 }
 
+Tensor biased_linear(const Tensor& left, const Tensor& weight, const Tensor& bias, bool transposed) {
+  const at::NoGradGuard no_grad;
+  const Tensor columns = transposed ? weight : weight.t();
+  if (left.scalar_type() != at::kBFloat16 || !has_bfloat16()) return at::addmm(bias, left, columns.t());
+  return call("mkldnn::_linear_pointwise", "", {left, columns, bias, "none", c10::List<optional<at::Scalar>>(), ""}).toTensor();
+}
+
 struct Geometry {
   at::IntArrayRef stride, padding, dilation;
   int64_t groups;
@@ -225,6 +232,7 @@ void register_prepacked_operators() {
   define_operators("fxwrap::prepacked_linear", [](const auto& add) {
     add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor", "prepacked_linear",
         &prepacked_linear);
+    add("biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", "biased_linear", &biased_linear);
     add("frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
         "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         "frozen_convolution", &frozen_convolution);
