@@ -9,6 +9,7 @@ from math import ceil, floor, prod
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExtensionLine, ExternCall, Launch, View, WaitCollective
 from fxwrap.passes.bucket_collectives import functional_name
+from fxwrap.passes.collective_positions import needed_order
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.symbolic import Number, evaluate
@@ -50,9 +51,11 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     if ir.uses_streams(program) or not any(line.is_async_start for line in program.body.lines):
         return program
     hints = dict.fromkeys(ir.symbol_infos(program), ir.FALLBACK_SIZE_HINT)
-    regions = SchedulingRegions(program, hints, lambda line: functional_name(line) is not None)
-    before = _peak(program, hints)
-    allowed = int(before * (1 + slack))
+    allowed = int(_peak(program, hints) * (1 + slack))
+    regions = _regions(program, hints)
+    positioned = regions.apply_order(needed_order(regions))
+    if _peak(positioned, hints) <= allowed:
+        regions = _regions(positioned, hints)
     for ahead in _AHEAD:
         moves = list(_RegionOverlap.of_regions(regions, allowed - regions.unowned_bytes))
         orders = [move.order(ahead) for move in moves]
@@ -68,6 +71,10 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
         if _peak(result, hints) <= allowed:
             return drop_repeated_waits(result)
     return drop_repeated_waits(regions.apply_order(orders))
+
+
+def _regions(program: Program, hints: Mapping[str, Number]) -> SchedulingRegions:
+    return SchedulingRegions(program, hints, lambda line: functional_name(line) is not None)
 
 
 def _peak(program: Program, hints: Mapping[str, Number]) -> int:
@@ -170,7 +177,7 @@ def _by_readiness(units: Sequence[SchedulingUnit], before: Sequence[int], window
     for position in reversed(window):
         unit = units[position]
         users = [needs[item] for item in unit.successors if item in needs]
-        if users and isinstance(unit.lines[0], Alloc | View):
+        if users and isinstance(unit.lines[0], Alloc | View | WaitCollective):
             needs[position] = min(users)
     return sorted(window, key=lambda position: needs[position])
 
