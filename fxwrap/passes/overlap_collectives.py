@@ -53,7 +53,7 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     hints = dict.fromkeys(ir.symbol_infos(program), ir.FALLBACK_SIZE_HINT)
     allowed = int(_peak(program, hints) * (1 + slack))
     regions = _regions(program, hints)
-    positioned = regions.apply_order(needed_order(regions))
+    positioned = regions.apply_order(needed_order(regions, allowed - regions.unowned_bytes))
     if _peak(positioned, hints) <= allowed:
         regions = _regions(positioned, hints)
     for ahead in _AHEAD:
