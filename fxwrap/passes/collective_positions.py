@@ -17,9 +17,10 @@ def needed_order(regions: SchedulingRegions, allowed: int) -> Orders:
 
     A collective whose results are larger than its operands, an all_gather, moves down to the first use of its results
     if results of a later one of its kind are used before. Any other moves up, with its waits, to the lines that compute
-    its operands, if it passes one whose operands are computed later, and at most `allowed` bytes are live with its results there. The units of
-    collectives commute in `regions`. So a program that gathers the first and the last parameters of a model at once
-    gathers those of the first layer before the last ones, and reduces the gradient of the last layer first.
+    its operands, if it passes one whose operands are computed later, and at most `allowed` bytes are live with its
+    results there. The units of collectives commute in `regions`. So a program that gathers the first and the last
+    parameters of a model at once gathers those of the first layer before the last ones, and reduces the gradients of
+    the last ones first.
     """
     orders, profile, first = [], regions.profile(regions.program_order), 0
     for units in regions.regions:
