@@ -107,7 +107,9 @@ class DeviceSpec:
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
         streaming_attention_backward_sizes: the same for forward and backward of training together.
         streaming_attention_backward_width: the widest heads with which that is so.
-        streaming_attention_dropout: whether that is so with dropout, too, whose mask is in memory.
+        streaming_attention_mask_rows: by dtype, the largest number of query rows and of keys with which forward and
+            backward of training are faster than a library's attention with a mask that needs no gradient.
+        streaming_attention_dropout: whether formulas with dropout, whose mask is in memory, are faster as kernels, too.
         decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
             which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
@@ -168,6 +170,7 @@ class DeviceSpec:
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
+    streaming_attention_mask_rows: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_dropout: bool = False
     decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
@@ -301,6 +304,7 @@ CUDA = DeviceSpec(
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
     streaming_attention_backward_width=64,
+    streaming_attention_mask_rows=((torch.bfloat16, 512),),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,

@@ -68,12 +68,13 @@ def score_gradients(
 
 
 def biased_score_gradients(
-    query: FakeTensor, bias: FakeTensor, keys: int, dtype: torch.dtype
+    query: FakeTensor, bias: FakeTensor, keys: int, dtype: torch.dtype | None
 ) -> tuple[GraphModule, GraphModule]:
     """Returns the functions of a backward of scores to which a bias is added, with bias and maxima as buffers.
 
     These are the score less the maximum of its row, 0 where that is minus infinity, and the gradient of the score
-    with None for each index and a matrix of gradients of the bias in a dtype. All sizes are static.
+    with None for each index and a matrix of gradients of the bias in a dtype, unless that is None. All sizes are
+    static.
     """
     return _BiasedGradients(query).relative(bias), _BiasedGradients(query).joint(bias, keys, dtype)
 
@@ -88,11 +89,14 @@ class _BiasedGradients(BiasedScores):
         module, _ = self._finish(self.call(_aten.sub.Tensor, value, shift))
         return module
 
-    def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype) -> GraphModule:
-        """Returns the graph of the gradient, and of its matrix."""
+    def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype | None) -> GraphModule:
+        """Returns the graph of the gradient, and of its matrix in a dtype."""
         gradient = self.placeholder("gradient", self.dtype)
         self.placeholder("bias", bias)
         self._maxima()
+        if dtype is None:
+            self.graph.output((gradient, *[None] * len(self.indices)))
+            return GraphModule({}, self.graph)
         scatter = flex_scatter_operator()
         assert scatter is not None
         value = gradient if dtype == self.dtype else self.call(_aten._to_copy.default, gradient, dtype=dtype)

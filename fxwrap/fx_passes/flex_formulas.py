@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fxwrap.fx_passes.vectorised_calls import VectorisedCalls
 from fxwrap.torch_compat import bounded_item, is_flex_default_block
 
 Size: TypeAlias = Any
@@ -67,9 +68,12 @@ class Indices:
         vectors += [(None, None, 0, None), (None, 0, None, None), (0, None, None, None)]
         for dims in vectors:
             function = torch.vmap(function, in_dims=(0,) * prefix + dims + suffix, out_dims=out_dims)
-        return lambda *operands: function(
-            *operands[:prefix], self.batch, self.head, self.row, self.key, *operands[prefix:]
-        )
+
+        def vectorised(*operands: Any) -> Any:
+            with VectorisedCalls():
+                return function(*operands[:prefix], self.batch, self.head, self.row, self.key, *operands[prefix:])
+
+        return vectorised
 
 
 @dataclass(frozen=True)
@@ -367,7 +371,7 @@ class RowLoop:
         attention, (batches, heads, _) = self.attention, self._counts
         query, key, value = attention.query, attention.key, attention.value
         batch_number, head_number, row_block = self._position(number)
-        row = row_block * self.rows + attention.arange(self.rows)
+        row = row_block * self.rows + attention.arange(_minimum(self.rows, query.shape[2]))
         if not _divides(self.rows, query.shape[2]):
             row = row.clamp(max=query.shape[2] - 1)
         batch, head = attention.arange(query.shape[0]), attention.arange(query.shape[1])
@@ -390,12 +394,11 @@ class RowLoop:
         """Returns the positions of visited keys, at least one block of them, and which ones count."""
         attention, width = self.attention, visited.shape[0]
         keys, block_size = attention.key.shape[2], attention.blocks.kv_block_size
-        if type(keys) is int or is_flex_default_block(block_size):
-            block_size = min(block_size, keys) if type(keys) is int else keys
+        extent = _minimum(block_size, keys)
         number = bounded_item(count.clamp(1, width), 1, width)
-        position = visited[:number, None] * block_size + attention.arange(block_size)
+        position = visited[:number, None] * block_size + attention.arange(extent)
         visible = (attention.arange(number) < count)[:, None]
-        if _divides(block_size, keys):
+        if _divides(extent, keys):
             return position, visible
         return position.clamp(max=keys - 1), visible & (position < keys)
 
@@ -407,6 +410,11 @@ class RowLoop:
         in_batches, in_heads = not is_one(batches), not is_one(heads)
         iteration = (batch * in_batches * heads + head * in_heads) * row_blocks + row // self.rows
         return stacked[iteration, batch * (not in_batches), head * (not in_heads), row % self.rows]
+
+
+def _minimum(block: int, size: Size) -> Size:
+    """Returns the elements of a block of a dimension. Installs no guard."""
+    return torch.sym_min(block, size)  # type: ignore[no-untyped-call]
 
 
 def _divides(divisor: Size, size: Size) -> bool:

@@ -48,6 +48,14 @@ def is_flex_default_block(size: object) -> bool:
     return type(size) is int and size == 1 << 30
 
 
+def is_vectorised(tensor: torch.Tensor) -> bool:
+    """Whether `torch.vmap` vectorises over a dimension that a tensor hides, of any level.
+
+    Why: functorch has no public function for it.
+    """
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
 def flex_attention_operator() -> HigherOrderOperator:
     """Returns the higher-order operator of FlexAttention.
 

@@ -1,8 +1,8 @@
-"""Attention of a library whose bias is trained becomes, with its backward, calls of FlexAttention and its backward.
+"""Attention of a library with a bias becomes, with its backward, calls of FlexAttention and its backward.
 
 A library's kernels of attention with a bias write the gradient of each score with the bias expanded to all batches and
-heads, and are slower than those without a bias. Bias and maxima are buffers of the calls, and the gradients of scores
-a matrix that the backward's kernel stores.
+heads, and are slower than those without a bias. Bias and maxima are buffers of the calls. If the bias is trained, the
+gradients of scores are a matrix that the backward's kernel stores; else the bias is a mask.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
 from fxwrap.fx_passes.attention_score_gradients import biased_score_gradients
 from fxwrap.fx_passes.attention_scores import biased_score_functions
 from fxwrap.fx_passes.effects import name_of
@@ -59,7 +60,7 @@ class _Call:
 
     @classmethod
     def of(cls, backward: Node) -> _Call | None:
-        """Returns the call of a backward without dropout, whose bias needs a gradient; None for other nodes."""
+        """Returns the call of a backward with a bias and without dropout; None for other nodes."""
         if backward.target is not _BACKWARD:
             return None
         arguments = arguments_by_name(backward)
@@ -77,10 +78,15 @@ class _Call:
         is_own = all(item is backward or (name_of(item) in _ALIASES and {*item.users} <= {backward})
                      for user in statistics for item in user.users)  # fmt: skip
         gradients: dict[int, Node] = {user.args[1]: user for user in backward.users if user.users}  # type: ignore[misc]
-        if not is_own or len(results) != len(forward.users) or _GRAD_BIAS not in gradients:
+        if not is_own or len(results) != len(forward.users) or not gradients:
             return None
         outputs = tuple([user for user in results if user.args[1] == 0])
         return cls(forward, backward, arguments, outputs, tuple(statistics), gradients)
+
+    @property
+    def grad_bias(self) -> Node | None:
+        """The gradient of the bias, if it is trained."""
+        return self.gradients.get(_GRAD_BIAS)
 
     @property
     def operands(self) -> tuple[Node, Node, Node]:
@@ -106,8 +112,8 @@ def _source(result: Any) -> Node | None:
     return result.args[0] if is_first else None
 
 
-def replace_trained_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
-    """Returns a graph in which attention of a library, whose bias is trained, is calls of FlexAttention.
+def replace_biased_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which attention of a library with a bias, and its backward, are calls of FlexAttention.
 
     They are replaced where a device's kernels are faster, and have static sizes.
     """
@@ -130,8 +136,14 @@ def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
         return False
     if not is_readable(fakes[call.arguments["attn_bias"]], query) or query.shape[1] != key.shape[1]:
         return False
-    gradient = call.gradients[_GRAD_BIAS]
-    if not is_contiguous(fakes[gradient]) and any(user.op == "output" for user in gradient.users):
+    gradient = call.grad_bias
+    if gradient is None and not _is_short_mask(query, key, spec):
+        return False
+    if (
+        gradient is not None
+        and not is_contiguous(fakes[gradient])
+        and any(user.op == "output" for user in gradient.users)
+    ):
         return False  # rows of the library's are padded
     sizes = [size for item in tensors for size in item.shape]
     least = dict(spec.streaming_attention_backward_sizes).get(query.dtype)
@@ -145,6 +157,14 @@ def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
     )
 
 
+def _is_short_mask(query: torch.Tensor, key: torch.Tensor, spec: DeviceSpec) -> bool:
+    """Whether kernels are faster with a mask without gradient: of few rows and keys, whose rows are aligned."""
+    rows, keys = query.shape[2], key.shape[2]
+    most = dict(spec.streaming_attention_mask_rows).get(query.dtype, 0)
+    is_static = type(rows) is int and type(keys) is int
+    return is_static and max(rows, keys) <= most and keys * query.dtype.itemsize % ROW_ALIGNMENT == 0
+
+
 def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     """Replaces a call, whose results keep their layouts."""
     before, name = copy.node_map[call.forward], f"{call.forward.name}_attention"
@@ -155,7 +175,8 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     scale = query.shape[3] ** -0.5 if scale is None else scale
     score_mod, mask_mod = biased_score_functions(query, copy.fakes[bias])
     keys = fakes[call.operands[1]].shape[2]
-    relative, joint = biased_score_gradients(query, copy.fakes[bias], keys, fakes[node].dtype)
+    dtype = None if call.grad_bias is None else fakes[node].dtype
+    relative, joint = biased_score_gradients(query, copy.fakes[bias], keys, dtype)
     options = {"BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}  # the unit of maxima is that of scores
 
     functions = {"scores": score_mod, "mask": mask_mod}
@@ -175,16 +196,16 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     gradient = copy.node_map[call.arguments["grad_out_"]]
     arguments = (*operands, output, total, gradient, None, modules["scores"], modules["joint"], block_mask, scale,
                  options, (bias, maxima), ())  # fmt: skip
-    matrix = joint.graph.output_node().args[0][-1].meta["val"]  # type: ignore[index, union-attr]
-    gradients = (*_operand_gradients(call, copy, operands), (matrix,))
+    matrices: tuple[Any, ...] = () if dtype is None else (joint.graph.output_node().args[0][-1].meta["val"],)  # type: ignore[index, union-attr]
+    gradients = (*_operand_gradients(call, copy, operands), matrices)
     backward = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradients)
-    captured = copy.call(before, operator.getitem, (backward, _GRAD_BIAS), name, fake=(matrix,))
     of_statistics = [user for item in call.statistics for user in item.users if user is not call.backward]
     unused = [user for user in call.backward.users if user not in call.gradients.values()]
     for position, user in call.gradients.items():
-        source, index = (captured, 0) if position == _GRAD_BIAS else (backward, position)
-        fake = matrix if position == _GRAD_BIAS else gradients[position]
-        copy.substitute(user, copy.call(before, operator.getitem, (source, index), name, fake=fake), "fused")
+        result = copy.call(before, operator.getitem, (backward, position), name, fake=gradients[position])
+        if position == _GRAD_BIAS:
+            result = copy.call(before, operator.getitem, (result, 0), name, fake=matrices[0])
+        copy.substitute(user, result, "fused")
     for item in call.outputs:
         copy.substitute(item, output, "fused")
     for item in (*unused, call.backward, *of_statistics, *call.statistics, call.forward):

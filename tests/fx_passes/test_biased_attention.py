@@ -1,4 +1,4 @@
-"""Attention of a library whose bias is trained: forward and backward become FlexAttention's kernels."""
+"""Attention of a library with a bias in training: forward and backward become FlexAttention's kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import fxwrap
 from fxwrap.devices import CPU, CUDA
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
-from tests.fx_passes.test_attention_backward import KERNELS, OPTIONS, _double, _launched
+from tests.fx_passes.test_attention_backward import ANY_SIZE, KERNELS, OPTIONS, _double, _launched
 from tests.lowering.planned_programs import plan
 
 BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 3, 9, 8, 4
@@ -35,7 +35,7 @@ def _inputs(*bias: int) -> list[Tensor]:
     grad, query = [torch.randn(BATCH, ROWS, HEADS, WIDTH, generator=random).transpose(1, 2) for _ in range(2)]
     key, value = [torch.randn(BATCH, HEADS, KEYS, WIDTH, generator=random) for _ in range(2)]
     values = torch.randn(*bias, generator=random)
-    values[..., 3, :], values[..., 5, :] = -torch.inf, torch.finfo(torch.float32).min
+    values[..., 3:4, :], values[..., 5:6, :] = -torch.inf, torch.finfo(torch.float32).min
     return [grad, query, key, value, values]
 
 
@@ -57,6 +57,10 @@ def _traced(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
     mode = FakeTensorMode()
     with mode:
         return make_fx(lambda *items: function(*items))(*[mode.from_tensor(item) for item in inputs])
+
+
+MASKED = OPTIONS.replace(devices=(dataclasses.replace(ANY_SIZE, streaming_attention_mask_rows=((torch.float32, 9),)),))
+"""Masks without gradient of up to 9 rows and keys are those of kernels, too."""
 
 
 def _eager(grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -83,6 +87,28 @@ def test_gradients(bias: tuple[int, ...]) -> None:
         assert result.stride() == node.meta["val"].stride()
 
 
+@pytest.mark.parametrize("bias", [(BATCH, 1, 1, KEYS), (1, 1, ROWS, KEYS)])
+def test_masks_without_gradient(bias: tuple[int, ...]) -> None:
+    """The backward stores no matrix of gradients. Some columns, or a row, are masked everywhere."""
+    inputs = _inputs(*bias)
+    if bias[2] == 1:
+        inputs[4] = torch.where(torch.arange(KEYS) % 3 == 1, -torch.inf, 0.0).expand(bias).contiguous()
+    needed = (True, True, True, False)
+    planned = plan(_traced(lambda *items: _trained(*items, needed=needed), inputs), inputs, MASKED)
+    assert sorted(set(_launched(planned))) == sorted(KERNELS)
+    results = planned.run([item.clone() for item in inputs])
+    for result, plain, exact in zip(results, _eager(*inputs), _eager(*_double(inputs)), strict=False):
+        errors = [float((item.double() - exact).norm()) for item in (result, plain)]
+        assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(exact.norm())
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(10, 8), (8, 12), (9, 7)])
+def test_long_and_unaligned_masks_stay(rows: int, keys: int) -> None:
+    sizes = [(BATCH, HEADS, length, WIDTH) for length in (rows, rows, keys, keys)] + [(1, 1, rows, keys)]
+    joint = _traced(lambda *items: _trained(*items, needed=(True, True, True, False)), [torch.randn(s) for s in sizes])
+    assert recognize_attention_in_joint_graph(joint, MASKED) is joint
+
+
 def test_unused_gradients() -> None:
     """Frozen keys need no gradient."""
     inputs = _inputs(1, HEADS, ROWS, KEYS)
@@ -103,7 +129,7 @@ def test_unused_gradients() -> None:
     ],
 )  # fmt: skip
 def test_calls_that_stay(keywords: dict[str, Any], options: fxwrap.Options) -> None:
-    """A bias without gradient, dropout, a causal mask, an option, and devices that are not measured."""
+    """A mask beyond the device's sizes, dropout, a causal mask, an option, and devices that are not measured."""
     joint = _traced(lambda *items: _trained(*items, **keywords), _inputs(1, HEADS, ROWS, KEYS))
     assert recognize_attention_in_joint_graph(joint, options) is joint
 
@@ -117,12 +143,17 @@ def test_a_gradient_that_is_returned_with_padded_rows_stays() -> None:
     assert recognize_attention_in_joint_graph(joint, OPTIONS) is joint
 
 
-@pytest.mark.parametrize(("width", "is_replaced"), [(CUDA.streaming_attention_backward_width, True), (128, False)])
-def test_joint_graphs_for_gpus(width: int, is_replaced: bool) -> None:
-    sizes = [(BATCH, HEADS, 64, width)] * 4 + [(1, HEADS, 64, 64)]
+@pytest.mark.parametrize(
+    ("width", "length", "trains_bias", "is_replaced"),
+    [(64, 64, True, True), (128, 64, True, False), (64, 512, False, True), (64, 520, False, False),
+     (128, 64, False, False)],
+)  # fmt: skip
+def test_joint_graphs_for_gpus(width: int, length: int, trains_bias: bool, is_replaced: bool) -> None:
+    assert CUDA.streaming_attention_backward_width == 64
+    sizes = [(BATCH, HEADS, length, width)] * 4 + [(1, HEADS, length, length)]
     with FakeTensorMode():
         inputs = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
-        joint = make_fx(lambda *items: _trained(*items))(*inputs)
+        joint = make_fx(lambda *items: _trained(*items, needed=(True, True, True, trains_bias)))(*inputs)
     joint = recognize_attention_in_joint_graph(joint, fxwrap.Options())
     targets = [node.target for node in joint.graph.nodes]
     assert [target in targets for target in _LIBRARY] == [not is_replaced] * 2
