@@ -37,15 +37,16 @@ _OPERATIONS_PER_BYTE = 256
 def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     """Returns the program with collectives in flight over as many lines as dependences, effects and memory allow.
 
-    First collectives of one kind get the order in which the program needs them. Then each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
-    next buckets of parameters are gathered ahead, and each wait moves down in the same way. Where few lines are left
-    between a start and its wait, lines before the start that it does not depend on run after it, such as the
-    gradients of weights beside an all_reduce of the gradient of an activation, with the starts that need them. Lines whose results are in memory at its
-    peak run beside later collectives, if that lowers the peak. Between two starts, lines run in the order of the
-    collectives whose results they need: updates of parameters, in the order in which their gradients are scattered. The
-    peak memory exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program;
-    symbols count with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other; all other collectives keep their order in their group. Programs that use streams, and blocks inside lines,
-    are unchanged.
+    First collectives of one kind get the order in which the program needs them. Then each start moves up, past the wait
+    for the collective before, for the one before that, and so on, so that the next buckets of parameters are gathered
+    ahead, and each wait moves down in the same way. Where few lines are left between a start and its wait, lines before
+    the start that it does not depend on run after it, such as the gradients of weights beside an all_reduce of the
+    gradient of an activation, with the starts that need them. Lines whose results are in memory at its peak run beside
+    later collectives, if that lowers the peak. Between two starts, lines run in the order of the collectives whose
+    results they need: updates of parameters, in the order in which their gradients are scattered. The peak memory
+    exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program; symbols count
+    with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other; all other collectives keep
+    their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
     """
     if ir.uses_streams(program) or not any(line.is_async_start for line in program.body.lines):
         return program
