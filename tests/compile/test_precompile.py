@@ -183,7 +183,9 @@ def test_refused_options(torch_caches: Path, option: str) -> None:
         aot_compile(Classifier(), {option: value, **emitter})
 
 
-def test_a_first_compile_does_not_wait_for_the_bridge_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_compile_does_not_wait_for_the_bridge_to_be_saved(
+    torch_caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved: list[object] = []
 
     def content(*arguments: object, **_keywords: object) -> bytes:

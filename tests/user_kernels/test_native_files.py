@@ -177,7 +177,7 @@ def test_a_native_file_has_compiled_code_of_the_kernel(tmp_path: Path) -> None:
 def test_a_native_file_compiles_the_kernel_for_the_gpus_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "architectures_of_this_machine", lambda: ("sm_86",))
     with pytest.raises(ArtifactError) as raised:  # calls compile the others
-        gpu_program(doubled, 300).save(tmp_path / "here.fxw", target="native")
+        gpu_program(launched(kernels.double_in_place, BLOCK=128), 300).save(tmp_path / "here.fxw", target="native")
     assert "fxwrap_add_" in str(raised.value) and "double_in_place" not in str(raised.value)
 
 
