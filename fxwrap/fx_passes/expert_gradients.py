@@ -70,10 +70,20 @@ def gradient_sums(
     while paths:
         # A root below another one's is a part of that sum.
         last = next(path for path in paths if not any(path.root in other.below for other in paths))
-        members = [path for path in paths if path.root is last.root or path.root in last.below]
+        members = _members(last, paths)
         paths = [path for path in paths if path not in members]
         sums.append(_merged(last, members))
     return sums
+
+
+def _members(last: _Paths, paths: Sequence[_Paths]) -> list[_Paths]:
+    """Returns the gradients whose sums are the last one's, or parts of it."""
+    members: list[_Paths] = []
+    roots = {last.root}
+    while len(further := [path for path in paths if path.root in roots]) > len(members):
+        members = further
+        roots |= {node for path in members for node in path.below}
+    return members
 
 
 class _Paths:

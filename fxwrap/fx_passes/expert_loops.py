@@ -34,6 +34,7 @@ from fxwrap.fx_passes.graph_copy import (
 from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedRows, Terminal
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.options import Options
+from fxwrap.torch_compat import sums_empty_groups
 
 
 def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -127,7 +128,7 @@ def _has_grouped_sum(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSp
     """
     operands = [fakes[item] for item in node.args if isinstance(item, Node)]
     spec = specs.get(operands[0].device.type)
-    if spec is None or operands[0].dtype not in spec.grouped_gemm_dtypes:
+    if spec is None or operands[0].dtype not in spec.grouped_gemm_dtypes or not sums_empty_groups(operands[0].device):
         return False
     units = [0, 1] if len(operands) > 1 else [1]
     has_rows = all(fake.stride(dim) == 1 for fake, dim in zip(operands, units, strict=True))

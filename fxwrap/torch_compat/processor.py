@@ -11,3 +11,13 @@ def multiplies_bfloat16_matrices() -> bool:
     Why: torch publishes the processor's vector width alone (`torch.backends.cpu.get_cpu_capability`).
     """
     return torch.cpu._is_amx_tile_supported()
+
+
+def sums_empty_groups(device: torch.device) -> bool:
+    """Whether a grouped matmul along the rows returns zeros for groups without rows, as gradients of weights need.
+
+    Why: on GPUs of compute capability 10 its results for these groups are not zero (pytorch/pytorch#172439).
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device)[0] < 10
