@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx import GraphModule, Interpreter
 import fxwrap
 from fxwrap import Options
 from fxwrap.fx_passes.joint_graph import partitioner
+from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import EXPERTS, WIDTH, Experts, MaskedWrites, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -92,6 +94,25 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
     assert _counts(graphs) == [forward, 2 * forward + ("bias" in form or "addmm" in form)]
 
 
+_WEIGHTS = ("stacked", "unbind", "sliced", "transposed", "reshaped", "addmm", "bias")
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_loops(seed: int) -> None:
+    """Loops of random forms; indices may be beyond the experts, and there may be a single token."""
+    choices = random.Random(seed)
+    form = tuple([choices.choice(names) for names in (("where", "one_hot", "nonzero", "columns"), _WEIGHTS)])
+    known = form[0] == "one_hot" or choices.random() < 0.7
+    stores = ("index_add", "scatter_add", "index_put", "assign")
+    store = choices.choice(stores if known else stores[:2])
+    torch.manual_seed(seed)
+    layer = _layer((*form, store))
+    graphs, traced = _traced(routed(layer, known))
+    _check(traced, layer, inputs_of(choices.choice((1, 7, _COUNT)), EXPERTS if known else EXPERTS + 3), known)
+    assert min(_counts(graphs)) >= 2
+
+
 def test_an_expert_without_tokens_has_zero_gradients() -> None:
     torch.manual_seed(0)
     layer = _layer(("where", "addmm", "index_add"))
@@ -101,7 +122,6 @@ def test_an_expert_without_tokens_has_zero_gradients() -> None:
         assert parameter.grad is not None and not parameter.grad[1].any() and parameter.grad[0].any()
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_emitters(emitter: str) -> None:
     """Numbers of tokens are symbolic; the indices of the second layer are not known to be experts."""
@@ -143,9 +163,16 @@ def test_a_training_step() -> None:
         module = copy.deepcopy(layer)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
         train = _trainer(module, optimizer)
-        step = fxwrap.compile_step(train, (tokens, scores)) if is_compiled else train
-        losses.append([float(step(tokens, scores)) for _ in range(3)])  # type: ignore[arg-type]
+        step: Callable[..., Tensor] = train
+        if is_compiled:
+            step = fxwrap.compile_step(train, (tokens, scores))
+            assert _calls(step.compiled.program, "_grouped_mm") == 5 and not _calls(step.compiled.program, "nonzero")
+        losses.append([float(step(tokens, scores)) for _ in range(3)])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
+
+
+def _calls(program: Any, name: str) -> int:
+    return sum(isinstance(line, ExternCall) and name in line.target for line in program.lines())
 
 
 def _trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Tensor]:
