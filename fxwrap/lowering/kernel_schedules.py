@@ -75,15 +75,23 @@ class KernelSchedules:
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
 
-        Of several rows, those that share their left operand alone are computed in different tiles, by more programs in
-        several launches, which become one (`combo_kernels`) if they are too few to occupy the device.
+        Of several rows, or of integer weights, those that share their left operand alone are computed in different
+        tiles, by more programs in several launches, which become one (`combo_kernels`) if they are too few to occupy
+        the device.
         """
-        sums = [member.definition for member in kernel.members if isinstance(member.definition, Reduced)]
+        sums = [member for member in kernel.members if isinstance(member.definition, Reduced)]
         spec = self._specs[kernel.device_type]
-        has_rows = [self.is_matmul(item) and self.hint(product(item.source.parallel[:-1])) > 1 for item in sums]
-        if len(sums) < 2 or not all(has_rows) or not spec.massively_parallel:
+        if len(sums) < 2 or not all(map(self._is_tiled, sums)) or not spec.massively_parallel:
             return [kernel]
         return [kernel] if language_traits(spec.kernel_language).takes_regions else independent_parts(kernel)
+
+    def _is_tiled(self, member: Member) -> bool:
+        """Whether programs of a matmul compute tiles: it has several rows, or its weights are integers."""
+        definition = member.definition
+        if not isinstance(definition, Reduced) or not self.is_matmul(definition):
+            return False
+        has_integers = any(not other.dtype.is_floating_point for other, _ in member.trace.reads)
+        return has_integers or self.hint(product(definition.source.parallel[:-1])) > 1
 
     def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
         """Whether a kernel may reduce rows of its results, which are those of matmuls."""
