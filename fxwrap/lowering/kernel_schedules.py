@@ -26,7 +26,7 @@ from fxwrap.lowering.fusion.independent import independent_parts
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
 from fxwrap.lowering.fusion.kernels import build_kernel
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
-from fxwrap.lowering.fusion.tracing import Trace
+from fxwrap.lowering.fusion.tracing import Trace, has_byte_weights
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request
 from fxwrap.lowering.rules import MATMUL_RULES
@@ -75,7 +75,7 @@ class KernelSchedules:
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
 
-        Of several rows, or of integer weights, those that share their left operand alone are computed in different
+        Of several rows, or of quantised weights, those that share their left operand alone are computed in different
         tiles, by more programs in several launches, which become one (`combo_kernels`) if they are too few to occupy
         the device.
         """
@@ -86,12 +86,11 @@ class KernelSchedules:
         return [kernel] if language_traits(spec.kernel_language).takes_regions else independent_parts(kernel)
 
     def _is_tiled(self, member: Member) -> bool:
-        """Whether programs of a matmul compute tiles: it has several rows, or its weights are integers."""
+        """Whether programs of a matmul compute tiles: it has several rows, or quantised weights."""
         definition = member.definition
         if not isinstance(definition, Reduced) or not self.is_matmul(definition):
             return False
-        has_integers = any(not other.dtype.is_floating_point for other, _ in member.trace.reads)
-        return has_integers or self.hint(product(definition.source.parallel[:-1])) > 1
+        return self.hint(product(definition.source.parallel[:-1])) > 1 or has_byte_weights(definition)
 
     def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
         """Whether a kernel may reduce rows of its results, which are those of matmuls."""

@@ -79,16 +79,10 @@ def check_choice(call: OperatorCall, left: Definition, rows: Size, right: Defini
 
 
 def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) -> None:
-    """Declines a product that stays a library call, or whose operands and result have several dtypes.
-
-    Rows of few products are in memory where programs multiply them by dequantised weights: instructions, not memory,
-    limit these, and each program would compute the rows again.
-    """
+    """Declines a product that stays a library call, or whose operands and result have several dtypes."""
     check_choice(call, left, rows, right)
     if left.dtype is not right.dtype or left.dtype is not call.dtype:
         raise Declined("its operands and its result are of several dtypes")
-    if call.spec.massively_parallel and _is_dequantised(call, rows, right):
-        call.in_memory.add(left)
 
 
 def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
