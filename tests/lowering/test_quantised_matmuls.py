@@ -283,7 +283,6 @@ def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
     assert kernel.language == "triton" and not any(isinstance(line, ExternCall) for line in program.lines())
 
 
-
 def int4_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, 64).to(x.dtype)
     return functional.linear(x, ((halves - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1))
