@@ -15,8 +15,8 @@ from fxwrap.torch_compat import is_python_operator, operator_overload, torch_sch
 from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
-_FROZEN_OPERATORS = ("prepacked_linear", "frozen_convolution")
-_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_FROZEN_OPERATORS)})
+_WEIGHT_OPERATORS = ("prepacked_linear", "biased_linear", "frozen_convolution")
+_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS)})
 """Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`,
 `libraries/prepacked.cpp`)."""
 

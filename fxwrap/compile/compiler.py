@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.export import ExportedProgram
@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
-from fxwrap.compile.confirmation import is_tuning_faster
+from fxwrap.compile.confirmation import is_timed_beside, is_tuning_faster
+from fxwrap.compile.context import CompileContext, CompileState
 from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.compile.inspection import record_compile, write_compile
 from fxwrap.compile.kernels import (
@@ -24,6 +25,7 @@ from fxwrap.compile.kernels import (
     warm_up_kernel_compilers,
     warn_kernel_failures,
 )
+from fxwrap.compile.lowering_step import lower_graph
 from fxwrap.compile.progress import show_progress
 from fxwrap.compile_cache import CacheSlot, CompileRequest, check_ranks_compile_alike, find_slot, shared_compile
 from fxwrap.converters.emission import emit, emit_interpreter
@@ -40,17 +42,7 @@ from fxwrap.debugging import (
     with_repro_environment,
 )
 from fxwrap.errors import GraphError, VerifyError
-from fxwrap.events import (
-    EventLog,
-    GraphCompiled,
-    GraphLowered,
-    KernelTuned,
-    MatmulTuned,
-    OperatorDeclined,
-    Recompiled,
-    passes_of,
-    step_seconds,
-)
+from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
 from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.lines import Launch
@@ -172,7 +164,7 @@ def _compile_request(
     warm_up_kernel_compilers(graph_module, options)
     history = None if options.debug is None else GraphHistory()
     prepared = _prepare(request, history)
-    context = steps.CompileContext(
+    context = CompileContext(
         prepared, options, request.ownership, frozenset(request.static_inputs), _fake_inputs(graph), compiled_by_key,
         gpu_tuner() if options.autotune else None, graphs=() if history is None else history.graphs,
         signature=_signature(graph), events=request.events, compile_region=partial(_compile_region, options),
@@ -186,20 +178,43 @@ def _compile_request(
     return compiled
 
 
-def _confirmed(context: steps.CompileContext) -> steps.CompileContext:
-    """Returns the context without the tuner if the tuned program, as a whole, is slower than the one without tuning."""
+def _confirmed(context: CompileContext) -> CompileContext:
+    """Returns the context with its tuned program if that, as a whole, is as fast as the one without tuning.
+
+    Else returns it without the tuner. Both programs are compiled to be timed only where no record has the choice.
+    """
     tuner, source = context.tuner, context.prepared
     if tuner is None or isinstance(source, Program) or not context.chooses_matmuls or not context.tuned_devices:
         return context
-    log = EventLog("timing")  # the log of the compile has its steps once
-    timed = replace(context, options=_timing_options(context.options), compiled_by_key=None, events=log)
-    tuned, _ = _compile(timed)
-    untuned, _ = _compile(replace(timed, tuner=None))
-    for event in log.events:
-        if isinstance(event, KernelTuned | MatmulTuned):
-            context.events.record(event)
-    is_faster = is_tuning_faster(tuner, tuned, untuned, source, context.events)
-    return context if is_faster else replace(context, tuner=None)
+    tuned = _with_lowered(context)
+
+    @cache
+    def untuned() -> CompileContext:
+        return _with_lowered(replace(context, tuner=None))
+
+    def programs() -> list[Callable[..., object]] | None:
+        if not is_timed_beside(_lowered_program(tuned), _lowered_program(untuned())):
+            return None
+        log, options = EventLog("timing"), _timing_options(context.options)  # the log of the compile has its steps once
+        timed = [replace(item, options=options, compiled_by_key=None, events=log) for item in (tuned, untuned())]
+        return [_compile(item)[0].flat for item in timed]
+
+    program = _lowered_program(tuned)
+    is_faster = is_tuning_faster(tuner, program, source, _timing_options(context.options), programs, context.events)
+    return tuned if is_faster else untuned()
+
+
+def _with_lowered(context: CompileContext) -> CompileContext:
+    """Returns the context with its lowered graph, so that the graph is lowered, and its kernels are tuned, once."""
+    context.events.begin_step("lower")
+    lowered = lower_graph(context)
+    context.events.end_step("lower", True)
+    return replace(context, lowered=lowered)
+
+
+def _lowered_program(context: CompileContext) -> Program:
+    assert context.lowered is not None, "a context from _with_lowered"
+    return context.lowered.program
 
 
 def _compile_region(options: Options, part: GraphModule, matmul_kernels: MatmulKernels) -> Callable[..., object]:
@@ -316,7 +331,7 @@ class _Attempt:
     is_cacheable: bool = True
 
 
-def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
+def _compile(context: CompileContext) -> tuple[Compiled, bool]:
     """Runs the steps until all kernels compile; operators whose kernels fail become extern calls.
 
     Returns the result, and whether it may be cached. Raises the errors that `compile_graph` documents.
@@ -328,14 +343,15 @@ def _compile(context: steps.CompileContext) -> tuple[Compiled, bool]:
         if unresolved or context.options.fallback == "error":
             raise (unresolved or attempt.failures)[0].error
         declined = {node: str(failure.error) for failure in attempt.failures for node in sorted(failure.nodes)}
-        attempt = _attempt(replace(context, declined_nodes={**attempt.declined_nodes, **declined}))
+        context = replace(context, declined_nodes={**attempt.declined_nodes, **declined}, lowered=None)
+        attempt = _attempt(context)
         failures += attempt.failures
     if failures:
         warn_kernel_failures(failures, context.events)
     return attempt.compiled, attempt.is_cacheable and not failures
 
 
-def _attempt(context: steps.CompileContext) -> _Attempt:
+def _attempt(context: CompileContext) -> _Attempt:
     options, fake_inputs = context.options, context.fake_inputs
     events, stages = context.events, list[Stage]()
     state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
@@ -355,10 +371,10 @@ def _attempt(context: steps.CompileContext) -> _Attempt:
         stages, options, emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature,
         passes=passes_of(events.events), case=case,
     )  # fmt: skip
-    return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warned)
+    return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warnings)
 
 
-def _graph_case(emitted: EmittedProgram, stages: Sequence[Stage], context: steps.CompileContext) -> GraphCase | None:
+def _graph_case(emitted: EmittedProgram, stages: Sequence[Stage], context: CompileContext) -> GraphCase | None:
     """Returns all forms of the graph for the option `debug`."""
     options, prepared = context.options, context.prepared
     if options.debug is None or isinstance(prepared, Program):
@@ -369,7 +385,7 @@ def _graph_case(emitted: EmittedProgram, stages: Sequence[Stage], context: steps
     )  # fmt: skip
 
 
-def _autotunes_on_first_call(program: Program, context: steps.CompileContext) -> bool:
+def _autotunes_on_first_call(program: Program, context: CompileContext) -> bool:
     """Whether the sizes of the first call may select other configurations than the graph's hints."""
     tuner = context.tuner
     if tuner is None or context.autotunes_now:
@@ -377,7 +393,7 @@ def _autotunes_on_first_call(program: Program, context: steps.CompileContext) ->
     return tuner.has_pending or (tuner.has_alternatives and bool(symbol_infos(program)))
 
 
-def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) -> Compiled:
+def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compiled:
     """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
     context.events.record(Recompiled(tuple(symbols.items())))
     options = context.options.replace(autotune=True, symbol_hints={**context.options.symbol_hints, **symbols})
@@ -388,8 +404,8 @@ def _recompile_for(context: steps.CompileContext, symbols: Mapping[str, int]) ->
 
 
 def _run_steps(
-    table: Sequence[steps.CompileStep], state: steps.CompileState, context: steps.CompileContext, stages: list[Stage]
-) -> steps.CompileState:
+    table: Sequence[steps.CompileStep], state: CompileState, context: CompileContext, stages: list[Stage]
+) -> CompileState:
     """Runs the enabled steps and the user's passes; times them, and records each changed program.
 
     The first and the last program are verified, and all of them if the last is wrong or a step fails: the error names
@@ -423,7 +439,7 @@ def _verify_after(stage: Stage) -> None:
         raise VerifyError(error.rule, f"after pass '{stage.pass_name}': {error.reason}", error.context) from None
 
 
-def _record_result(state: steps.CompileState, events: EventLog) -> None:
+def _record_result(state: CompileState, events: EventLog) -> None:
     """Records the operators that are called for a reason, and the size of the program."""
     for item in state.coverage:
         if item.kind == "call" and item.reason:

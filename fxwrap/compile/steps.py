@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-from torch.fx import GraphModule
-
-from fxwrap.compile.compiled import Compiled
-from fxwrap.compile.kernels import KernelFailure, compile_program_kernels, print_and_compile_ahead
+from fxwrap.compile.context import CompileContext, CompileState
+from fxwrap.compile.kernels import compile_program_kernels
+from fxwrap.compile.lowering_step import lower_step
 from fxwrap.converters.emission import emit, emit_interpreter
-from fxwrap.converters.emitted_program import EmittedProgram
-from fxwrap.converters.exported import ExportedSignature
 from fxwrap.converters.fx import EmittedGraph, to_fx
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.debugging import insert_observations
-from fxwrap.devices import CPU, CUDA
-from fxwrap.errors import FusionWarning
-from fxwrap.events import EventLog, WarningIssued
-from fxwrap.fx_passes import FxPassContext, GraphSource, PreparedGraph, accumulate_matmuls, accumulations, pad_matmuls
-from fxwrap.lines import Launch, Return
-from fxwrap.lowering import RULES, Lowered, NodeCoverage, lower_prepared
+from fxwrap.lines import Return
 from fxwrap.memory_planning import MemoryPlan, apply_plan, plan_memory
 from fxwrap.options import (
     FX_EMITTED,
@@ -30,7 +22,6 @@ from fxwrap.options import (
     IR_BEFORE_PLANNING,
     PASS_POINTS,
     PLANNERS,
-    MatmulKernels,
     Options,
     Pass,
     Step,
@@ -51,92 +42,8 @@ from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
-from fxwrap.printers import KernelPrinter, print_kernel
-from fxwrap.torch_compat import FakeTensor
-from fxwrap.tuning import Tuner, has_gpu, matmul_regions, region_graph
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
 from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
-
-
-@dataclass(frozen=True)
-class CompileContext:
-    """The inputs of a compile. Its attempts differ in `declined_nodes` only.
-
-    Fields:
-        prepared: the graph after the FX passes, or the program of a graph that fxwrap emitted.
-        options: the options, with their devices resolved.
-        ownership: the ownership of inputs, by position.
-        static_inputs: positions of inputs whose address never changes.
-        fake_inputs: fake tensors of the inputs by name, for the metadata of emitted FX graphs.
-        compiled_by_key: earlier results, which equal programs share.
-        tuner: selects the configurations of kernels; None without autotuning.
-        declined_nodes: nodes that become extern calls, by name, with the reason.
-        graphs: the imported graph, and those after FX passes, by the name of the pass, for the option `debug`.
-        signature: that of the exported program that is compiled, None for a GraphModule.
-        events: the log of the compile.
-        compile_region: compiles a part of the graph, with matmuls as kernels ("auto") or as library calls; None where
-            no matmuls are timed.
-        is_region: whether the graph is such a part: its matmuls are kernels where timing could choose these, and
-            nothing is chosen again.
-    """
-
-    prepared: PreparedGraph | Program
-    options: Options
-    ownership: Mapping[int, Ownership]
-    static_inputs: frozenset[int]
-    fake_inputs: Mapping[str, FakeTensor]
-    compiled_by_key: Mapping[str, Compiled] | None = None
-    tuner: Tuner | None = None
-    declined_nodes: Mapping[str, str] = field(default_factory=dict)
-    graphs: Sequence[tuple[str, GraphSource]] = ()
-    signature: ExportedSignature | None = None
-    events: EventLog = field(default_factory=lambda: EventLog("program"))
-    compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]] | None = None
-    is_region: bool = False
-
-    @property
-    def chooses_matmuls(self) -> bool:
-        """Whether matmuls are timed as kernels beside library calls."""
-        has_tuner = self.tuner is not None and self.autotunes_now and self.compile_region is not None
-        return has_tuner and self.options.matmul_kernels == "auto" and not self.is_region
-
-    @property
-    def tuned_devices(self) -> frozenset[str]:
-        """The types of devices on which matmuls are timed beside the library's."""
-        if self.tuner is None or not self.autotunes_now or self.compile_region is None:
-            return frozenset()
-        is_cpu_timed = self.options.cpu_kernels == CPU.kernel_language
-        return frozenset([*([CPU.device_type] if is_cpu_timed else []), *([CUDA.device_type] if has_gpu() else [])])
-
-    @property
-    def autotunes_now(self) -> bool:
-        """Whether kernels are timed during the compile; always with `check_memory`, which has one entry only."""
-        return self.options.autotune is True or self.options.check_memory
-
-
-@dataclass(frozen=True)
-class CompileState:
-    """The results of the steps so far.
-
-    Fields:
-        program: the current program.
-        coverage: for each call of the graph, whether it was fused or called, and the decline reason.
-        declined_nodes: nodes that became extern calls although they have lowering rules, by name, with the reason.
-        warned: whether a warning mentioned any of them.
-        plan: the memory plan.
-        graph: the emitted graph, if the user's passes rewrite it.
-        emitted: the emitted program.
-        failures: the kernels that failed to compile.
-    """
-
-    program: Program
-    coverage: tuple[NodeCoverage, ...] = ()
-    declined_nodes: Mapping[str, str] = field(default_factory=dict)
-    warned: bool = False
-    plan: MemoryPlan | None = None
-    graph: EmittedGraph | None = None
-    emitted: EmittedProgram | None = None
-    failures: tuple[KernelFailure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,122 +57,6 @@ NOT_LOWERED = CompileState(Program("<not lowered>", (), Block((), (Return(()),))
 """The state before the first step."""
 
 CompileStep: TypeAlias = Step[CompileState, CompileContext]
-
-
-def _lower(_state: CompileState, context: CompileContext) -> CompileState:
-    """Lowers the graph, a second time if autotuning changes configurations; a program is lowered already."""
-    tuner, prepared = context.tuner, context.prepared
-    if isinstance(prepared, Program):
-        return CompileState(prepared)
-    if tuner is not None and context.chooses_matmuls:
-        prepared = _choose_padding(prepared, tuner, context)
-    elif context.is_region and context.options.matmul_kernels == "auto":
-        prepared = prepared.unpadded or prepared  # the graph that it is a part of was padded
-    lower = _lowering(prepared, context)
-    lowered = lower(declined_nodes=context.declined_nodes)
-    if tuner is not None and context.autotunes_now:
-        accumulated = _choose_accumulations(prepared, lowered.program, tuner, context)
-        if accumulated is not prepared:
-            prepared, lower = accumulated, _lowering(accumulated, context)
-            lowered = lower(declined_nodes=context.declined_nodes)
-        lowered = _tune(lowered, prepared, lower, tuner, context)
-    program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
-    if not context.options.verify:
-        verify(program)  # the passes rely on the rules of the IR, so the first program is verified in any case
-    for text in lowered.warnings:
-        context.events.record(WarningIssued(FusionWarning.__name__, text))
-    return CompileState(program, lowered.coverage, lowered.declined_nodes, bool(lowered.warnings))
-
-
-def _kernel_printer(context: CompileContext) -> KernelPrinter:
-    """Returns the tuner's printer, whose kernels are final after tuning, or one whose kernels compile at once."""
-    if context.tuner is not None:
-        return context.tuner.print_kernel
-    return print_and_compile_ahead(print_kernel, context.options)
-
-
-def _lowering(prepared: PreparedGraph, context: CompileContext) -> Callable[..., Lowered]:
-    """Returns the function that lowers a graph with the printer and the devices of a compile."""
-    return partial(
-        lower_prepared, prepared, context.options, context.ownership,
-        print_kernel=_kernel_printer(context), tuned_devices=context.tuned_devices,
-    )  # fmt: skip
-
-
-def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileContext) -> PreparedGraph:
-    """Returns the graph in which matmuls that are faster as kernels than padded and copied stay as they were."""
-    unpadded = prepared.unpadded
-    if unpadded is None:
-        return prepared
-    lower = _lowering(unpadded, context)
-    lowered, library = _choose_library_calls(
-        lower(declined_nodes=context.declined_nodes), unpadded, lower, tuner, context
-    )
-    regions = matmul_regions(lowered.program, unpadded.graph_module.graph)
-    kernels = frozenset([name for region in regions for name in region.matmuls]) - library
-    return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
-
-
-def _choose_accumulations(
-    prepared: PreparedGraph, program: Program, tuner: Tuner, context: CompileContext
-) -> PreparedGraph:
-    """Returns the graph in which matmuls add to another summand in place where that is measured to be faster.
-
-    A sum is timed with all that the kernel computes which adds in `program`.
-    """
-    if not context.chooses_matmuls or context.compile_region is None:
-        return prepared
-    passes = FxPassContext(context.options, RULES)
-    launched = {
-        name: line.origin.nodes for line in program.lines()
-        if isinstance(line, Launch) and line.origin is not None for name in line.origin.nodes
-    }  # fmt: skip
-    chosen = []
-    for item in accumulations(prepared, passes):
-        total, addend = item.total.name, item.addend.name
-        names = {item.matmul.name, total, addend, *launched.get(total, ()), *launched.get(addend, ())}
-        part = region_graph(prepared.graph_module.graph, prepared.fakes.get, names)
-        if part is None or prepared.fakes[item.total].device.type not in context.tuned_devices:
-            continue
-        fakes = {node: node.meta["val"] for node in part.graph.nodes if "val" in node.meta}
-        rewritten = accumulate_matmuls(PreparedGraph(part, "region", fakes=fakes), passes, [total]).graph_module
-        if rewritten is not part and tuner.is_rewrite_faster(
-            part, rewritten, "accumulate_matmuls", context.compile_region, context.events
-        ):
-            chosen.append(total)
-    return accumulate_matmuls(prepared, passes, chosen) if chosen else prepared
-
-
-def _choose_library_calls(
-    lowered: Lowered, prepared: PreparedGraph, lower: Callable[..., Lowered], tuner: Tuner, context: CompileContext
-) -> tuple[Lowered, frozenset[str]]:
-    """Times configurations of kernels, then kernels with matmuls beside library calls.
-
-    Returns the program with the best configurations, and the matmuls, by node, for which the library is faster. None
-    is timed if the options or `is_region` say so.
-    """
-    if tuner.tune(context.events):
-        lowered = lower(declined_nodes=lowered.declined_nodes)
-    graph = prepared.graph_module.graph
-    matmuls = frozenset([name for region in matmul_regions(lowered.program, graph) for name in region.matmuls])
-    if not matmuls or not context.chooses_matmuls or context.compile_region is None:
-        return lowered, frozenset()
-    library = lower(declined_nodes=lowered.declined_nodes, library_calls=matmuls, print_kernel=print_kernel)
-    regions = matmul_regions(lowered.program, graph, library.program)
-    return lowered, tuner.choose_matmuls(regions, graph, prepared.fakes.get, context.compile_region, context.events)
-
-
-def _tune(
-    lowered: Lowered, prepared: PreparedGraph, lower: Callable[..., Lowered], tuner: Tuner, context: CompileContext
-) -> Lowered:
-    """Times configurations of kernels, then kernels with matmuls beside library calls; lowers again after changes."""
-    lowered, library_calls = _choose_library_calls(lowered, prepared, lower, tuner, context)
-    if not library_calls:
-        return lowered
-    lowered = lower(declined_nodes=lowered.declined_nodes, library_calls=library_calls)
-    if tuner.tune(context.events):
-        lowered = lower(declined_nodes=lowered.declined_nodes, library_calls=library_calls)
-    return lowered
 
 
 def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:
@@ -360,7 +151,7 @@ def _pass_point(point: str, description: str) -> CompileStep:
 
 
 PROGRAM_STEPS: tuple[CompileStep, ...] = (
-    Step("lower", "lower the prepared graph to a program, and fuse operators into kernels", _lower),
+    Step("lower", "lower the prepared graph to a program, and fuse operators into kernels", lower_step),
     Step(
         "coalesce_copies", "compute tensors that are only copied into others there",
         _transform(coalesce_program_copies),

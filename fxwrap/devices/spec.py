@@ -102,7 +102,9 @@ class DeviceSpec:
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
-        prepacked_convolution_dtypes: the same for convolutions of images, into which batch norms are then folded.
+        biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
+            than `aten.addmm`, which copies it into the result.
+        prepacked_convolution_dtypes: frozen weights of convolutions of images, into which batch norms are then folded.
         streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
             written as its formula is faster as one kernel than as two matmuls and a kernel between them.
         streaming_attention_backward_sizes: the same for forward and backward of training together.
@@ -166,6 +168,7 @@ class DeviceSpec:
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
     streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
@@ -269,6 +272,7 @@ CPU = DeviceSpec(
     generated_matmul_bytes=1 << 18,
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
     prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),

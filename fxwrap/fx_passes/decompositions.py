@@ -64,9 +64,12 @@ def decompose(graph: GraphModule, example_inputs: Sequence[object] | None, optio
         return graph
     if example_inputs is None:
         example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    # Sizes of real tensors are static; those of fake tensors may be symbolic.
-    real = detect_fake_mode(example_inputs) is None
-    traced = make_fx(Interpreter(graph).run, decomposition_table=table, tracing_mode="fake" if real else "symbolic")
+    # Sizes of real tensors are static; those of fake tensors may be symbolic, unless their mode has no ShapeEnv.
+    mode = detect_fake_mode(example_inputs)
+    is_static = mode is None or mode.shape_env is None
+    traced = make_fx(
+        Interpreter(graph).run, decomposition_table=table, tracing_mode="fake" if is_static else "symbolic"
+    )
     with isolate_pending_symbols(find_shape_env(list(example_inputs))):
         return traced(*example_inputs)
 

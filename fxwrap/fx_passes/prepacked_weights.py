@@ -1,7 +1,8 @@
-"""Prepacked weights: matmuls with frozen weights, which the device's library reads in a layout of its own.
+"""Matmuls as linear layers of the device's library: frozen weights in a layout of its own, biases in its accumulators.
 
 A library rearranges both operands of a matmul into blocks before it multiplies. The weight's blocks are the same in
-each call, so `fxwrap::prepacked_linear` keeps them.
+each call, so `fxwrap::prepacked_linear` keeps them. `aten.addmm` copies the bias into each row of the result before it
+multiplies; `fxwrap::biased_linear` does not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch.fx import Node
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, storages_of, written_storages
 from fxwrap.fx_passes.matmuls import Matmul, matmuls_of, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
@@ -22,6 +24,15 @@ _LEAST_OPERATIONS = 1 << 23
 _LEAST_ROWS = 16
 """Matmuls of fewer rows are bound by reading the weight once."""
 
+_LEAST_RESULTS = 1 << 16
+"""Copies of a bias to fewer elements take less time than a call of an operator in Python."""
+
+_MOST_PRODUCTS_PER_ROW = 4
+"""With longer sums, rearranging the weight takes as long as copying the bias."""
+
+_BLOCK = 16
+"""Lengths of weights that oneDNN rearranges fast are multiples of this."""
+
 
 def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph whose matmuls with frozen weights are calls that keep the weights in the library's layout."""
@@ -29,14 +40,24 @@ def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGra
     matmuls = [item for item in matmuls_of(graph, context) if _benefits(item, graph.fakes, context, frozen)]
     if not matmuls:
         return graph
+    return _with_linears(graph, matmuls, "prepacked_linear")
+
+
+def call_biased_linears(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph whose matmuls with a bias are linear layers of the device's library where that is faster."""
+    matmuls = [item for item in matmuls_of(graph, context) if _copies_bias(item, graph.fakes, context)]
+    return _with_linears(graph, matmuls, "biased_linear") if matmuls else graph
+
+
+def _with_linears(graph: PreparedGraph, matmuls: Sequence[Matmul], operator: str) -> PreparedGraph:
+    """Returns a graph in which matmuls are calls of `fxwrap::prepacked_linear` or `fxwrap::biased_linear`."""
     copy = GraphCopy(graph)
-    env = copy.node_map
+    env, target = copy.node_map, getattr(torch.ops.fxwrap, operator).default
     for matmul in matmuls:
         weight = transpose_operand(matmul.right)
         bias = None if matmul.bias is None else env[matmul.bias]
         arguments = (env[matmul.left], env[weight or matmul.right], bias, weight is not None)
-        target, name = torch.ops.fxwrap.prepacked_linear.default, f"{matmul.node.name}_prepacked"
-        copy.substitute(matmul.node, copy.call(env[matmul.node], target, arguments, name))
+        copy.substitute(matmul.node, copy.call(env[matmul.node], target, arguments, f"{matmul.node.name}_linear"))
     return copy.finish()
 
 
@@ -51,21 +72,44 @@ def frozen_nodes(graph: PreparedGraph, context: FxPassContext) -> set[Node]:
 
 def _benefits(matmul: Matmul, fakes: NodeValues, context: FxPassContext, frozen: Collection[Node]) -> bool:
     """Whether a matmul has a frozen weight, and its library is faster with the weight in its own layout."""
+    operands = _library_operands(matmul, fakes, context)
+    if operands is None or (transpose_operand(matmul.right) or matmul.right) not in frozen:
+        return False
+    spec, dtype, rows, columns, products = operands
+    return dtype in spec.prepacked_gemm_dtypes and 2 * rows * columns * products >= _LEAST_OPERATIONS
+
+
+def _copies_bias(matmul: Matmul, fakes: NodeValues, context: FxPassContext) -> bool:
+    """Whether the copy of a matmul's bias takes longer than what a linear layer of the library does instead."""
+    operands = None if matmul.bias is None else _library_operands(matmul, fakes, context)
+    if operands is None:
+        return False
+    spec, dtype, rows, columns, products = operands
+    is_large = rows * columns >= _LEAST_RESULTS and products <= _MOST_PRODUCTS_PER_ROW * rows
+    return dtype in spec.biased_linear_dtypes and is_large and columns % _BLOCK == products % _BLOCK == 0
+
+
+def _library_operands(
+    matmul: Matmul, fakes: NodeValues, context: FxPassContext
+) -> tuple[DeviceSpec, torch.dtype, int, int, int] | None:
+    """Returns device, dtype and numbers of rows, columns and products of a matmul; None if it may become a kernel.
+
+    Also None if its operands are not contiguous tensors of static sizes and one dtype.
+    """
     weight = transpose_operand(matmul.right) or matmul.right
-    if weight not in frozen:
-        return False
     nodes = (matmul.node, matmul.left, weight, *([] if matmul.bias is None else [matmul.bias]))
-    operands = _plain_tensors([fakes.get(node) for node in nodes])
-    if not operands:
-        return False
-    result, left, *_ = operands
-    spec = context.options.device_specs().get(left.device.type)
-    if spec is None or left.dtype not in spec.prepacked_gemm_dtypes:
-        return False
-    rows, columns, terms = *result.shape, left.shape[1]
-    reads_rows = transpose_operand(matmul.right) is not None  # as kernels read weights
-    is_generated = reads_rows and spec.generates_matmul(left.dtype, rows, columns * terms * left.dtype.itemsize)
-    return rows >= _LEAST_ROWS and not is_generated and 2 * rows * columns * terms >= _LEAST_OPERATIONS
+    tensors = _plain_tensors([fakes.get(node) for node in nodes])
+    spec = context.options.device_specs().get(tensors[0].device.type) if tensors else None
+    if spec is None:
+        return None
+    result, left, *_ = tensors
+    rows, columns, products = *result.shape, left.shape[1]
+    reads_rows = weight is not matmul.right  # as kernels read weights
+    if rows < _LEAST_ROWS or (
+        reads_rows and spec.generates_matmul(left.dtype, rows, columns * products * left.dtype.itemsize)
+    ):
+        return None
+    return spec, left.dtype, rows, columns, products
 
 
 def _plain_tensors(values: Sequence[object]) -> list[FakeTensor]:

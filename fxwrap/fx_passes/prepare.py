@@ -22,7 +22,7 @@ from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
-from fxwrap.fx_passes.prepacked_weights import prepack_weights
+from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.recognize_attention import recognize_attention
 from fxwrap.fx_passes.sliced_matmuls import slice_matmuls
@@ -100,6 +100,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
         prepack_weights, "freeze", lambda options: options.freeze,
+    ),
+    Step(
+        "call_biased_linears", "let the device's library add biases to its accumulators",
+        call_biased_linears, "fuse", lambda options: options.fuse and options.matmul_kernels != "generated",
     ),
     Step(
         "accumulate_matmuls", "let matmuls add to the other summand of a sum in its memory",

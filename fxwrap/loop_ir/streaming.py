@@ -388,7 +388,7 @@ class _Finder:
         return inside.union(widths).isdisjoint(self.kernel.value_axes[position])
 
     def _conditions(self, position: int, neutral: float) -> Iterator[int]:
-        """Yields conditions without any of which a value is neutral."""
+        """Yields conditions without any of which a value is neutral; a product is 0 where both factors are."""
         operation = self._operation(position)
         while isinstance(operation, Compute) and operation.name == "where":
             condition, value, other = operation.operands
@@ -396,6 +396,9 @@ class _Finder:
                 return
             yield from self._conjuncts(condition)
             operation = self._operation(value)
+        if isinstance(operation, Compute) and operation.name == "mul" and neutral == 0:
+            left, right = [[*self._conditions(item, neutral)] for item in operation.operands]
+            yield from [item for item in left if item in right]
 
     def _conjuncts(self, condition: int) -> Iterator[int]:
         operation = self._operation(condition)

@@ -1,7 +1,7 @@
 """The gradients of FlexAttention as two kernels of the loop IR, which compute scores again (FlashAttention's backward).
 
 The gradient of queries sums over keys, and those of keys and values sum over queries and over the query heads of a
-group. Both need the log-sum-exp of rows, and sums of output times its gradient, which a kernel before them computes.
+group. Both need the log-sum-exp of rows and sums of output times its gradient, which a kernel before them stores.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from fxwrap.lowering.rules.indexing import check_any_order
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder, ScatteredNumber
 from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.wrapper_ir import TensorType, Value
+
+_GRADIENT = 5
+"""The position of the gradient of the modified score among the operands of a joint graph, after score and indices."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ def emit_attention_gradients(builder: Builder, request: LoweringRequest, node: N
     sums = _sums(builder, request, node, call, fakes[3] if 3 in used else ())
     type_ = call.out.tensor_type
     dtype = torch.float64 if type_.dtype is torch.float64 else torch.float32
-    terms_type = TensorType.contiguous(dtype, type_.sizes[:3], type_.device)
-    terms = builder.add_buffer(f"{node.name}_terms", terms_type)
+    of_rows = TensorType.contiguous(dtype, type_.sizes[:3], type_.device)
+    terms = _RowTerms(*[builder.add_buffer(f"{node.name}_{name}", of_rows) for name in ("terms", "shifts")])
     inputs, kernel = _row_terms(builder, request, call, terms)
-    emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms])
+    emit_whole_kernel(builder, request, node, "flex_attention_row_terms", kernel, inputs, [terms.terms, terms.shifts])
     grad_query, grad_key, grad_value = outputs
     # A tile of the kernel that streams queries has neighbouring keys, those that vary along memory, as lanes of a CPU.
     spec, has_lanes = request.options.device_specs()[type_.device.type], (grad_key or grad_value) is not None
@@ -171,22 +174,35 @@ def _emit_zeros(builder: Builder, request: LoweringRequest, node: Node, value: V
     builder.storages.mark_mutated(value)
 
 
-def _row_terms(
-    builder: Builder, request: LoweringRequest, call: _GradientCall, terms: Value
-) -> tuple[tuple[Value, ...], Kernel]:
-    """Returns the kernel of the terms that the gradients of a row's scores have in common, and what it reads.
+@dataclass(frozen=True)
+class _RowTerms:
+    """What the gradients of a row's scores have in common, as tensors of (batch, heads, rows).
 
-    A term is the sum of the output times its gradient, less the gradient of the log-sum-exp.
+    Fields:
+        terms: the sum of the output times its gradient, less the gradient of the log-sum-exp.
+        shifts: the log-sum-exp in its unit, 0 for a fully masked row.
     """
-    elements, dtype = ScalarKernelBuilder(builder, request.options), terms.tensor_type.dtype
+
+    terms: Value
+    shifts: Value
+
+
+def _row_terms(
+    builder: Builder, request: LoweringRequest, call: _GradientCall, terms: _RowTerms
+) -> tuple[tuple[Value, ...], Kernel]:
+    """Returns the kernel of the terms of rows, and the values that it reads."""
+    elements, dtype = ScalarKernelBuilder(builder, request.options), terms.terms.tensor_type.dtype
     *row, column = [Axis(f"axis{number}", size) for number, size in enumerate(call.out.tensor_type.sizes)]
     at = tuple(map(as_index, row))
     factors = [elements.load(item, (*at, as_index(column))).to(dtype) for item in (call.out, call.grad_out)]
     (term,) = elements.body.reduce("sum", factors[0] * factors[1])
     if call.grad_logsumexp is not None:
         term = term - elements.load(call.grad_logsumexp, at).to(dtype) / call.attention.stats_unit
-    written = store_element(elements.body, "out0", terms, at, term)
-    kernel = elements.body.finish(row, [column], [buffer for buffer, _ in elements.inputs], [written])
+    total = elements.load(call.logsumexp, at).to(dtype)
+    results = {terms.terms: term, terms.shifts: total.equals(-math.inf).where(0.0, total)}
+    written = [store_element(elements.body, f"out{number}", value, at, result)
+               for number, (value, result) in enumerate(results.items())]  # fmt: skip
+    kernel = elements.body.finish(row, [column], [buffer for buffer, _ in elements.inputs], written)
     return tuple([value for _, value in elements.inputs]), canonicalize_axes(kernel, size_hints(builder.state.symbols))
 
 
@@ -208,7 +224,7 @@ class _Elements:
 
 
 class _GradientBuilder(ScoreBuilder):
-    def __init__(self, elements: ScalarKernelBuilder, call: _GradientCall, terms: Value) -> None:
+    def __init__(self, elements: ScalarKernelBuilder, call: _GradientCall, terms: _RowTerms) -> None:
         super().__init__(elements, call.attention)
         self.gradient_call = call
         self.terms = terms
@@ -351,21 +367,24 @@ class _GradientBuilder(ScoreBuilder):
         if streamed is query:  # left factors are those of rows
             products = [(right, left) for left, right in products]
         score = self.score(query, key, streamed, is_full, products[0])
-        total = self.load_query(gradients.logsumexp, query) * call.stats_unit
-        shift = total.equals(-math.inf).where(0.0, total)
+        shift = self.load_query(self.terms.shifts, query) * call.stats_unit
         weights = score.masked((score.modified - shift).exp(), 0.0)
         left, right = products[1]
         (grad_weights,) = body.reduce("sum", left * right, [self.value_width])
         factor = self.weight_factor(query, key)
         grad_weights = grad_weights if factor is None else grad_weights * factor
-        grad_modified = weights * (grad_weights - self.load_query(self.terms, query))
+        difference = grad_weights - self.load_query(self.terms.terms, query)
+        is_same = _returns_gradient(gradients.joint)
+        grad_modified = weights * (score.masked(difference, 0.0) if is_same else difference)
         indices = self.indices(query, key)
         with self.unmasked(query, key):
             operands = [score.scaled, *indices, grad_modified, *call.score_buffers]
             results: Any = self.elements.results(gradients.joint, operands)
         grad_score, *scattered = results
         weights = weights if factor is None else weights * factor
-        return _Elements(weights, score.masked(grad_score.to(self.dtype), 0.0), score.mask, tuple(scattered))
+        if not is_same:
+            grad_score = score.masked(grad_score.to(self.dtype), 0.0)
+        return _Elements(weights, grad_score, score.mask, tuple(scattered))
 
     def _finish(
         self, axes: Sequence[Axis], reduced: Sequence[Axis], outputs: Sequence[Buffer]
@@ -373,3 +392,10 @@ class _GradientBuilder(ScoreBuilder):
         inputs = [buffer for buffer, _ in self.elements.inputs]
         kernel = rename_axes(self.body.finish(axes, reduced, inputs, outputs))
         return tuple([value for _, value in self.elements.inputs]), kernel
+
+
+def _returns_gradient(joint: GraphModule) -> bool:
+    """Whether the gradient of a score is that of the modified score, as it is if numbers are added to scores."""
+    operands = joint.graph.find_nodes(op="placeholder")
+    results: Any = joint.graph.output_node().args[0]
+    return results[0] is operands[_GRADIENT]

@@ -9,6 +9,7 @@ from math import ceil, floor, prod
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, ExtensionLine, ExternCall, Launch, View, WaitCollective
 from fxwrap.passes.bucket_collectives import functional_name
+from fxwrap.passes.collective_positions import needed_order
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.symbolic import Number, evaluate
@@ -36,23 +37,25 @@ _OPERATIONS_PER_BYTE = 256
 def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     """Returns the program with collectives in flight over as many lines as dependences, effects and memory allow.
 
-    First each start moves up, past the wait for the collective before, for the one before that, and so on, so that the
-    next buckets of parameters are gathered ahead. Then each wait moves down in the same way. Where few lines are left
-    between a start and its wait, lines before the start that it does not depend on run after it, such as the
-    gradients of weights beside an all_reduce of the gradient of an activation. Lines whose results are in memory at its
-    peak run beside later collectives, if that lowers the peak. Between two starts, lines run in the order of the
-    collectives whose results they need: updates of parameters, in the order in which their gradients are scattered. The
-    peak memory exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program;
-    symbols count with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other, but no two of
-    one kind; all other collectives keep their order in their group. Programs that use streams, and blocks inside lines,
-    are unchanged.
+    First collectives of one kind get the order in which the program needs them. Then each start moves up, past the wait
+    for the collective before, for the one before that, and so on, so that the next buckets of parameters are gathered
+    ahead, and each wait moves down in the same way. Where few lines are left between a start and its wait, lines before
+    the start that it does not depend on run after it, such as the gradients of weights beside an all_reduce of the
+    gradient of an activation, with the starts that need them. Lines whose results are in memory at its peak run beside
+    later collectives, if that lowers the peak. Between two starts, lines run in the order of the collectives whose
+    results they need: updates of parameters, in the order in which their gradients are scattered. The peak memory
+    exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program; symbols count
+    with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other; all other collectives keep
+    their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
     """
     if ir.uses_streams(program) or not any(line.is_async_start for line in program.body.lines):
         return program
     hints = dict.fromkeys(ir.symbol_infos(program), ir.FALLBACK_SIZE_HINT)
-    regions = SchedulingRegions(program, hints, lambda line: functional_name(line) is not None)
-    before = _peak(program, hints)
-    allowed = int(before * (1 + slack))
+    allowed = int(_peak(program, hints) * (1 + slack))
+    regions = _regions(program, hints)
+    positioned = regions.apply_order(needed_order(regions, allowed - regions.unowned_bytes))
+    if _peak(positioned, hints) <= allowed:
+        regions = _regions(positioned, hints)
     for ahead in _AHEAD:
         moves = list(_RegionOverlap.of_regions(regions, allowed - regions.unowned_bytes))
         orders = [move.order(ahead) for move in moves]
@@ -68,6 +71,10 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
         if _peak(result, hints) <= allowed:
             return drop_repeated_waits(result)
     return drop_repeated_waits(regions.apply_order(orders))
+
+
+def _regions(program: Program, hints: Mapping[str, Number]) -> SchedulingRegions:
+    return SchedulingRegions(program, hints, lambda line: functional_name(line) is not None)
 
 
 def _peak(program: Program, hints: Mapping[str, Number]) -> int:
@@ -170,7 +177,7 @@ def _by_readiness(units: Sequence[SchedulingUnit], before: Sequence[int], window
     for position in reversed(window):
         unit = units[position]
         users = [needs[item] for item in unit.successors if item in needs]
-        if users and isinstance(unit.lines[0], Alloc | View):
+        if users and isinstance(unit.lines[0], Alloc | View | WaitCollective):
             needs[position] = min(users)
     return sorted(window, key=lambda position: needs[position])
 
@@ -265,6 +272,7 @@ class _RegionOverlap:
         first = at[earlier[0]] if len(earlier) == _AHEAD[0] else -1.0
         window = sorted([item for item in at if first < at[item] < at[start]], key=at.__getitem__, reverse=True)
         urgent = [item for item in window if schedule.latest(item) < next_start]
+        starts = self._starts_to_delay(start, window, surplus)
         delayed: set[int] = set()
         for position in (*urgent, *window):
             if missing <= 0:
@@ -272,16 +280,41 @@ class _RegionOverlap:
             line, cost = self.units[position].lines[0], self.costs[position]
             if position in delayed or line.is_async_start or line.is_async_wait:
                 continue
-            if any(at[item] <= at[start] and item not in delayed for item in schedule.after(position)):
+            blocking = {item for item in schedule.after(position) if at[item] <= at[start]} - delayed
+            if not starts.keys() >= blocking:
                 continue
             left = [item for item in earlier if at[item] < at[position] < schedule.latest(item) <= at[start]]
             if any(surplus[item] < cost for item in left):
                 continue
             surplus.update({item: surplus[item] - cost for item in left})
             missing -= cost
-            delayed.add(position)
+            delayed.update([position], *[starts[item] for item in blocking])
         has_work = any(self.costs[position] for position in delayed)
         return sorted(delayed, key=at.__getitem__) if has_work else []
+
+    def _starts_to_delay(
+        self, start: int, window: Sequence[int], surplus: Mapping[int, int]
+    ) -> Mapping[int, Sequence[int]]:
+        """Returns the starts of a window before a start that can follow it, with those of their kind that must too.
+
+        They have enough lines beside them afterwards. The window begins with its last unit.
+        """
+        at, units, passed = self.schedule.at, self.units, 0
+        ended = {functional_name(units[start].lines[0])}
+        result: dict[int, Sequence[int]] = {}
+        last: dict[str, Sequence[int]] = {}
+        for position in window:
+            passed += self.costs[position]
+            if not units[position].lines[0].is_async_start:
+                continue
+            name = functional_name(units[position].lines[0])
+            if name is None or name in ended:
+                continue
+            if self.schedule.latest(position) <= at[start] or surplus.get(position, 0) < passed:
+                ended.add(name)
+                continue
+            last[name] = result[position] = [position, *last.get(name, ())]
+        return result
 
     def movable_past(self, position: int) -> list[int]:
         """Returns units with work up to the unit at a position that can run after it, those with large results first.

@@ -63,6 +63,10 @@ class UnitSchedule:
         """Returns the position of the first successor of a unit, the number of units without one."""
         return min([self.at[item] for item in self._after.get(position, ())], default=float(len(self.units)))
 
+    def before(self, position: int) -> frozenset[int]:
+        """Returns the predecessors of a unit that have a position."""
+        return self._before[position]
+
     def after(self, position: int) -> Sequence[int]:
         """Returns the successors of a unit that have a position."""
         return self._after.get(position, ())

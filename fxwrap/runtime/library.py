@@ -38,10 +38,11 @@ from fxwrap.runtime.kernel_operators import (
 )
 from fxwrap.runtime.kernel_table import register_kernel_texts
 from fxwrap.runtime.prepacked_weights import (
+    biased_linear,
     frozen_convolution,
     frozen_convolution_fake,
+    linear_fake,
     prepacked_linear,
-    prepacked_linear_fake,
 )
 
 _LIBRARY: Any = torch.library.Library("fxwrap", "DEF")  # type: ignore[no-untyped-call]
@@ -205,7 +206,10 @@ _OPERATORS = (
     ),
     _Operator(
         "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
-        prepacked_linear, prepacked_linear_fake,
+        prepacked_linear, linear_fake,
+    ),
+    _Operator(
+        "biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", biased_linear, linear_fake
     ),
     _Operator(
         "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "

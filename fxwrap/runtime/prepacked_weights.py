@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
     fused_convolution,
+    onednn_linear,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -66,10 +67,16 @@ def prepacked_linear(
         return left @ right if bias is None else torch.addmm(bias, left, right)
 
 
-def prepacked_linear_fake(
-    left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    """The fake implementation: a contiguous matrix."""
+def biased_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Returns `left @ weight + bias`, of `weight.t()` if `transposed`; the weight may change between calls."""
+    columns_first = weight if transposed else weight.t()
+    with torch.no_grad():
+        result = onednn_linear(left, columns_first, bias)
+        return torch.addmm(bias, left, columns_first.t()) if result is None else result
+
+
+def linear_fake(left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    """The fake implementation of both: a contiguous matrix."""
     return left.new_empty(left.shape[0], weight.shape[0 if transposed else 1])
 
 
@@ -90,7 +97,8 @@ def frozen_convolution(
     """Returns a convolution, with batch norm's statistics and affine parameters `norm` folded into its weight and bias.
 
     `norm` holds weight, bias, mean and variance, or nothing. Then adds `residual`, which has the result's layout, and
-    takes the positive part if `relu`. The result has these strides.
+    takes the positive part if `relu`. The result has these strides. oneDNN adds a folded bias in float32, except with a
+    residual, whose sum then has one rounding less than eager's.
     """
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     sizes = tuple(image.shape)
@@ -102,11 +110,13 @@ def frozen_convolution(
         folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
         folded = folded.contiguous(memory_format=layout)
         packed = prepack_convolution_weight(folded, geometry, sizes)
+        if shift is not None and (packed is None or residual is not None):
+            shift = shift.to(weight.dtype)
         # The cache must not own the weight, whose end frees its entry.
         return packed, None if packed is not None or folded is weight else folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
-    packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout), convert)
+    packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout, residual is None), convert)
     with torch.no_grad():
         if packed is not None:
             result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
@@ -144,13 +154,17 @@ def _with_strides(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 def folded_batch_norm(
     weight: torch.Tensor, bias: torch.Tensor | None, norm: Sequence[torch.Tensor], epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of the convolution that computes a convolution and the batch norm after it."""
+    """Returns weight and bias of the convolution that computes a convolution and the batch norm after it.
+
+    A bias of a norm is at least of float32: that of half precision would be rounded twice.
+    """
     if not norm:
         return weight, bias
     scale, offset, mean, variance = [item.double() for item in norm]
     factor = scale * (variance + epsilon).rsqrt()
     shift = offset - mean * factor if bias is None else offset + (bias.double() - mean) * factor
-    return (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype), shift.to(weight.dtype)
+    precision = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.double() * factor.reshape(-1, 1, 1, 1)).to(weight.dtype), shift.to(precision)
 
 
 def frozen_convolution_fake(

@@ -39,6 +39,20 @@ def prepacked_linear(
     return result
 
 
+def onednn_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
+    """Returns `left @ weight.t() + bias`, the bias added to accumulators; None where oneDNN lacks the dtype.
+
+    Why: `torch.addmm` copies the bias into each row of the result, to which oneDNN then adds.
+    """
+    operators: Any = torch.ops.mkldnn
+    if left.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    if not operators._is_mkldnn_bf16_supported():
+        return None
+    result: torch.Tensor = operators._linear_pointwise(left, weight, bias, "none", [], "")
+    return result
+
+
 @dataclass(frozen=True)
 class ConvolutionGeometry:
     """The numbers of a convolution that is not transposed: one of each for each dimension of the image, and groups."""
@@ -81,7 +95,10 @@ def prepacked_convolution(
     residual: torch.Tensor | None,
     relu: bool,
 ) -> torch.Tensor:
-    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`."""
+    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`.
+
+    Without `residual`, the bias may be of float32 although the image is of bfloat16.
+    """
     operators: Any = torch.ops.mkldnn
     numbers = (geometry.padding, geometry.stride, geometry.dilation, geometry.groups)
     result: torch.Tensor

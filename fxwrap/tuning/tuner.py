@@ -188,14 +188,14 @@ class Tuner:
 
     def is_program_faster(
         self, key: str, device: torch.device, inputs: Callable[[], RegionInputs],
-        programs: Sequence[Callable[..., object]], events: EventLog,
+        programs: Callable[[], Sequence[Callable[..., object]] | None], events: EventLog,
     ) -> bool:  # fmt: skip
         """Whether the first of two programs is as fast as the second, which is not tuned, by its record or by timing.
 
-        `key` names both programs. It is if they cannot be timed.
+        `key` names both programs. It is if they cannot be timed, and if `programs` returns None.
         """
         content = (key, *self._environment(device))
-        record = self._timed_record(_hash(content), "program", lambda: programs, inputs, events, min_gain=0.0)
+        record = self._timed_record(_hash(content), "program", programs, inputs, events, min_gain=0.0)
         return record is None or record.fingerprint == _GENERATED
 
     def _part_record(
@@ -210,25 +210,32 @@ class Tuner:
         return str(_FORMAT), timed_device_name(device), _triton_version(), torch.__version__
 
     def _timed_record(
-        self, key: str, name: str, programs: Callable[[], Sequence[Callable[..., object]]],
+        self, key: str, name: str, programs: Callable[[], Sequence[Callable[..., object]] | None],
         inputs: Callable[[], RegionInputs], events: EventLog, min_gain: float = MIN_GAIN,
     ) -> TuningRecord | None:  # fmt: skip
-        """Returns the record of two programs: whether the first is faster; None if they cannot be timed."""
+        """Returns the record of two programs: whether the first is faster; None if they cannot be timed.
+
+        The first one has a record, without times, if `programs` returns None.
+        """
         record = self._known.get(key) or self._records.read(key)
         if record is None or record.fingerprint not in (_LIBRARY, _GENERATED):
             try:
                 with without_fake_mode(), torch.no_grad(), preserved_random_state():
-                    mine, theirs = self._time_regions(programs(), inputs())
+                    timed = programs()
+                    mine, theirs = ([], []) if timed is None else self._time_regions(timed, inputs())
             except (FxwrapError, torch.OutOfMemoryError):
                 return None
             except RuntimeError as error:  # of operators that refuse random inputs or CUDA graphs
                 warnings.warn(f"a choice between two programs is not timed: {error}", TuningWarning, stacklevel=2)
                 return None
-            seconds, library_seconds = median_seconds(mine), median_seconds(theirs)
-            choice = _GENERATED if is_faster(mine, theirs, min_gain) else _LIBRARY
-            record = TuningRecord(choice, min(seconds, library_seconds), library_seconds)
-            record = self._records.commit(key, record, replacing=record is not None)
-            events.record(MatmulTuned(name, seconds, library_seconds))
+            if timed is None:
+                chosen = TuningRecord(_GENERATED, 0.0, 0.0)
+            else:
+                seconds, library_seconds = median_seconds(mine), median_seconds(theirs)
+                choice = _GENERATED if is_faster(mine, theirs, min_gain) else _LIBRARY
+                chosen = TuningRecord(choice, min(seconds, library_seconds), library_seconds)
+                events.record(MatmulTuned(name, seconds, library_seconds))
+            record = self._records.commit(key, chosen, replacing=record is not None)
         self._known[key] = record
         self._used[key] = record.fingerprint
         return record

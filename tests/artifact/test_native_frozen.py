@@ -1,7 +1,8 @@
-"""Programs with `freeze` in a process without Python: weights in the library's layout follow replaced constants."""
+"""Linear layers and convolutions of libraries without Python: weights of `freeze` follow replaced constants."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 
+BIASED = "fxwrap.biased_linear.default"
 FROZEN = ("fxwrap.frozen_convolution.default", "fxwrap.prepacked_linear.default")
 
 
@@ -59,3 +62,21 @@ def test_frozen_weights_without_python_follow_replaced_constants(dtype: torch.dt
         result = read_result(tmp_path / f"{name}.0", expected)
         assert (result.double() - expected.double()).norm() <= tolerance * expected.norm()
     assert (results[0] - results[1]).norm() > 0.1 * results[0].norm()
+
+
+def test_biased_linear_layers_without_python(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(256, 320).bfloat16(), torch.randn(256, 256).bfloat16()
+    devices = (dataclasses.replace(CPU, biased_linear_dtypes=frozenset({torch.bfloat16})),)
+    program = torch.export.export(model, (x,))
+    compiled = fxwrap.compile_graph(program, name="biased", options=Options(emitter="cpp", devices=devices))
+    assert [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)] == [BIASED]
+    compiled.save(tmp_path / "biased.fxw", target="native")
+    start = ["open", tmp_path / "biased.fxw", *tensor_commands(tmp_path, [x])]
+    done = drive(*start, "run", tmp_path / "result", "alive")
+    assert done.code == 0 and done.lines == ("alive 0",), (done.lines, done.errors)
+    with torch.no_grad():
+        eager = model(x)
+        exact = x.double() @ model.weight.double().t() + model.bias.double()
+    result = read_result(tmp_path / "result.0", eager)
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import fxwrap
+from fxwrap.devices import CUDA
 from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention
 from fxwrap.fx_passes.joint_graph import JOINT_GRAPH_PASSES
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
@@ -70,6 +74,31 @@ def test_off_where_it_is_not_measured(fresh_dynamo: None) -> None:
     operands = _operands(torch.float32)
     torch.testing.assert_close(_step(run, operands), _step(_dropped, operands))
     assert _launches(programs) == [0, 0]
+
+
+def _graph_for_gpus(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Returns the output and gradients by the operators that autograd calls, which a machine without GPU lacks."""
+    key, aten = key.mT, torch.ops.aten
+    weights = aten._softmax(torch.bmm(query, key).float(), -1, False)
+    dropped, mask = aten.native_dropout(weights.to(query.dtype), 0.1, True)
+    output, of_value = torch.bmm(dropped, value), torch.bmm(dropped.mT, grad)
+    of_weights = aten.native_dropout_backward(torch.bmm(grad, value.mT), mask, 1 / 0.9).float()
+    of_scores = aten._softmax_backward_data(of_weights, weights, -1, torch.float32).to(query.dtype)
+    return output, torch.bmm(of_scores, key.mT), torch.bmm(query.mT, of_scores), of_value
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_masks_on_gpus(is_replaced: bool) -> None:
+    """`native_dropout` draws the mask with eager's numbers from a tensor that nothing computes; off by default."""
+    with FakeTensorMode():
+        inputs = [torch.empty(6, 64, 32, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        graph = make_fx(_graph_for_gpus)(*inputs)
+    assert not CUDA.streaming_attention_dropout
+    spec = dataclasses.replace(CUDA, streaming_attention_dropout=is_replaced)
+    text = str(fxwrap.lower(graph, inputs, options=fxwrap.Options(devices=(spec,))))
+    assert text.count("aten.native_dropout.default(") == 1
+    assert ("flex_attention_grad_key_value" in text) == is_replaced
+    assert ("aten.empty.memory_format(" in text) == is_replaced
 
 
 def test_printed_kernels(fresh_dynamo: None) -> None:

@@ -443,11 +443,9 @@ def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
         tensors[item.name] = getattr(mask, name).flatten()
     expected = {name: item.clone() for name, item in tensors.items()}
     evaluate_kernel(kernel, expected)
-    for branches, loops in ((False, 2), (True, 1)):
-        configuration = StreamingConfiguration(16, 16, branches=branches, rows_last=branches)
-        printed = print_streaming_triton(kernel, configuration)
-        heads, blocks = [text.count("program % ") for text in printed.source.split("first_row = program % blocks")]
-        assert (heads > 0, blocks == 1) == (branches, branches)
+    for branches, loops, band in ((False, 2, 1), (True, 1, 3), (False, 2, 100)):
+        printed = print_streaming_triton(kernel, StreamingConfiguration(16, 16, branches=branches, band=band))
+        assert (f"first_head = program // ({band} * rows)" in printed.source) == (band > 1)
         assert printed.source.count("for step in ") == loops
         assert ("if step < first_visits * tiles:" in printed.source) is branches
         results = {name: item.clone() for name, item in tensors.items()}

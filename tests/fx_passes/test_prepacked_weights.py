@@ -155,6 +155,48 @@ def test_weights_of_convolutions_without_batch_norm_are_freed(
     assert len(prepacked_weights._cache) == before
 
 
+# --- biases -----------------------------------------------------------------------------------------------------------
+
+BIASED = "fxwrap.biased_linear.default"
+BIASED_CPU = dataclasses.replace(CPU, biased_linear_dtypes=frozenset({torch.bfloat16}))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_the_library_adds_biases_to_its_accumulators(emitter: str) -> None:
+    torch.manual_seed(0)
+    model, x = Layers().bfloat16(), torch.randn(256, 256).bfloat16()
+    options = Options(emitter=emitter, devices=(BIASED_CPU,))
+    with torch.no_grad():
+        compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), options=options)
+        assert extern_targets(compiled.program) == [BIASED, "aten.mm.default", BIASED]
+        expected = copy.deepcopy(model).double()(x.double())
+        error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+        assert error <= 1.2 * eager
+
+
+def test_a_library_without_the_dtype_adds_biases_as_eager_does() -> None:
+    left, weight, bias = torch.randn(20, 16).double(), torch.randn(24, 16).double(), torch.randn(24).double()
+    expected = torch.addmm(bias, left, weight.t())
+    torch.testing.assert_close(torch.ops.fxwrap.biased_linear(left, weight, bias, True), expected)
+    torch.testing.assert_close(torch.ops.fxwrap.biased_linear(left, weight.t().contiguous(), bias, False), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "products", "columns", "options"),
+    [
+        (64, 320, 1024, {}),  # the weight is rearranged as slowly as the bias is copied
+        (256, 256, 128, {}),  # a small result
+        (256, 256, 300, {}),  # columns that do not fill blocks
+        (256, 256, 320, {"preserve_ops": ("aten.addmm.default",)}),
+        (256, 256, 320, {"devices": (dataclasses.replace(CPU, biased_linear_dtypes=frozenset()),)}),
+    ],
+)
+def test_biases_that_stay_in_the_matmul(rows: int, products: int, columns: int, options: dict[str, Any]) -> None:
+    model, x = nn.Linear(products, columns).bfloat16(), torch.randn(rows, products).bfloat16()
+    program = fxwrap.lower(torch.export.export(model, (x,)), options=Options(**{"devices": (BIASED_CPU,), **options}))
+    assert extern_targets(program)[0].startswith("aten.addmm")
+
+
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 CONVOLUTION = "fxwrap.frozen_convolution.default"
@@ -208,6 +250,28 @@ def test_frozen_convolutions_of_bfloat16() -> None:
         expected = copy.deepcopy(model).double()(x.double())
         error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
         assert error <= 1.2 * eager
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_folded_batch_norms_of_bfloat16_are_as_exact_as_eager(has_residual: bool) -> None:
+    """Also where the norm's shift is large, which bfloat16 rounds to 8 bits."""
+    torch.manual_seed(0)
+    image, weight = torch.randn(4, 8, 12, 12).bfloat16(), (torch.randn(64, 8, 3, 3) / 9).bfloat16()
+    scale, offset, mean = 1 + torch.rand(64), 3 * torch.randn(64), torch.randn(64)
+    norm = [item.bfloat16() for item in (scale, offset, mean, 0.5 + torch.rand(64))]
+    residual = torch.randn(4, 64, 12, 12).bfloat16() if has_residual else None
+
+    def computed(dtype: torch.dtype) -> Tensor:
+        parameters = [item.to(dtype) for item in norm]
+        result = torch.conv2d(image.to(dtype), weight.to(dtype), None, 1, 1)
+        result = nn.functional.batch_norm(result, parameters[2], parameters[3], parameters[0], parameters[1])
+        return result if residual is None else result + residual.to(dtype)
+
+    exact, eager = computed(torch.float64), computed(torch.bfloat16)
+    arguments = ([1, 1], [1, 1], [1, 1], 1, residual, False, list(eager.stride()))
+    result = torch.ops.fxwrap.frozen_convolution(image, weight, None, norm, 1e-5, *arguments)
+    assert result.dtype is torch.bfloat16
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm()
 
 
 def test_a_call_of_the_library_computes_what_follows_a_convolution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,36 @@ def test_sums_over_scores_are_updates_of_a_streaming_reduction() -> None:
         torch.testing.assert_close(buffers[name], before[name] + change)
 
 
+_PRODUCT = """kernel(in0: f32[15], in1: f32[21], in2: i64[2]) -> (out0: f32[30]) \
+for [p0: 2, p1: 5, p2: 3] reduce [r0: 3, r1: 7] {
+  %0 = i64 load in2[p0]
+  %1 = f32 load in0[3*p1 + r0]
+  %2 = f32 load in1[r0 + 3*r1]
+  %3 = f32 mul %1 %2
+  %4 = f32 reduce sum %3 over r0
+  %5 = i64 index r1
+  %6 = bool lt %5 %0
+  %7 = f32 0.0
+  %8 = f32 where %6 %4 %7
+  %9 = f32 tanh %4
+  %10 = f32 where %6 %9 %7
+  %11 = f32 mul %8 %10
+  %12 = f32 load in1[p2 + 3*r1]
+  %13 = f32 mul %11 %12
+  %14 = f32 reduce sum %13 over r1
+  store out0[15*p0 + p2 + 3*p1] %14
+}
+"""
+
+
+@pytest.mark.parametrize(("factor", "bounds"), [("%10", 1), ("%9", 0)])
+def test_products_are_zero_beyond_a_bound_of_both_factors(factor: str, bounds: int) -> None:
+    """Zero times another factor may be NaN."""
+    parts = find_streaming_reduction(parse_kernel(_PRODUCT.replace("mul %8 %10", f"mul %8 {factor}")))
+    assert parts is not None
+    assert (parts.bound is not None) == bounds
+
+
 def test_updates_of_each_column_are_no_streaming_reduction() -> None:
     text = str(update_kernel())
     (first,) = [line for line in text.splitlines() if "bool eq" in line]

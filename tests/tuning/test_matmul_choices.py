@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.compile import compiler
+from fxwrap.compile import compiler, lowering_step, steps
+from fxwrap.compile.confirmation import can_time_program
 from fxwrap.devices import CPU, GemmPaddingCosts
 from fxwrap.errors import TuningWarning
 from fxwrap.fx_passes import prepare_graph
-from fxwrap.lines import ExternCall, Launch, Mutate
+from fxwrap.lines import CheckLayout, ExternCall, Launch, Mutate
 from fxwrap.lowering import RULES, lower_prepared
+from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.tuning import Tuner, TuningRecords, is_faster, matmul_regions, region_graph, time_alternatives
 
 INPUTS = [torch.randn(3, 40), torch.randn(24, 40), torch.randn(10, 24)]
@@ -95,6 +98,41 @@ def test_a_program_that_is_slower_as_a_whole_is_not_tuned(
     again = RegionTimer()
     assert called(compiled(monkeypatch, tmp_path, again).program) == ["aten.mm.default"] * 2
     assert (timer.regions, timer.confirmations, again.confirmations) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("timer", "lowered"),
+    [
+        (RegionTimer((1.0, 2.0), (1.0, 2.0)), 1),
+        (RegionTimer((1.0, 2.0), (1.0, 2.0), program=(1.02, 1.0)), 2),  # the tuned program names the record
+        (RegionTimer((1.0, 1.0), (1.0, 1.0)), 1),  # tuning changes nothing
+    ],
+)
+def test_a_program_with_records_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timer: RegionTimer, lowered: int
+) -> None:
+    first = compiled(monkeypatch, tmp_path, timer)
+    counts: collections.Counter[str] = collections.Counter()
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: counts.update([name]) or function(*args))
+
+    counted(compiler, "lower_graph")
+    counted(lowering_step, "lower_graph")
+    counted(steps, "compile_program_kernels")
+    again = compiled(monkeypatch, tmp_path, RegionTimer())
+    assert str(again.program) == str(first.program)
+    assert counts == {"lower_graph": lowered, "compile_program_kernels": 1}
+
+
+def test_programs_with_checked_inputs_are_timed_as_a_whole() -> None:
+    with FakeTensorMode():
+        inputs = [torch.randn(item.shape, device="cuda") for item in INPUTS]
+        graph = make_fx(two_layers)(*inputs)
+    program = fxwrap.lower(graph, inputs, options=Options(check_inputs=True))
+    assert any(isinstance(line, CheckLayout) for line in program.lines())
+    assert can_time_program(program, torch.device("cuda"))
 
 
 def test_timing_consumes_no_random_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

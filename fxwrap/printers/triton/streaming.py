@@ -113,7 +113,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     # --- axes -------------------------------------------------------------------------------------------------------
 
     def _program(self, scope: Scope) -> None:
-        """Prints the indices of the outer axes and the first row: programs of one head, or of one row block, in order.
+        """Prints the indices of the outer axes and the first row: programs of a band of heads, row block by row block.
 
         Where later rows visit more, they come first, so that the launch ends with short programs.
         """
@@ -125,11 +125,18 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         number = "tl.num_programs(0) - 1 - tl.program_id(0)" if self._grows_with_rows() else "tl.program_id(0)"
         self.line(f"program = {f'({number}).to(tl.int64)' if self.use_int64 else number}")
         self.line(f"blocks = tl.cdiv({size(self.parts.row.size)}, ROW_BLOCK)")
-        if self.configuration.rows_last:
-            self._axes_of_program([axis for axis in self.outer if axis not in self.row_blocks], scope)
+        heads = [axis for axis in self.outer if axis not in self.row_blocks]
+        band = self.configuration.band
+        if band > 1:
+            self.line(f"rows = blocks * {size(product([axis.size for axis in self.row_blocks]))}")
+            self.line(f"first_head = program // ({band} * rows) * {band}")
+            self.line(f"height = tl.minimum({size(product([axis.size for axis in heads]))} - first_head, {band})")
+            self.line(f"program = program % ({band} * rows)")
+            self.line("program = (first_head + program % height) * rows + program // height")
         self.line("first_row = program % blocks * ROW_BLOCK")
         self.line("program = program // blocks")
-        self._axes_of_program([axis for axis in self.outer if axis not in scope.names], scope)
+        self._axes_of_program(self.row_blocks, scope)
+        self._axes_of_program(heads, scope)
 
     def _axes_of_program(self, axes: Sequence[Axis], scope: Scope) -> None:
         """Prints the indices of axes, the last of which vary fastest between programs."""

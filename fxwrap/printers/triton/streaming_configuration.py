@@ -33,8 +33,8 @@ class StreamingConfiguration:
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
     `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
     `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
-    With `rows_last`, programs of one row block in all heads follow each other, else those of one head: rows that visit
-    more than others then come first in all heads, and the launch ends with short programs, but more keys are in use.
+    Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
+    first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in use.
     """
 
     row_block: int
@@ -44,7 +44,7 @@ class StreamingConfiguration:
     max_registers: int = 0
     branches: bool = False
     half_products: bool = True
-    rows_last: bool = False
+    band: int = 1
 
 
 def streaming_configurations(
@@ -71,10 +71,19 @@ def streaming_configurations(
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
-    other = [replace(candidates[0], branches=not branches)] if is_half else []
-    length = hint(product([axis.size for axis in (parts.row, *row_blocks(kernel, parts))]))
-    other += [replace(candidates[0], rows_last=True)] if is_half and length >= _LONG_ROWS else []
+    first, band = candidates[0], _band(kernel, parts, candidates[0].row_block, hint)
+    other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     return tuple(dict.fromkeys([*candidates, *other]))
+
+
+def _band(kernel: Kernel, parts: StreamingReduction, row_block: int, hint: Hint) -> int:
+    """Returns the number of heads whose programs run at the same time in any order; 1 where all visit as much."""
+    blocks = row_blocks(kernel, parts)
+    programs = -(-hint(parts.row.size) // row_block) * hint(product([axis.size for axis in blocks]))
+    if parts.bound is None or programs <= 1:
+        return 1
+    heads = [axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]
+    return max(min(_RUNNING_PROGRAMS // programs, hint(product(heads))), 1)
 
 
 def row_blocks(kernel: Kernel, parts: StreamingReduction) -> tuple[Axis, ...]:
@@ -107,8 +116,8 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
-_LONG_ROWS = 4096
-"""Rows so many that those of one head occupy a large part of a GPU."""
+_RUNNING_PROGRAMS = 256
+"""Programs that a large GPU runs at the same time, two on each multiprocessor."""
 
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""

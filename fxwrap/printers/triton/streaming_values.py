@@ -131,14 +131,14 @@ class StreamingValuePrinter(BlockPrinter):
         texts = {item: f"({self.value(item, scope)})" for item in operation.operands}
         match operation.name, operation.operands:
             case "exp", (operand,):
-                difference = self.kernel.operations[operand]
-                if isinstance(difference, Compute) and difference.name == "sub":
-                    left, right = difference.operands
-                    scaled = self._scaled(left)
-                    score, factor = (left, 1.0) if scaled is None else scaled
-                    unit = f"tl.full((), {factor * LOG2_E}, tl.float32)"
-                    shift = f"-({self.value(right, scope)} * log2_e)"
-                    return f"tl.exp2({self.fma(self.value(score, scope), unit, shift)})"
+                exponent = self._exponent_text(operand, scope)
+                return None if exponent is None else f"tl.exp2({exponent})"
+            case "where", (condition, inside, other) if self._constant(other) == 0:
+                exponential = self.kernel.operations[inside]
+                if isinstance(exponential, Compute) and exponential.name == "exp":
+                    exponent = self._exponent_text(exponential.operands[0], scope)
+                    if exponent is not None:  # a select of a result that is rounded would be one of 16 bits, and slower
+                        return f'tl.exp2(tl.where({texts[condition]}, {exponent}, float("-inf")))'
             case "add", (left, right):
                 for one, other in ((left, right), (right, left)):
                     factors = self._factors_of_score(one)
@@ -154,6 +154,24 @@ class StreamingValuePrinter(BlockPrinter):
             case _:
                 pass
         return None
+
+    def _exponent_text(self, position: int, scope: Scope) -> str | None:
+        """Returns the power of 2 of the exponential of a difference of scores and another value, if it is one."""
+        difference = self.kernel.operations[position]
+        if not isinstance(difference, Compute) or difference.name != "sub":
+            return None
+        left, right = difference.operands
+        scaled = self._scaled(left)
+        score, factor = (left, 1.0) if scaled is None else scaled
+        unit = f"tl.full((), {factor * LOG2_E}, tl.float32)"
+        return self.fma(self.value(score, scope), unit, self._negative_shift(right, scope))
+
+    def _negative_shift(self, position: int, scope: Scope) -> str:
+        """Returns the negative of a value in units in which the exponential is a power of 2."""
+        value, factor = self._scaled(position) or (position, 1.0)
+        factor *= LOG2_E
+        factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor
+        return f"({self.value(value, scope)}) * {-factor}"  # a multiplication by -1 needs no instruction, unlike 0 - x
 
     def fma(self, left: str, right: str, addend: str) -> str:
         """Returns left * right + addend, rounded once, of which one varies over rows and streamed positions."""

@@ -12,7 +12,9 @@ import os
 import sys
 import threading
 import time
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -53,6 +55,26 @@ def _function(path: str, name: str) -> Any:
     return module.__dict__[name]
 
 
+class _TorchHider:
+    """A finder without torch, which Triton (3.6 and 3.7) imports for its first kernel, but does not need: importing it
+    takes longer than compiling ten kernels."""
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        if name == "torch":
+            raise ModuleNotFoundError(f"workers do not import {name}", name=name)
+
+
+@contextmanager
+def _hidden_torch() -> Iterator[None]:
+    """Hides torch from imports, unless a kernel's module has imported it."""
+    hider = _TorchHider()
+    sys.meta_path.insert(0, hider)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(hider)
+
+
 def _set_environment(variables: dict[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith("TRITON") and name not in variables]:
         del os.environ[name]
@@ -65,7 +87,12 @@ def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> None:
     _set_environment(job["environment"])
     driver_stub.target = GPUTarget(*job["target"])
     arguments = [_element_type(item["dtype"]) if isinstance(item, dict) else item for item in job["arguments"]]
-    _function(job["path"], job["function"]).warmup(*arguments, grid=(1,), **job["constants"], **job["compile_options"])
+    warmup = partial(_function(job["path"], job["function"]).warmup, *arguments, grid=(1,), **job["constants"])
+    try:
+        with _hidden_torch():
+            warmup(**job["compile_options"])
+    except Exception:  # noqa: BLE001  a kernel that fails or needs torch
+        warmup(**job["compile_options"])
 
 
 def _watch(parent: int) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -135,6 +136,12 @@ def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, mon
     assert "CompilationError" in str(answers[3])
     assert is_in_triton_cache(uses[1], monkeypatch) and is_in_triton_cache(uses[2], monkeypatch)
     assert not is_in_triton_cache(uses[0], monkeypatch)
+
+
+def test_workers_compile_without_importing_torch(pool: WorkerPool) -> None:
+    checked = "import sys\nassert 'torch' not in sys.modules\n" + SOURCE.replace("NUMBER", "4")
+    later = KernelUse(replace(kernel_use(4).kernel, source=checked), torch.device("cuda", 0), (1000, 0.5))
+    assert worker_results(pool, [kernel_use(5), kernel_use(3), later]) == [None, "", ""]
 
 
 def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:

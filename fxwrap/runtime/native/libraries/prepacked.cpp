@@ -1,4 +1,4 @@
-// The operators for frozen weights, for processes that have not imported fxwrap: twins of those of
+// The operators of matmuls and convolutions by oneDNN and MKL, for processes that have not imported fxwrap: twins of those of
 // fxwrap/runtime/prepacked_weights.py, with the library's calls of fxwrap/torch_compat/prepacked.py. A weight is converted at
 // its first call, and again when one of the tensors that it was computed from is written.
 #include <ATen/Context.h>
@@ -123,12 +123,20 @@ Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional
   return call("mkldnn::_linear_pointwise", "", {left, packed, optional_tensor(shift), "none", scalars, ""}).toTensor();
 }
 
+Tensor biased_linear(const Tensor& left, const Tensor& weight, const Tensor& bias, bool transposed) {
+  const at::NoGradGuard no_grad;
+  const Tensor columns = transposed ? weight : weight.t();
+  if (left.scalar_type() != at::kBFloat16 || !has_bfloat16()) return at::addmm(bias, left, columns.t());
+  return call("mkldnn::_linear_pointwise", "", {left, columns, bias, "none", c10::List<optional<at::Scalar>>(), ""}).toTensor();
+}
+
 struct Geometry {
   at::IntArrayRef stride, padding, dilation;
   int64_t groups;
 };
 
-// Weight and bias of the convolution that computes a convolution and the batch norm after it.
+// Weight and bias of the convolution that computes a convolution and the batch norm after it. A norm's bias is at least of
+// float32.
 std::pair<Tensor, Tensor> folded_batch_norm(const Tensor& weight, const Tensor& bias, const std::vector<Tensor>& norm,
                                             double epsilon) {
   if (norm.empty()) return {weight, bias};
@@ -138,7 +146,7 @@ std::pair<Tensor, Tensor> folded_batch_norm(const Tensor& weight, const Tensor& 
   const Tensor factor = scale * (variance + epsilon).rsqrt();
   const Tensor shift = bias.defined() ? offset + (bias.to(at::kDouble) - mean) * factor : offset - mean * factor;
   const Tensor folded = weight.to(at::kDouble) * factor.reshape({-1, 1, 1, 1});
-  return {folded.to(weight.scalar_type()), shift.to(weight.scalar_type())};
+  return {folded.to(weight.scalar_type()), shift.to(c10::promoteTypes(weight.scalar_type(), at::kFloat))};
 }
 
 Tensor prepack_convolution_weight(const Tensor& weight, const Geometry& geometry, at::IntArrayRef image_sizes) {
@@ -197,7 +205,8 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
   std::vector<Tensor> sources{weight};
   if (shift.defined()) sources.push_back(shift);
   sources.insert(sources.end(), norm.begin(), norm.end());
-  Variant variant{groups, channels_last, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size())};
+  Variant variant{groups, channels_last, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size()),
+                  other.defined()};
   for (at::IntArrayRef numbers : {image.sizes(), stride, padding, dilation}) {
     variant.insert(variant.end(), numbers.begin(), numbers.end());
   }
@@ -206,6 +215,9 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
     folded = folded.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
     const Tensor packed = prepack_convolution_weight(folded, geometry, image.sizes());
     const bool needs_folded = !packed.defined() && !folded.is_same(weight);
+    // Only oneDNN's convolution without a residual adds a bias of float32 to images of bfloat16.
+    const bool rounds_shift = folded_shift.defined() && (!packed.defined() || other.defined());
+    if (rounds_shift) folded_shift = folded_shift.to(weight.scalar_type());
     return Form{packed, needs_folded ? folded : Tensor(), folded_shift};
   });
   const Tensor& folded = form.weight.defined() ? form.weight : weight;
@@ -220,6 +232,7 @@ void register_prepacked_operators() {
   define_operators("fxwrap::prepacked_linear", [](const auto& add) {
     add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor", "prepacked_linear",
         &prepacked_linear);
+    add("biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", "biased_linear", &biased_linear);
     add("frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
         "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         "frozen_convolution", &frozen_convolution);
