@@ -236,24 +236,25 @@ def profiled(step: Step, tokens: Tensor, count: int = _PROFILED_STEPS) -> tuple[
     kernels = [event for event in kernels if event.time_range.start >= begin]
     collectives = [event for event in kernels if any(name in event.name for name in _COMMUNICATION)]
     others = [event for event in kernels if not any(name in event.name for name in ("nccl", *_COMMUNICATION))]
-    spans, covers = [
-        sorted([(event.time_range.start, event.time_range.end) for event in part]) for part in (collectives, others)
-    ]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in collectives]
+    covers = [(event.time_range.start, event.time_range.end) for event in others]
     return round(len(spans) / count), uncovered(without_waits(spans, tokens), covers) / 1e6 / count
 
 
-def without_waits(spans: Sequence[tuple[float, float]], tokens: Tensor) -> list[tuple[float, float]]:
+def without_waits(spans: Iterable[tuple[str, float, float]], tokens: Tensor) -> list[tuple[float, float]]:
     """Returns the ends of the spans of collectives, as long as the shortest span of the same collective of any rank.
 
-    Collectives are matched in the order of their starts, which can differ where several groups communicate. Ranks whose
-    profiles have different numbers of collectives return whole spans.
+    Each span has the name of its kernel. The kernels of one name are matched in the order of their starts: those of
+    several groups run beside each other, in an order that differs between ranks. Ranks whose profiles have different
+    numbers of collectives return whole spans.
     """
-    counts = on_all_ranks(len(spans), tokens)
+    ordered = sorted(spans)
+    counts = on_all_ranks(len(ordered), tokens)
     if len({*counts}) > 1:
-        return [*spans]
-    shortest = torch.tensor([end - start for start, end in spans], device=tokens.device, dtype=torch.float64)
+        return [(start, end) for _, start, end in ordered]
+    shortest = torch.tensor([end - start for _, start, end in ordered], device=tokens.device, dtype=torch.float64)
     dist.all_reduce(shortest, dist.ReduceOp.MIN)
-    return [(end - duration, end) for (_, end), duration in zip(spans, shortest.tolist(), strict=True)]
+    return [(end - duration, end) for (_, _, end), duration in zip(ordered, shortest.tolist(), strict=True)]
 
 
 def uncovered(intervals: Iterable[tuple[float, float]], covers: Iterable[tuple[float, float]]) -> float:

@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 
 import tests.support.quick_torch  # noqa: F401
 from tests.support.long_form import LONG, short_form
+from tests.support.process_settings import settings_unchanged
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -39,13 +40,18 @@ NO_EXPECTTEST = "needs the package expecttest, which torch's operator database i
 NO_HATCHLING = "needs the package hatchling, which builds wheels"
 NO_PKG_CONFIG = "needs pkg-config"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
+NO_PYGMENTS = "needs the package pygments, which colours emitted text"
+NO_TQDM = "needs the package tqdm, which shows the progress of a compile"
 NOT_LONG = "belongs to the long form: make long-test"
 NO_SANITIZER = "needs a compiler with the sanitizers of threads and addresses"
 NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
 NO_X86 = "needs an x86-64 processor"
 
-_OFTEN_MISSING = (NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PKG_CONFIG, NO_PYDOT, NO_SANITIZER)
+_OFTEN_MISSING = (
+    *(NO_ACCELERATE, NO_CMAKE, NO_EXPECTTEST, NO_HATCHLING, NO_PKG_CONFIG, NO_PYDOT, NO_PYGMENTS, NO_SANITIZER),
+    NO_TQDM,
+)
 """What CI has, and other machines may lack."""
 
 ON_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -90,9 +96,19 @@ def no_backend_failures() -> Iterator[None]:
     assert not breaks, f"the backend failed, and Dynamo ran the graph itself: {breaks}"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def unchanged_settings() -> Iterator[None]:
+    """Fail a test that leaves a setting of the process changed, which decides what other tests test."""
+    with settings_unchanged():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """Forget what torch.compile has compiled, before the test and after it."""
+    """Forget what torch.compile has compiled, before each test and after it: 15 microseconds where that is nothing.
+
+    A module whose tests share a compiled function has a fixture of this name that does nothing.
+    """
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import distributed
 from benchmarks.dashboard import Dashboard, parsed_arguments
 from benchmarks.dashboard_rows import RowFile, is_complete, table_cells
 from benchmarks.dashboard_tables import details, summary, worst
-from benchmarks.distributed import uncovered
+from benchmarks.distributed import uncovered, without_waits
 from benchmarks.flex_attention import Case, Sizes, run_cases
 from benchmarks.results import FOLDER, Report, cell_text
 from benchmarks.tables import BLOCK, DOCUMENTS, markdown, rendered
@@ -93,6 +95,17 @@ def test_exposed_communication_is_outside_of_all_kernels() -> None:
     """Overlapping collectives count once, and covers may overlap each other."""
     assert uncovered([(0, 4), (2, 6), (10, 12)], [(1, 3), (2, 5), (11, 20)]) == 1 + 1 + 1
     assert uncovered([], [(0, 1)]) == uncovered([(0, 1)], [(0, 2)]) == 0
+
+
+def test_waits_for_slower_ranks_are_not_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of one name are matched, whatever runs between them; the other rank's reductions take 1 and 5."""
+    other = torch.tensor([2.0, 1.0, 5.0], dtype=torch.float64)  # a gather, then the reductions
+    monkeypatch.setattr(distributed, "on_all_ranks", lambda value, _tokens: [value, value])
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda spans, _operator: spans.copy_(spans.minimum(other)))
+    spans = [("reduce", 0.0, 3.0), ("gather", 1.0, 2.0), ("reduce", 4.0, 8.0)]
+    assert without_waits(spans, torch.zeros(1)) == [(1.0, 2.0), (2.0, 3.0), (4.0, 8.0)]
+    monkeypatch.setattr(distributed, "on_all_ranks", lambda value, _tokens: [value, value + 1])
+    assert without_waits(spans, torch.zeros(1)) == [(1.0, 2.0), (0.0, 3.0), (4.0, 8.0)]
 
 
 def _dashboard(folder: Path, *arguments: str) -> Dashboard:

@@ -16,13 +16,13 @@ _SKIPS = {"pytest.skip": 0, "pytest.mark.skip": 0, "pytest.mark.skipif": None, "
 
 
 def skip_reasons(source: str) -> Iterator[tuple[int, str]]:
-    """Yields the lines and the texts of the reasons for which a module's tests are skipped."""
+    """Yields the lines and the texts of the reasons for which a module's tests are skipped; "" where there is none."""
     for call in ast.walk(ast.parse(source)):
         if isinstance(call, ast.Call) and ast.unparse(call.func) in _SKIPS:
             position = _SKIPS[ast.unparse(call.func)]
             reasons = [keyword.value for keyword in call.keywords if keyword.arg == "reason"]
             reasons += call.args[position : position + 1] if position is not None else []
-            yield from [(call.lineno, ast.unparse(reason)) for reason in reasons]
+            yield call.lineno, "".join([ast.unparse(reason) for reason in reasons])
 
 
 def test_reasons_are_constants() -> None:
@@ -47,6 +47,11 @@ def test_reasons_are_constants() -> None:
 )
 def test_each_form_of_a_skip_is_noticed(source: str) -> None:
     assert [reason for _, reason in skip_reasons(source)] == ["'other'"]
+
+
+@pytest.mark.parametrize("source", ['pytest.importorskip("numpy")', "pytest.skip()", "pytest.mark.skipif(condition)"])
+def test_a_skip_without_a_reason_is_noticed(source: str) -> None:
+    assert [*skip_reasons(source)] == [(1, "")]
 
 
 def test_a_processor_is_a_reason_on_others_only() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any
 
 import sympy
 import torch
@@ -28,7 +27,7 @@ from fxwrap.lowering.builder import (
     node_coverage,
     node_error,
 )
-from fxwrap.lowering.calls.nodes import literal
+from fxwrap.lowering.calls.nodes import is_in_operand_memory, literal, returns_tensors
 from fxwrap.lowering.calls.reinplace import ReinplacePlan
 from fxwrap.lowering.calls.slice_writes import SliceWrite, resolve_slice
 from fxwrap.lowering.control.collectives import in_flight_operands, received_operands
@@ -46,6 +45,8 @@ from fxwrap.lowering.fusion.definitions import (
     broadcast_indices,
     copy_definition,
     definitions_in,
+    replace_definitions,
+    symbols_in,
     unwrap_views,
 )
 from fxwrap.lowering.graph_definitions import (
@@ -109,7 +110,7 @@ class DefinitionBuilder:
         """Adds a call_function node. Raises GraphError if it needs a symbol that no earlier node defines."""
         self._define_node(node, position)
         is_known = self.builder.symbols.is_known
-        missing = {item.name for item in _symbols(self.operands[node]) - self._bound if not is_known(item)}
+        missing = {item.name for item in symbols_in(self.operands[node]) - self._bound if not is_known(item)}
         if missing:
             reason = f"it needs the symbol {min(missing)}, which no earlier node defines"
             raise node_error(node, reason, "Compute the number, or read it from a tensor, before")
@@ -146,7 +147,7 @@ class DefinitionBuilder:
 
     def _define_operator(self, node: Node, position: int, fake: FakeValue) -> None:
         reason: str | None = library_call_reason(str(node.target)) or "it returns a number"
-        if _returns_tensors(fake):
+        if returns_tensors(fake):
             if isinstance(node.target, OpOverload):
                 reason = self._define(node, node.target, fake, position)
         elif not isinstance(node.target, OpOverload) or (self._is_known_number(fake) and not is_asserted_read(node)):
@@ -222,7 +223,7 @@ class DefinitionBuilder:
     ) -> Definition:
         """Records a rule's definition under the node's name; a view of an operator that copies becomes a copy."""
         is_view = schema.aliased_argument is not None and not schema.may_alias
-        if isinstance(definition, Viewed) and not is_view and not self._shares_memory(node, fake):
+        if isinstance(definition, Viewed) and not is_view and not is_in_operand_memory(node, fake, self.builder.fakes):
             definition = copy_definition(definition)
         if definition not in self.results:
             self.labels[definition] = DefinitionLabel(name, schema.name)
@@ -230,13 +231,6 @@ class DefinitionBuilder:
             if not isinstance(definition, Viewed):
                 self.storages.add(definition, storage_identity(fake))
         return definition
-
-    def _shares_memory(self, node: Node, fake: torch.Tensor) -> bool:
-        """Whether a result is in the storage of one of the node's operands."""
-        storage = storage_identity(fake)
-        fakes = [self.builder.fakes.get(operand) for operand in node.all_input_nodes]
-        tensors = [item for part in fakes for item in (part if isinstance(part, tuple | list) else (part,))]
-        return any(isinstance(item, torch.Tensor) and storage_identity(item) == storage for item in tensors)
 
     def _can_fuse(self, node: Node) -> bool:
         return self._decline_rules.can_fuse(self.builder.qualified(node))
@@ -263,13 +257,7 @@ class DefinitionBuilder:
         nodes = {item: operand for item, operand in operands if isinstance(item, Definition)}
         replacements, reads = self._scalars.replacements(list(definitions_in(arguments)), devices, nodes)
         self.labels |= {new: self.labels[old] for old, new in replacements.items()}
-
-        def replaced(tree: object) -> Any:
-            if isinstance(tree, tuple):
-                return tuple([replaced(item) for item in tree])
-            return replacements.get(tree, tree) if isinstance(tree, Definition) else tree
-
-        return (replaced(arguments) if replacements else arguments), reads
+        return (replace_definitions(arguments, replacements) if replacements else arguments), reads
 
     def _add_scalar_reads(self, reads: Sequence[ScalarRead], position: int) -> None:
         """Adds the steps of the reads that have none yet."""
@@ -323,7 +311,7 @@ class DefinitionBuilder:
         fake = self.builder.fakes[write.base]
         resolved = resolve_slice(self.builder, self.builder.symbols.tensor_type(fake), write)
         type_ = resolved.type
-        symbols = _symbols([type_.sizes, type_.storage_offset, [check.condition for check in resolved.checks]])
+        symbols = symbols_in([type_.sizes, type_.storage_offset, [check.condition for check in resolved.checks]])
         target = self._new_stored(type_, f"{node.name}_window")
         self.storages.add_alias(target, whole)
         self.slice_writes[target] = node
@@ -339,7 +327,7 @@ class DefinitionBuilder:
             self._record_coverage(node, "fused")
             return
         self._overwrite(aliases, position)
-        step = CallStep(node, position, [value, whole], writes=aliases, symbols=frozenset(_symbols(value) | symbols))
+        step = CallStep(node, position, [value, whole], writes=aliases, symbols=frozenset(symbols_in(value) | symbols))
         self.steps.append(step)
         self._record_coverage(node, "call", "it overwrites a slice of its operand")
 
@@ -347,7 +335,7 @@ class DefinitionBuilder:
         """Defines a call that writes its operand in place: a kernel scatters into the operand if it can."""
         operand = self.reinplacing.written[node].get(None)
         target = None if operand is None else self.operands[operand]
-        if isinstance(target, Stored) and self._scatter_in_place(target, node, node, position, _symbols(target)):
+        if isinstance(target, Stored) and self._scatter_in_place(target, node, node, position, symbols_in(target)):
             self.operands[node] = target
             self._record_coverage(node, "fused")
         else:
@@ -428,8 +416,8 @@ class DefinitionBuilder:
         self._overwrite(writes, position)
         defines: list[Definition] = []
         self.operands[node] = self._results(node, fake, defines)
-        symbols = _symbols(arguments)
-        bound = {item for item in _symbols(self.operands[node]) if not self.builder.symbols.is_known(item)}
+        symbols = symbols_in(arguments)
+        bound = {item for item in symbols_in(self.operands[node]) if not self.builder.symbols.is_known(item)}
         bound -= self._bound
         self._bound |= bound
         if is_assertion(node.target):
@@ -502,18 +490,3 @@ class DefinitionBuilder:
             return False
         symbols = self.builder.symbols
         return symbols.unknown(symbols.expression(fake)) <= self._bound
-
-
-def _returns_tensors(fake: FakeValue) -> bool:
-    tensors = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
-    return bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
-
-
-def _symbols(tree: object) -> set[sympy.Symbol]:
-    """Returns the symbols in numbers and in sizes of definitions, of nested sequences."""
-    if isinstance(tree, Definition):
-        return _symbols(tree.sizes)
-    if isinstance(tree, tuple | list | dict):
-        items = tree.values() if isinstance(tree, dict) else tree
-        return {symbol for item in items for symbol in _symbols(item)}
-    return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()

@@ -26,7 +26,7 @@ from fxwrap.lowering.fusion.independent import independent_parts
 from fxwrap.lowering.fusion.iteration_mappings import IterationMapping, KernelPlan, Member, joined_plan
 from fxwrap.lowering.fusion.kernels import build_kernel
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
-from fxwrap.lowering.fusion.tracing import Trace
+from fxwrap.lowering.fusion.tracing import Trace, has_byte_weights
 from fxwrap.lowering.graph_definitions import GraphDefinitions
 from fxwrap.lowering.launches import kernel_request
 from fxwrap.lowering.rules import MATMUL_RULES
@@ -75,15 +75,22 @@ class KernelSchedules:
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
 
-        Of several rows, those that share their left operand alone are computed in different tiles, by more programs in
-        several launches, which become one (`combo_kernels`) if they are too few to occupy the device.
+        Of several rows, or of quantised weights, those that share their left operand alone are computed in different
+        tiles, by more programs in several launches, which become one (`combo_kernels`) if they are too few to occupy
+        the device.
         """
-        sums = [member.definition for member in kernel.members if isinstance(member.definition, Reduced)]
+        sums = [member for member in kernel.members if isinstance(member.definition, Reduced)]
         spec = self._specs[kernel.device_type]
-        has_rows = [self.is_matmul(item) and self.hint(product(item.source.parallel[:-1])) > 1 for item in sums]
-        if len(sums) < 2 or not all(has_rows) or not spec.massively_parallel:
+        if len(sums) < 2 or not all(map(self._is_tiled, sums)) or not spec.massively_parallel:
             return [kernel]
         return [kernel] if language_traits(spec.kernel_language).takes_regions else independent_parts(kernel)
+
+    def _is_tiled(self, member: Member) -> bool:
+        """Whether programs of a matmul compute tiles: it has several rows, or quantised weights."""
+        definition = member.definition
+        if not isinstance(definition, Reduced) or not self.is_matmul(definition):
+            return False
+        return self.hint(product(definition.source.parallel[:-1])) > 1 or has_byte_weights(definition)
 
     def _may_reduce_rows(self, kernel: KernelPlan) -> bool:
         """Whether a kernel may reduce rows of its results, which are those of matmuls."""

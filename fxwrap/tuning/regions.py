@@ -45,11 +45,13 @@ class MatmulRegion:
     """Equal groups of launches with matmuls, and the kernels of other operators that a choice between forms changes.
 
     `nodes` are those of the first group, `matmuls` those of all groups; `kernel` has the hashes of its kernels.
+    `internal` are nodes of the first group that its launches compute but do not store: others compute them again.
     """
 
     kernel: str
     nodes: tuple[str, ...]
     matmuls: frozenset[str]
+    internal: frozenset[str] = frozenset()
 
 
 def matmul_regions(program: Program, graph: Graph, library: Program | None = None) -> list[MatmulRegion]:
@@ -69,7 +71,8 @@ def matmul_regions(program: Program, graph: Graph, library: Program | None = Non
         replaced = [(kernel, nodes) for kernel, nodes in others if not own.keys().isdisjoint(nodes)]
         key = " ".join([_kernels(program, group), *[kernel for kernel, _ in replaced]])
         nodes = tuple(dict.fromkeys([*own, *[node for _, items in replaced for node in items]]))
-        first = regions.get(key, MatmulRegion(key, nodes, frozenset()))
+        stored = {node for line in group if line.origin is not None for node, _ in line.origin.results}
+        first = regions.get(key, MatmulRegion(key, nodes, frozenset(), frozenset(own.keys() - stored)))
         regions[key] = replace(first, matmuls=first.matmuls | matmuls)
     return list(regions.values())
 
@@ -115,10 +118,13 @@ def _reads_numbers(line: Launch) -> bool:
     return any(item.dtype.is_floating_point for item in tensors)
 
 
-def region_graph(graph: Graph, fakes: Callable[[Node], object], names: Collection[str]) -> GraphModule | None:
+def region_graph(
+    graph: Graph, fakes: Callable[[Node], object], names: Collection[str], internal: Collection[str] = ()
+) -> GraphModule | None:
     """Returns the part of a graph that computes the named nodes, as a graph whose inputs are what it reads.
 
-    Views between the nodes are part of it. None if it reads anything but tensors of static sizes, or a node is missing.
+    Views between the nodes are part of it. It returns what other nodes use, except `internal` nodes. None if it reads
+    anything but tensors of static sizes, or a node is missing.
     """
     nodes = list(graph.nodes)
     chosen = {node for node in nodes if node.name in names and node.op == "call_function"}
@@ -141,7 +147,8 @@ def region_graph(graph: Graph, fakes: Callable[[Node], object], names: Collectio
             copies[node].meta = {"val": fakes(node)}
     if not inputs:
         return None
-    outputs = [node for node in nodes if node in chosen and any(user not in chosen for user in node.users)]
+    used = [node for node in nodes if node in chosen and any(user not in chosen for user in node.users)]
+    outputs = [node for node in used if node.name not in internal]
     part.output(tuple([copies[node] for node in outputs]))
     return GraphModule({}, part)
 
@@ -297,7 +304,9 @@ def region_key(region: MatmulRegion, part: GraphModule, environment: Sequence[st
     inputs = [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
     shapes = [(tuple(item.shape), item.stride(), str(item.dtype), str(item.device)) for item in inputs]
     targets = [str(node.target) for node in part.graph.nodes if node.op == "call_function"]
-    content = (region.kernel, shapes, targets, *environment)
+    results = [item.name for item in part.graph.output_node().all_input_nodes]
+    returned = [number for number, node in enumerate(part.graph.nodes) if node.name in results]
+    content = (region.kernel, shapes, targets, returned, *environment)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 

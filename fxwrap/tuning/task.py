@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,6 +24,8 @@ from fxwrap.runtime.kernels import compile_kernels, load_kernel
 from fxwrap.runtime.triton.compile import KernelUse
 from fxwrap.symbolic import Number, symbol_kind
 from fxwrap.torch_compat import without_fake_mode
+
+log = logging.getLogger("fxwrap.tuning")
 
 _DEFAULT_SCALARS: dict[str, Number] = {"float": 0.5, "bool": True}
 _DEFAULT_UPPER_BOUND = 100
@@ -60,6 +64,10 @@ class TuningTask:
     device: torch.device
     buffers: tuple[BufferSpec, ...]
     numbers: tuple[Number, ...]
+
+    def with_first(self, count: int) -> TuningTask:
+        """Returns the task with its first configurations only."""
+        return replace(self, candidates=self.candidates[:count], grids=self.grids[:count])
 
     @property
     def bytes(self) -> int:
@@ -213,13 +221,18 @@ def time_on_gpu(tasks: Sequence[TuningTask]) -> list[list[list[float]]]:
     """
     texts = [[_text(candidate) for candidate in task.candidates] for task in tasks]
     uses = [KernelUse(text, task.device, task.numbers) for task, candidates in zip(tasks, texts) for text in candidates]
+    start = time.perf_counter()
     errors = iter(compile_kernels(uses))
+    compiled = time.perf_counter()
     samples = []
     with without_fake_mode(), torch.no_grad():
         for task, candidates in zip(tasks, texts, strict=True):
             runs = [text if next(errors) is None else None for text in candidates]
             with torch.cuda.device(task.device):
                 samples.append(_time(task, runs))
+    seconds = (compiled - start, time.perf_counter() - compiled)
+    failed = sum([not item for task in samples for item in task])
+    log.info("autotuning: compiled in %.1f s, timed in %.1f s; %d configurations cannot be launched", *seconds, failed)
     return samples
 
 

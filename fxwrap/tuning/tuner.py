@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import math
 import statistics
 import threading
@@ -52,9 +53,13 @@ from fxwrap.tuning.task import (
 )
 from fxwrap.wrapper_ir import Block, Program
 
+log = logging.getLogger("fxwrap.tuning")
+
 _FORMAT = 2
 MIN_SECONDS = 1e-6
 """Kernels with a shorter estimate are not timed: about the cost of a launch in a CUDA graph."""
+MAX_CONFIGURATIONS = 256
+"""The number of configurations that are compiled and timed together: about half a minute with eight workers."""
 _GENERATED = "generated"
 _LIBRARY = "library"
 """The fingerprints of records of matmuls."""
@@ -77,10 +82,12 @@ class Tuner:
         records: TuningRecords,
         min_seconds: float = MIN_SECONDS,
         time_regions: RegionTimer = time_alternatives,
+        max_configurations: int = MAX_CONFIGURATIONS,
     ) -> None:
         """`device_name` returns the name of a device, or None for one without timing.
 
         Kernels estimated below `min_seconds` keep the default configuration. `time_regions` times programs in turn.
+        `max_configurations` of kernels are timed together: if there are more, the first ones of each kernel.
         """
         self._timer = timer
         self._min_seconds = min_seconds
@@ -91,6 +98,7 @@ class Tuner:
         self._tasks: dict[str, TuningTask] = {}
         self._used: dict[str, str] = {}
         self._time_regions = time_regions
+        self._max_configurations = max_configurations
         self.has_alternatives = False
 
     @property
@@ -128,7 +136,7 @@ class Tuner:
         `events` is the log of the compile.
         """
         events = events or EventLog("kernels")
-        tasks, self._tasks = list(self._tasks.values()), {}
+        tasks, self._tasks = self._limited(list(self._tasks.values())), {}
         changed = False
         for task, samples in zip(tasks, self._timer(tasks) if tasks else (), strict=True):
             best = fastest(samples)
@@ -142,6 +150,18 @@ class Tuner:
             events.record(KernelTuned(task.key, len(task.candidates), record.seconds, record.default_seconds))
         return changed
 
+    def _limited(self, tasks: list[TuningTask]) -> list[TuningTask]:
+        """Returns the tasks, with the first configurations of each only if there are too many to time together."""
+        count, note = sum([len(task.candidates) for task in tasks]), ""
+        if count > self._max_configurations:
+            first = max(self._max_configurations // len(tasks), 2)
+            tasks = [task.with_first(first) for task in tasks]
+            note = f" of {count}: the first {first} of each kernel"
+            count = sum([len(task.candidates) for task in tasks])
+        if tasks:
+            log.info("autotuning times %d configurations of %d kernels%s", count, len(tasks), note)
+        return tasks
+
     def choose_matmuls(
         self, regions: Sequence[MatmulRegion], graph: Graph, fakes: Callable[[Node], object],
         compile_region: Callable[[GraphModule, MatmulKernels], Callable[..., object]], events: EventLog | None = None,
@@ -154,7 +174,7 @@ class Tuner:
         events = events or EventLog("kernels")
         library: set[str] = set()
         for region in regions:
-            part = region_graph(graph, fakes, region.nodes)
+            part = region_graph(graph, fakes, region.nodes, region.internal)
             record = None if part is None else self._region_record(region, part, compile_region, events)
             if record is None or record.fingerprint == _LIBRARY:
                 library |= region.matmuls

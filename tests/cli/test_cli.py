@@ -30,6 +30,7 @@ from fxwrap.fx_passes import (
 )
 from fxwrap.lowering import RULES, NodeCoverage
 from fxwrap.wrapper_ir import print_program
+from tests.conftest import NO_PYGMENTS
 
 MODEL = """
 import torch
@@ -531,7 +532,7 @@ def test_saved_programs_as_json(saved_program: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "interpreter"])
 def test_colours_change_nothing_but_colours(emitter: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pygments")
+    pytest.importorskip("pygments", reason=NO_PYGMENTS)
     arguments = ("emit", f"{model}:make_model", "--emitter", emitter)
     _, plain, _ = run(capsys, *arguments)
     _, coloured, _ = run(capsys, *arguments, "--color", "always")

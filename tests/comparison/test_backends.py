@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from transformers import DynamicCache
 
 import fxwrap
 from fxwrap.comparison import Backend, compare
@@ -79,10 +80,8 @@ def test_objects_as_inputs_are_copied_and_their_mutations_compared() -> None:
 
 
 def test_an_hf_cache_is_compared() -> None:
-    transformers = pytest.importorskip("transformers")
-
     def prefill(x: Tensor) -> Any:
-        cache = transformers.DynamicCache()
+        cache = DynamicCache()
         cache.update(x.sin(), x.cos(), 0)
         return x * 2, cache
 

@@ -18,6 +18,7 @@ from fxwrap.compile.progress import show_progress
 from fxwrap.events import EventLog
 from fxwrap.runtime.compiler_runs import count_finished_kernels
 from fxwrap.runtime.cpp_kernels import GENERATED_PREAMBLE, KernelText, make_translation_units
+from tests.conftest import NO_TQDM
 
 
 class Terminal(io.StringIO):
@@ -44,7 +45,7 @@ def long_compile(delay_s: float = 0.05) -> None:
 
 
 def test_a_terminal_has_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tqdm")
+    pytest.importorskip("tqdm", reason=NO_TQDM)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     long_compile()
     text = terminal.getvalue()

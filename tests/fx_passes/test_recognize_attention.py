@@ -173,14 +173,18 @@ def _plan(formula: Formula) -> Planned:
 @given(FORMULAS)
 @settings(max_examples=sample_size(60), suppress_health_check=QUIET, deadline=None)
 def test_random_formulas(formula: Formula) -> None:
-    """Each is one kernel, with eager's result, and with less error than eager's times 1.2."""
+    """Each is one kernel, with eager's result, and with less error than eager's times 1.2, or than float32 must have.
+
+    That is relative to the terms of the result, not to the result: where terms cancel, eager's error is luck.
+    """
     inputs = formula.inputs()
     planned = check_graph(make_fx(formula)(*inputs), inputs, OPTIONS)
     assert [name for name in planned.launches if name.startswith("flex_attention")], planned.program
     (result,) = planned.run([item.clone() for item in inputs])
-    exact = formula(*[item.double() if item.is_floating_point() else item for item in inputs])
+    query, key, value, *others = [item.double() if item.is_floating_point() else item for item in inputs]
+    exact, terms = (formula(query, key, values, *others) for values in (value, value.abs()))
     errors = [float((item.double() - exact).norm()) for item in (result, formula(*inputs))]
-    assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(exact.norm())
+    assert errors[0] <= 1.2 * errors[1] + 1e-6 * float(terms.norm())
 
 
 @pytest.mark.sampled(2)

@@ -56,6 +56,11 @@ class Host:
     counts: Any
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    """Dynamo keeps what it has compiled, of which `host` is a part."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def interface() -> Iterator[None]:
     """vLLM's interface, importable as vLLM."""

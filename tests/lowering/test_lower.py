@@ -174,12 +174,11 @@ def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
         programs.append(program)
         return program
 
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
     compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"passes": [keep]})
-    for size in (3, 6):
-        x = torch.arange(-1.0, size - 1)  # small whole numbers: their sum is exact in every order
-        torch.testing.assert_close(compiled(x), function(x))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        for size in (3, 6):
+            x = torch.arange(-1.0, size - 1)  # small whole numbers: their sum is exact in every order
+            torch.testing.assert_close(compiled(x), function(x))
     assert lines_of(programs[0], Bind) and lines_of(programs[0], ReadItem)
 
 
@@ -189,11 +188,11 @@ def test_a_failing_symbolic_assertion_has_its_message(fresh_dynamo: None) -> Non
         torch._check(size >= 2, lambda: "too small")
         return torch.ones(size)
 
-    torch._dynamo.config.capture_scalar_outputs = True
     compiled = torch.compile(function, backend="fxwrap", fullgraph=True)
-    torch.testing.assert_close(compiled(torch.tensor([3, 1])), torch.ones(4))
-    with pytest.raises(RuntimeError, match=r"too small|u0 >= 2"):
-        compiled(torch.tensor([0, 1]))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        torch.testing.assert_close(compiled(torch.tensor([3, 1])), torch.ones(4))
+        with pytest.raises(RuntimeError, match=r"too small|u0 >= 2"):
+            compiled(torch.tensor([0, 1]))
 
 
 def test_a_lines_origin_is_the_models_own_source() -> None:

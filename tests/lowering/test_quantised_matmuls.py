@@ -281,3 +281,41 @@ def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
         program = fxwrap.compile_graph(graph, inputs, options=Options(compile_cache=False)).program
     (kernel,) = program.kernels
     assert kernel.language == "triton" and not any(isinstance(line, ExternCall) for line in program.lines())
+
+
+def int4_product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, 64).to(x.dtype)
+    return functional.linear(x, ((halves - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1))
+
+
+def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return functional.linear(x, weight.to(x.dtype)) * scale
+
+
+def quantised_matrix(name: str, columns: int, width: int) -> list[Tensor]:
+    """The operands of a product besides the row, on a GPU: weights, scales and, of int4, zeros."""
+    dtype, per_byte, scales = (torch.uint8, 2, (width // 64,)) if name == "int4" else (torch.int8, 1, ())
+    weight = torch.empty(columns, width // per_byte, dtype=dtype, device="cuda")
+    return [weight, *[torch.empty(columns, *scales, dtype=BF16, device="cuda") for _ in range(per_byte)]]
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_one_normalised_row_is_computed_once_and_its_quantised_products_share_a_launch_on_gpus(name: str) -> None:
+    """Queries, keys and values: each matrix has too few columns to occupy a large GPU."""
+    width, product = 4096, int4_product if name == "int4" else int8_product
+
+    def function(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        y = (x.float() * x.float().square().sum(-1, keepdim=True)).to(x.dtype)
+        size = len(weights) // 3
+        return [product(y, *weights[at : at + size]) for at in range(0, len(weights), size)]
+
+    with FakeTensorMode():
+        inputs = [torch.empty(1, width, dtype=BF16, device="cuda")]
+        for columns in (width, width // 4, width // 4):
+            inputs += quantised_matrix(name, columns, width)
+        graph = make_fx(function, tracing_mode="fake")(*inputs)
+        program = fxwrap.compile_graph(graph, inputs, options=Options(compile_cache=False)).program
+    first, products = [line for line in program.lines() if isinstance(line, Launch)]
+    assert [len(line.outs) for line in (first, products)] == [1, 3]
+    (row,) = first.outs
+    assert row.tensor_type.dtype is BF16 and row in products.arguments

@@ -35,5 +35,7 @@ def fail_timing(works: Sequence[TuningTask]) -> list[list[list[float]]]:
     raise AssertionError(f"{len(works)} kernels are timed again")
 
 
-def tuner(timer: Callable[..., Any], folder: Path, name: str = "fake device", min_seconds: float = 0) -> Tuner:
-    return Tuner(timer, lambda _: name, TuningRecords(folder), min_seconds)
+def tuner(
+    timer: Callable[..., Any], folder: Path, name: str = "fake device", min_seconds: float = 0, **limits: int
+) -> Tuner:
+    return Tuner(timer, lambda _: name, TuningRecords(folder), min_seconds, **limits)

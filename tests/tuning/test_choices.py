@@ -57,6 +57,17 @@ def test_the_fastest_configuration_sets_kernel_and_grid(tmp_path: Path) -> None:
     torch.testing.assert_close(fxwrap.run(program, INPUTS)[0], function(*INPUTS))
 
 
+def test_the_number_of_timed_configurations_is_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    timer = FakeTimer(fast=0)
+    chosen = tuner(timer, tmp_path, max_configurations=2)
+    lower_with_coverage(graph(), INPUTS, options=OPTIONS, print_kernel=chosen.print_kernel)
+    with caplog.at_level("INFO", "fxwrap.tuning"):
+        chosen.tune()
+    (work,) = timer.works
+    assert (len(work.candidates), len(work.grids)) == (2, 2)
+    assert "times 2 configurations of 1 kernels" in caplog.text and "the first 2 of each kernel" in caplog.text
+
+
 def test_kernels_are_timed_with_the_graphs_sizes(tmp_path: Path) -> None:
     timer = FakeTimer(fast=0)
     tuned(timer, tmp_path)

@@ -222,6 +222,25 @@ def test_a_region_has_the_views_between_its_nodes() -> None:
     assert region_graph(graph.graph, lambda node: node.meta.get("val"), ["absent"]) is None
 
 
+def test_a_region_returns_what_its_launches_store() -> None:
+    """Both kernels compute the tanh, as in the program, and none stores it."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.tanh(x)
+        return torch.relu(y @ w.t()), torch.sigmoid(y @ v.t())
+
+    inputs = [torch.randn(1, 40), torch.randn(24, 40), torch.randn(10, 40)]
+    graph = make_fx(function)(*inputs)
+    program = fxwrap.lower(graph, inputs, options=Options(matmul_kernels="generated"))
+    regions = matmul_regions(program, graph.graph)
+    parts = [
+        region_graph(graph.graph, lambda node: node.meta.get("val"), item.nodes, item.internal) for item in regions
+    ]
+    results = [[] if part is None else part.graph.output_node().all_input_nodes for part in parts]
+    assert [[node.name for node in nodes] for nodes in results] == [["relu"], ["sigmoid"]]
+    assert all("tanh" in item.nodes for item in regions)
+
+
 def test_a_matmul_is_timed_once_with_the_reductions_of_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

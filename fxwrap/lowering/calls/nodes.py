@@ -15,7 +15,7 @@ from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.fx_passes.stream_calls import stream_call
 from fxwrap.inference import with_declared_layout
 from fxwrap.lines import SCATTER_OPERATORS, ExternCall, IndexPut, Mutate, Scatter, View, WaitCollective
-from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
+from fxwrap.lowering.builder import Builder, Fakes, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import emit_result_copy, reuse_operand_memory
 from fxwrap.lowering.calls.slice_writes import lower_slice_write
 from fxwrap.lowering.control.collectives import (
@@ -124,6 +124,19 @@ def _is_known_number(builder: Builder, fake: FakeValue) -> bool:
     if isinstance(fake, torch.Tensor | tuple | list) or fake is None or is_opaque(fake):
         return False
     return not builder.symbols.unknown(builder.symbols.expression(fake))
+
+
+def returns_tensors(fake: FakeValue) -> bool:
+    """Whether a call's results are tensors only, or None."""
+    tensors = [item for item in (fake if isinstance(fake, tuple | list) else (fake,)) if item is not None]
+    return bool(tensors) and all(isinstance(item, torch.Tensor) for item in tensors)
+
+
+def is_in_operand_memory(node: Node, fake: torch.Tensor, fakes: Fakes) -> bool:
+    """Whether a result is in the storage of one of the node's operands."""
+    operands = [fakes.get(operand) for operand in node.all_input_nodes]
+    tensors = [item for part in operands for item in (part if isinstance(part, tuple | list) else (part,))]
+    return any(_on_storage_of(fake, item) for item in tensors)
 
 
 def literal(builder: Builder, argument: object, node: Node) -> Operand:

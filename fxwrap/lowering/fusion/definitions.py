@@ -7,9 +7,9 @@ consumer, at any index, or once into memory. Definitions are immutable and compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import sympy
 import torch
@@ -243,3 +243,20 @@ def definitions_in(tree: object) -> Iterator[Definition]:
     elif isinstance(tree, tuple | list | dict):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from definitions_in(item)
+
+
+def replace_definitions(tree: Any, replacements: Mapping[Definition, Definition]) -> Any:
+    """Returns nested tuples with some definitions replaced."""
+    if isinstance(tree, tuple):
+        return tuple([replace_definitions(item, replacements) for item in tree])
+    return replacements.get(tree, tree) if isinstance(tree, Definition) else tree
+
+
+def symbols_in(tree: object) -> set[sympy.Symbol]:
+    """Returns the symbols in numbers and in sizes of definitions, of nested sequences."""
+    if isinstance(tree, Definition):
+        return symbols_in(tree.sizes)
+    if isinstance(tree, tuple | list | dict):
+        items = tree.values() if isinstance(tree, dict) else tree
+        return {symbol for item in items for symbol in symbols_in(item)}
+    return set(tree.free_symbols) if isinstance(tree, sympy.Basic) else set()

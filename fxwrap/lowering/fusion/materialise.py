@@ -18,7 +18,7 @@ from fxwrap.lowering.fusion.definitions import (
     Stored,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Access, Tracer, iteration_space, shared_source
+from fxwrap.lowering.fusion.tracing import Access, Tracer, has_byte_weights, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -293,7 +293,8 @@ class _MaterialisationPlanner:
         """Whether a definition has several rows that contractions read, and reads the results of reductions of them.
 
         The kernel of the reductions writes it too. In a contraction, each tile of columns would compute it again, with
-        an element from memory for each of its operands.
+        an element from memory for each of its operands. So would programs of one row and quantised weights, which
+        instructions limit as well as memory.
         """
         spec = self.specs.get(plan.definition.device.type)
         if spec is None or not spec.massively_parallel:
@@ -303,7 +304,8 @@ class _MaterialisationPlanner:
         completes = any(self._count(item.sizes) * self._count(item.source.reduced) == elements for item in after)
         consumers = [consumer.definition for consumer in self.consumers[use.definition]]
         return completes and all(
-            isinstance(item, Reduced) and self._count(item.source.reduced) < elements for item in consumers
+            isinstance(item, Reduced) and (self._count(item.source.reduced) < elements or has_byte_weights(item))
+            for item in consumers
         )
 
     def _is_reduction_epilogue(self, plan: DefinitionPlan, elements: int) -> bool:

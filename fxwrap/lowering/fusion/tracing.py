@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -206,7 +206,26 @@ def read_bytes(definition: Definition) -> int | None:
 
     Results of pointwise operators count as computed from their operands, all others as in memory.
     """
-    tracer, pending, seen, total = Tracer(), [definition], set[Definition](), 0
+    total = 0
+    for other in _sources([definition]):
+        count = product(other.sizes)
+        if not isinstance(count, int):
+            return None
+        total += count * other.dtype.itemsize
+    return total
+
+
+def has_byte_weights(definition: Definition) -> bool:
+    """Whether a sum is of products of int8 or uint8 elements, as quantised weights are, after pointwise operators."""
+    if not isinstance(definition, Reduced) or not definition.source.dtype.is_floating_point:
+        return False
+    operands = [base for base, _ in Tracer().trace(definition).reads]
+    return any(other.dtype in (torch.int8, torch.uint8) for other in _sources(operands))
+
+
+def _sources(definitions: Iterable[Definition]) -> set[Definition]:
+    """Returns the tensors from which pointwise operators compute definitions, or these themselves."""
+    tracer, pending, seen, sources = Tracer(), [*definitions], set[Definition](), set[Definition]()
     while pending:
         other = unwrap_views(pending.pop())
         if other in seen:
@@ -214,12 +233,9 @@ def read_bytes(definition: Definition) -> int | None:
         seen.add(other)
         if isinstance(other, Pointwise):
             pending += [base for base, _ in tracer.trace(other).reads]
-            continue
-        count = product(other.sizes)
-        if not isinstance(count, int):
-            return None
-        total += count * other.dtype.itemsize
-    return total
+        else:
+            sources.add(other)
+    return sources
 
 
 def shared_source(definition: Definition) -> Definition | ReductionSource | ScanSource:

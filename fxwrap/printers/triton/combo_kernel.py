@@ -20,6 +20,9 @@ from fxwrap.symbolic import product
 _OCCUPYING_PROGRAMS = 264
 """Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
 
+_OCCUPYING_WARPS = 132 * 32
+"""Number of warps of programs without dots that a large GPU runs at once, with 64 registers for each thread."""
+
 
 @dataclass
 class _SlotNames:
@@ -48,10 +51,14 @@ def group_key(kernel: PrintedKernel) -> Hashable:
 
 
 def leaves_idle(kernel: PrintedKernel) -> bool:
-    """Whether a kernel multiplies matrices in too few tiles to occupy a large GPU."""
+    """Whether a kernel multiplies matrices in too few tiles to occupy a large GPU for more than one wave."""
     scheduled, programs = kernel.scheduled, product(kernel.grid)
-    is_tiled = isinstance(scheduled, ScheduledKernel) and scheduled.configuration.dot
-    return is_tiled and isinstance(programs, int) and programs <= _OCCUPYING_PROGRAMS
+    if not isinstance(scheduled, ScheduledKernel) or not isinstance(programs, int):
+        return False
+    configuration = scheduled.configuration
+    if configuration.dot:
+        return programs <= _OCCUPYING_PROGRAMS
+    return bool(configuration.p) and programs * configuration.num_warps <= _OCCUPYING_WARPS
 
 
 def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: str = "") -> PrintedKernel:

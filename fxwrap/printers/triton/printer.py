@@ -14,7 +14,6 @@ from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
-    Axis,
     Compute,
     Constant,
     DeviceAssert,
@@ -30,22 +29,12 @@ from fxwrap.loop_ir import (
     Scan,
     Store,
     SymbolicScalar,
-    as_index,
-    indices,
-    operands,
 )
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.helpers import helper_sources
-from fxwrap.printers.triton.kernel_text import (
-    BodyParameters,
-    NameAllocator,
-    TritonIndexPrinter,
-    TritonKernelText,
-    comment_lines,
-    parenthesize,
-)
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
 from fxwrap.printers.triton.one_hot import SelectedElement
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
 from fxwrap.printers.triton.reductions import (
@@ -56,24 +45,15 @@ from fxwrap.printers.triton.reductions import (
     reduce_persistent,
     scan_block,
 )
-from fxwrap.printers.triton.schedule import (
-    ATOMIC_DTYPES,
-    Dimension,
-    Schedule,
-    Tile,
-    atomic_text,
-    eviction_policy,
-    fits_int32,
-    make_schedule,
-    make_tile,
-)
-from fxwrap.symbolic import Size, symbol_kind
+from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
+from fxwrap.printers.triton.tile_printer import TilePrinter
+from fxwrap.symbolic import symbol_kind
 
 _INT32 = 2**31 - 1
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 
-class TritonPrinter:
+class TritonPrinter(TilePrinter):
     """Prints one kernel. `selected` are the reductions that select an element of their row, by position."""
 
     def __init__(
@@ -84,35 +64,15 @@ class TritonPrinter:
         selected: Mapping[int, SelectedElement],
         parameters: BodyParameters,
     ) -> None:
-        self.kernel = kernel
+        super().__init__(kernel, configuration, limits, parameters)
         self.selected = selected
-        self.configuration = configuration
-        self.parameters = parameters
-        self.tile: Tile = make_tile(kernel, configuration)
         self.is_looped = configuration.looped and bool(kernel.reduced)
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
         self.arithmetic = Arithmetic(kernel)
         self.allows_fast_softmax = allows_fast_softmax(kernel)
-        self.use_int64 = not all(fits_int32(size, limits) for size in _extents(kernel, self.tile))
-        self.lines: list[str] = []
-        self.depth = 1
-        self.origin = ""
-        self.helpers: set[str] = set()
-        self.names = NameAllocator()
-        self.symbols = {symbol: self.names.create_name(str(symbol)) for symbol in kernel.symbols}
-        buffers = (*kernel.inputs, *kernel.outputs)
-        self.pointers = {item.name: self.names.create_name(f"{item.name}_ptr") for item in buffers}
-        self.axis_names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
-        self.index_printer = TritonIndexPrinter(self.axis_names, self._indirect_index, self.helpers, parameters.integer)
         self.text: dict[int, str] = {}
         self.results: dict[int, list[str]] = {}
-        self.masks: dict[int, str] = {}
-        self.stable_names: dict[str, str] = {}
-        self.varying_dimensions: dict[int, frozenset[int]] = {}
-        self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.zero_filled: frozenset[int] = frozenset()
-        self.positions: dict[str, str] = {}
-        self.row_lanes = self.row_start = ""
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -148,108 +108,11 @@ class TritonPrinter:
             frozenset(self.names.used),
         )
 
-    def _line(self, text: str, origin: str = "") -> None:
-        indent = "    " * self.depth
-        if origin and origin != self.origin:
-            comments, printed = comment_lines(origin), self.parameters.comments
-            self.lines += [f"{indent}# {line}" for line in comments if printed is None or line in printed]
-            self.origin = origin
-        self.lines.append(indent + text)
-
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}
         for store in self.kernel.stores:
             if store.mode != "set" and types[store.buffer] not in ATOMIC_DTYPES.get(store.mode, ()):
                 raise KernelError(f"Triton has no atomic {store.mode} on {types[store.buffer]} (output {store.buffer})")
-
-    # --- the tile ---------------------------------------------------------------------------------------------------
-
-    def _analyze_dimensions(self) -> None:
-        """Computes for each operation the dimensions of the tile that its value varies along."""
-        for position, operation in enumerate(self.kernel.operations):
-            varying = frozenset[int]().union(*[self.varying_dimensions[used] for used in operands(operation)])
-            for index in indices(operation):
-                varying |= {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
-            if isinstance(operation, Reduce):
-                varying -= {self.dimension_of.get(axis) for axis in self.kernel.reduced_by(operation)}
-            elif isinstance(operation, Scan) and self.tile.reduced is not None:
-                varying |= {self.tile.reduced}
-            self.varying_dimensions[position] = varying | self._broadcast_dimensions(position)
-
-    def _broadcast_dimensions(self, position: int) -> frozenset[int]:
-        """Returns the dimensions that the printed value of an operation has although it does not vary along them."""
-        return frozenset()
-
-    def _emit_program_offsets(self) -> None:
-        """Prints the program's offsets along the axes."""
-        if self.use_int64:
-            self._emit_int64_symbols()
-        parts: list[Dimension | Axis] = [*self.tile.parallel, *reversed(self.tile.outer)]
-        rest = f"{self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}"
-        if len(parts) > 1:
-            program = self.names.create_name("program")
-            self._line(f"{program} = {rest}")
-            rest = program
-        for number, part in enumerate(parts):
-            last = number == len(parts) - 1
-            blocks = part.blocks if isinstance(part, Dimension) else part.size
-            offset = rest if last else f"{rest} % {self.index_printer.size_operand(blocks)}"
-            if isinstance(part, Axis):
-                self._line(f"{self.axis_names[part]} = {offset}")
-            else:
-                self._emit_block_offsets(part, f"{offset if last else parenthesize(offset)} * {part.block_constant}")
-            if not last:
-                self._line(f"{rest} = {rest} // {self.index_printer.size_operand(blocks)}")
-        r = self.tile.reduced
-        if r is not None and not self.configuration.looped:
-            self._emit_block_offsets(self.tile.dimensions[r], "")
-
-    def _emit_int64_symbols(self) -> None:
-        for symbol, name in self.symbols.items():
-            if symbol_kind(symbol.name) == "int":
-                self._line(f"{name} = tl.cast({name}, tl.int64)")
-
-    def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
-        """Prints the positions of a block along a dimension, its axes, and its mask."""
-        number = self.tile.dimensions.index(dimension)
-        single = len(dimension.axes) == 1
-        flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(dimension.name)
-        cast = ".to(tl.int64)" if self.use_int64 else ""
-        lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
-        self._line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
-        if not single:
-            self._unflatten(dimension.axes, flat, self.axis_names)
-        if dimension.masked:
-            self.masks[number] = self._stable_name(f"{flat}_mask")
-            self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
-        self.positions[dimension.name] = flat
-        if dimension.name == "r":
-            self.row_lanes, self.row_start = lanes, start
-
-    def _stable_name(self, wanted: str) -> str:
-        """Returns a name that is the same in every loop."""
-        if wanted not in self.stable_names:
-            self.stable_names[wanted] = self.names.create_name(wanted)
-        return self.stable_names[wanted]
-
-    def _unflatten(self, axes: tuple[Axis, ...], flat: str, names: Mapping[Axis, str]) -> None:
-        """Prints the positions along axes of the positions along all of them."""
-        step = as_index(1)
-        for axis in reversed(axes):
-            divided = flat if step.constant == 1 else f"{flat} // {parenthesize(self.index_printer(step))}"
-            first = axis == axes[0]
-            text = divided if first else f"{divided} % {self.index_printer.size_operand(axis.size)}"
-            self._line(f"{names[axis]} = {text}")
-            step = step * as_index(axis.size)
-
-    def _is_row(self, dimension: Dimension) -> bool:
-        """Whether reductions and scans combine elements along a dimension."""
-        return dimension.name == "r"
-
-    @property
-    def _row_dimension(self) -> int | None:
-        """The position of the dimension of the tile along which reductions and scans combine elements."""
-        return next((number for number, item in enumerate(self.tile.dimensions) if self._is_row(item)), None)
 
     def _row(self) -> RowContext:
         r = self._row_dimension
@@ -271,10 +134,6 @@ class TritonPrinter:
             return "libdevice.exp"
         is_reused = any(isinstance(item, Compute) and item.name == "exp" for item in self.kernel.operations)
         return "tl.exp" if is_reused else self._use("exp_ftz")
-
-    def _use(self, helper: str) -> str:
-        self.helpers.add(helper)
-        return helper
 
     # --- the body ---------------------------------------------------------------------------------------------------
 
@@ -507,9 +366,3 @@ class TritonPrinter:
 def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
     """Returns a number as the literal of a loaded element that a mask excludes."""
     return literal_text(value, torch.float32 if dtype in HALF_PRECISION else dtype)
-
-
-def _extents(kernel: Kernel, tile: Tile) -> list[Size]:
-    """Returns the sizes that 32-bit indices must represent: of buffers, dimensions and the grid."""
-    blocks = [item.size for item in tile.dimensions]
-    return [*[item.extent for item in (*kernel.inputs, *kernel.outputs)], *blocks, tile.num_programs]

@@ -71,9 +71,8 @@ def streaming_configurations(
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
-    candidates = [replace(item, band=_band(kernel, parts, item.row_block, hint)) for item in candidates]
-    other = [replace(candidates[0], branches=not branches)] if is_half else []
-    other += [replace(candidates[0], band=1)] if is_half else []
+    first, band = candidates[0], _band(kernel, parts, candidates[0].row_block, hint)
+    other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     return tuple(dict.fromkeys([*candidates, *other]))
 
 
