@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import platform
+import random
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterator
 from zlib import crc32
@@ -67,7 +68,8 @@ ALLOWED_SKIPS = frozenset(
 )
 
 # No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.
-# In CI the same examples each time: a change is judged by what it changed. Elsewhere new ones, to find what is left.
+# In CI the same examples and inputs each time, whatever ran before: a change is judged by what it changed. Elsewhere new
+# ones, to find what is left.
 hypothesis.settings.register_profile("fxwrap", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("fxwrap")
 
@@ -122,6 +124,15 @@ def exact_convolutions() -> Iterator[None]:
     """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seeds the generators of inputs in CI, before the fixtures of a test."""
+    if "CI" in os.environ:
+        seed = crc32(item.nodeid.encode())
+        torch.manual_seed(seed)
+        random.seed(seed)
 
 
 def pytest_collection_finish() -> None:
