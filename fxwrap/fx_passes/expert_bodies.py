@@ -178,6 +178,8 @@ class _Collector:
         """Whether a call asserts what is true of the number of rows: it is between 0 and the number of indices."""
         if name_of(node) in _COMPARISONS:
             return True
+        if name_of(node) == "sym_numel":
+            return expression_of(self._fakes[node]) in body.rows
         condition = node.args[0] if name_of(node) == "assert_scalar" else None
         if not isinstance(condition, Node) or not isinstance(self._fakes[condition], torch.SymBool):
             return False

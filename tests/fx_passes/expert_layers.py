@@ -54,6 +54,8 @@ class Experts(nn.Module):
                 gate, inner = functional.linear(rows, up[:INNER]), functional.linear(rows, up[INNER:])
             case "transposed":
                 gate, inner = (tokens[token] @ up.t()).chunk(2, dim=-1)
+            case "selected":
+                gate, inner = functional.linear(tokens.index_select(0, token), up).chunk(2, dim=-1)
             case "reshaped":
                 rows = tokens[None, token].reshape(-1, WIDTH)
                 gate, inner = functional.linear(rows, up).chunk(2, dim=-1)

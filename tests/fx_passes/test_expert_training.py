@@ -75,7 +75,7 @@ def _counts(graphs: list[GraphModule]) -> list[int]:
 _FORMS = [
     ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
     ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("one_hot", "addmm", "index_add"),
-    ("masked",),
+    ("masked",), ("where", "selected", "index_add"),
 ]  # fmt: skip
 
 
