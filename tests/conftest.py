@@ -68,8 +68,8 @@ ALLOWED_SKIPS = frozenset(
 )
 
 # No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.
-# In CI the same examples and inputs each time, whatever ran before: a change is judged by what it changed. Elsewhere new
-# ones, to find what is left.
+# In CI the same examples and inputs each time, whatever ran before: a change is judged by what it changed.
+# Elsewhere new ones, to find what is left.
 hypothesis.settings.register_profile("fxwrap", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("fxwrap")
 
