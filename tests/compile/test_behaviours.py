@@ -235,12 +235,13 @@ def test_the_backend_is_found_by_name_without_an_import() -> None:
 @pytest.mark.parametrize("emitter", EMITTERS)
 def test_each_emitter_trains_through_the_backend(emitter: str, fresh_dynamo: None) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    x = torch.randn(3, 4)
+    x = torch.randn(16, 4)  # the variance of three rows may be so small that gradients amplify rounding
     model(x).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     torch.compile(model, backend="fxwrap", options={"emitter": emitter})(x).square().sum().backward()
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -380,6 +380,7 @@ ABOUT_TORCH = {
     "torch_compat.allocation": "torch has two private allocators",
     "torch_compat.data_parallel": "FSDP2 moves inputs to all devices but the CPU",
     "torch_compat.prepacked": "MKL and oneDNN have their own layouts of weights on CPUs",
+    "torch_compat.processor": "one generation of CUDA devices has a defect in torch's grouped matmul",
     "training.trace": "torch's optimizers count steps on the CPU or on the device of the parameters",
 }
 """Where the name of a device type is compared, since it is torch's own CPU, CUDA or meta that is meant."""
