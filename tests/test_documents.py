@@ -87,7 +87,7 @@ def loop_ir_of(graph: torch.fx.GraphModule, x: Tensor) -> str:
 
 
 def test_the_snippets_of_readme_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_snippets("README.md")
@@ -115,7 +115,7 @@ def test_every_option_has_a_row() -> None:
 
 
 def test_the_snippets_of_the_tutorial_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

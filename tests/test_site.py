@@ -48,11 +48,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs(
-    tutorial: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_dynamo: None,
-    capsys: pytest.CaptureFixture[str],
+    tutorial: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -62,7 +58,7 @@ def test_a_tutorial_runs(
     assert run_snippets(tutorial.relative_to(ROOT).as_posix())
 
 
-def test_the_program_of_a_tutorial_is_printed(update_golden: bool, fresh_dynamo: None) -> None:
+def test_the_program_of_a_tutorial_is_printed(update_golden: bool) -> None:
     document = "docs/tutorials/read_a_program.md"
     program = str(run_snippets(document)["program"])
     check_printed(document, {"program": program[: program.index("\nkernel @")]}, update_golden)

@@ -57,11 +57,7 @@ def names() -> dict[str, Any]:
 
 @pytest.mark.parametrize("document", CHAPTERS)
 def test_the_snippets_of_a_chapter_run(
-    document: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_dynamo: None,
-    capsys: pytest.CaptureFixture[str],
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assumed = names()
@@ -105,7 +101,7 @@ def test_every_document_with_snippets_is_run() -> None:
         assert Path(document).name in text or "tutorials" in text, f"{where} does not run {document}"
 
 
-def test_the_quickstart_runs(capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+def test_the_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "quickstart.py"), run_name="__main__")
     assert "program @" in capsys.readouterr().out
 

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+
+
+@cache
+def _has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor."""
+    operators: Any = torch.ops.mkldnn
+    return bool(torch.backends.mkldnn.is_available() and operators._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
 def prepack_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor | None:
@@ -21,9 +29,8 @@ def prepack_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor | Non
     packed: torch.Tensor | None = None
     if weight.dtype is torch.float32 and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         packed = mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
-    elif weight.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        if onednn._is_mkldnn_bf16_supported():
-            packed = onednn._reorder_linear_weight(weight.contiguous(), rows)
+    elif weight.dtype is torch.bfloat16 and _has_bfloat16():
+        packed = onednn._reorder_linear_weight(weight.contiguous(), rows)
     return packed
 
 
@@ -44,12 +51,9 @@ def onednn_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
 
     Why: `torch.addmm` copies the bias into each row of the result, to which oneDNN then adds.
     """
-    operators: Any = torch.ops.mkldnn
-    if left.dtype is not torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if left.dtype is not torch.bfloat16 or not _has_bfloat16():
         return None
-    if not operators._is_mkldnn_bf16_supported():
-        return None
-    result: torch.Tensor = operators._linear_pointwise(left, weight, bias, "none", [], "")
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, weight, bias, "none", [], "")
     return result
 
 
@@ -79,7 +83,7 @@ def prepack_convolution_weight(
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dtype is torch.bfloat16 and not _has_bfloat16():
         return None
     packed: torch.Tensor = torch.ops.aten.mkldnn_reorder_conv2d_weight(
         weight.to_mkldnn(), geometry.padding, geometry.stride, geometry.dilation, geometry.groups, image_sizes

@@ -95,7 +95,7 @@ def test_saved_triton_binaries_are_reused(tmp_path: Path, monkeypatch: pytest.Mo
     assert collect_triton_binaries(kernel) == written
 
 
-def test_loading_registers_kernels_in_torchs_table(tmp_path: Path, fresh_dynamo: None) -> None:
+def test_loading_registers_kernels_in_torchs_table(tmp_path: Path) -> None:
     """Table positions follow from the content: after a reset they are empty or refer to the same kernel."""
     x = torch.randn(1000)
     options = fxwrap.Options(cpu_kernels="triton", emitter="fx")

@@ -91,7 +91,7 @@ def test_saved_programs_have_the_checks_that_loading_adds(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
-def test_as_strided_beyond_an_input_is_checked_against_its_storage(emitter: str, fresh_dynamo: None) -> None:
+def test_as_strided_beyond_an_input_is_checked_against_its_storage(emitter: str) -> None:
     """Dynamo does not guard the size of an input's storage: another call read behind it."""
     run = torch.compile(
         lambda x: torch.as_strided(x, (8, 8), (8, 1)) + 1, backend="fxwrap", options={"emitter": emitter}

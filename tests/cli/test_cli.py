@@ -412,9 +412,7 @@ def read_values(path: Path) -> dict[str, torch.Tensor]:
     return read
 
 
-def test_report_writes_one_page_of_all_graphs(
-    capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path, fresh_dynamo: None
-) -> None:
+def test_report_writes_one_page_of_all_graphs(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     arguments = ["report", f"{model}:make_model", "--training", "--option", "fuse=false", "-o", str(path)]
     assert run(capsys, *arguments) == (0, f"{path}: 2 graphs\n", "")

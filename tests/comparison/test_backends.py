@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +19,6 @@ from fxwrap.debugging import copy_inputs, named_leaves
 from fxwrap.errors import CompareError
 from fxwrap.lines import ExternCall
 from tests.support.long_form import long_only
-
-
-@pytest.fixture(autouse=True)
-def fresh(fresh_dynamo: None) -> Iterator[None]:
-    """Without compiled graphs of other tests."""
-    yield
 
 
 @dataclasses.dataclass

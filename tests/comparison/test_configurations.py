@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 
 import pytest
@@ -17,12 +16,6 @@ from tests.support.models import MODELS
 
 COUNT = 40 if LONG else 6
 """The configurations of each model: 200 over five models in the long form."""
-
-
-@pytest.fixture(autouse=True)
-def fresh(fresh_dynamo: None) -> Iterator[None]:
-    """Without compiled graphs of other tests."""
-    yield
 
 
 class Block(torch.nn.Module):

@@ -201,7 +201,7 @@ def test_a_graph_without_operators_returns_its_inputs(emitter: str) -> None:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_backward_runs_twice_when_the_graph_is_retained(emitter: str, fresh_dynamo: None) -> None:
+def test_a_backward_runs_twice_when_the_graph_is_retained(emitter: str) -> None:
     x = torch.randn(4, requires_grad=True)
     compiled = torch.compile(lambda x: (x.exp() * x).sum(), backend="fxwrap", options={"emitter": emitter})
     loss = compiled(x)
@@ -233,7 +233,7 @@ def test_the_backend_is_found_by_name_without_an_import() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_each_emitter_trains_through_the_backend(emitter: str, fresh_dynamo: None) -> None:
+def test_each_emitter_trains_through_the_backend(emitter: str) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(16, 4)  # the variance of three rows may be so small that gradients amplify rounding
     model(x).square().sum().backward()
@@ -245,7 +245,7 @@ def test_each_emitter_trains_through_the_backend(emitter: str, fresh_dynamo: Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_mode_of_torch_compile_is_accepted(mode: str, fresh_dynamo: None) -> None:
+def test_every_mode_of_torch_compile_is_accepted(mode: str) -> None:
     x = torch.randn(3)
     assert torch.equal(torch.compile(torch.neg, backend="fxwrap", mode=mode)(x), -x)
 
@@ -259,14 +259,14 @@ def test_every_mode_of_torch_compile_is_accepted(mode: str, fresh_dynamo: None) 
         ({"options": {"verify": 3}}, "option 'verify' takes a bool, not 3"),
     ],
 )  # fmt: skip
-def test_unknown_modes_and_options_are_rejected(keywords: dict[str, Any], message: str, fresh_dynamo: None) -> None:
+def test_unknown_modes_and_options_are_rejected(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message) as raised:
         torch.compile(torch.sin, backend="fxwrap", **keywords)(torch.randn(3))
     causes = [raised.value, raised.value.__cause__, getattr(raised.value, "inner_exception", None)]
     assert any(isinstance(cause, OptionError) for cause in causes)
 
 
-def test_options_reach_the_backward_that_is_compiled_later(fresh_dynamo: None) -> None:
+def test_options_reach_the_backward_that_is_compiled_later() -> None:
     seen: list[str] = []
 
     def record(program: Program) -> Program:

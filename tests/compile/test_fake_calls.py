@@ -46,7 +46,7 @@ def check(run: Callable[..., Sequence[Tensor]], reference: Callable[..., Sequenc
 
 @pytest.mark.sampled(2)
 @some_emitters
-def test_a_compiled_function(fresh_dynamo: None, emitter: str) -> None:
+def test_a_compiled_function(emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
     x, w = torch.rand(3, 8), torch.rand(8, 5)
     check(compiled, function)  # compiles under the mode
@@ -70,7 +70,7 @@ def test_a_compiled_graph_checks_layouts(emitter: str) -> None:
 
 @pytest.mark.sampled(2)
 @other_emitters
-def test_constants_parameters_and_training(fresh_dynamo: None, emitter: str) -> None:
+def test_constants_parameters_and_training(emitter: str) -> None:
     constant = torch.arange(4.0)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     run = torch.compile(lambda x: model(x) + constant, backend="fxwrap", options={"emitter": emitter}, fullgraph=True)
@@ -87,7 +87,7 @@ def test_constants_parameters_and_training(fresh_dynamo: None, emitter: str) -> 
 
 
 @some_emitters
-def test_a_function_without_inputs(fresh_dynamo: None, emitter: str) -> None:
+def test_a_function_without_inputs(emitter: str) -> None:
     def factory() -> tuple[Tensor, Tensor]:
         return torch.ones(3) * 2, torch.arange(4).float().sin()
 
@@ -108,7 +108,7 @@ def with_dynamic_rows(mode: FakeTensorMode, tensor: Tensor) -> FakeTensor:
 
 @pytest.mark.sampled(2)
 @some_emitters
-def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
+def test_symbolic_sizes(emitter: str) -> None:
     compiled = torch.compile(function, backend="fxwrap", options={"emitter": emitter}, dynamic=True, fullgraph=True)
     compiled(torch.rand(3, 8), torch.rand(8, 5))
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -120,7 +120,7 @@ def test_symbolic_sizes(fresh_dynamo: None, emitter: str) -> None:
 
 
 @other_emitters
-def test_unbacked_sizes(fresh_dynamo: None, emitter: str) -> None:
+def test_unbacked_sizes(emitter: str) -> None:
     def positions(x: Tensor) -> Tensor:
         return x.nonzero() * 2
 
@@ -136,7 +136,7 @@ def test_unbacked_sizes(fresh_dynamo: None, emitter: str) -> None:
 
 
 @some_emitters
-def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
+def test_mutated_inputs(emitter: str) -> None:
     def halve(x: Tensor) -> Tensor:
         return x.mul_(0.5).sum(0)
 
@@ -153,7 +153,7 @@ def test_mutated_inputs(fresh_dynamo: None, emitter: str) -> None:
 
 @pytest.mark.sampled(2)
 @other_emitters
-def test_jagged_nested_tensors(fresh_dynamo: None, emitter: str) -> None:
+def test_jagged_nested_tensors(emitter: str) -> None:
     def layer(x: Tensor, w: Tensor) -> Tensor:
         return (x @ w).relu().sin()
 
@@ -259,7 +259,7 @@ def test_traced_programs(tmp_path: Path, emitter: str, tracing_mode: str) -> Non
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "fxwrap"])
-def test_functionalized_functions(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_functionalized_functions(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """AOTAutograd rejects functional inputs; a graph from its cache would read their memory."""
     monkeypatch.setenv("FXWRAP_COMPILE_CACHE", "1")
     x, w = torch.rand(3, 8), torch.rand(8, 5)

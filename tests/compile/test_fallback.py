@@ -76,7 +76,7 @@ def test_without_a_compiler_operators_are_called(emitter: str, monkeypatch: pyte
     torch.testing.assert_close(compiled(*arguments)[0], function(*arguments), rtol=0, atol=0)
 
 
-def test_torch_compile_without_a_compiler(fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_compile_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nonexistent/compiler")
     arguments = [item.requires_grad_() for item in inputs()]
     with pytest.warns(FusionWarning, match=r"aten\.tanh.*are called instead"):

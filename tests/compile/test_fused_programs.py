@@ -184,9 +184,7 @@ def split_at_attention(module: GraphModule) -> list[GraphModule]:
 
 
 @pytest.mark.long  # `test_equal_layers_share_their_kernels` is of the kernels that are built
-def test_a_model_split_in_six_builds_at_most_three_times(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None
-) -> None:
+def test_a_model_split_in_six_builds_at_most_three_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bridge = build_bridge().folder  # takes long to build, and is not what is tested
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
     (tmp_path / bridge.name).symlink_to(bridge)
@@ -225,7 +223,7 @@ def test_triton_broadcasts_uniform_loads() -> None:
 
 
 @pytest.mark.parametrize("cpu_kernels", ["cpp", "triton"])
-def test_a_kernel_may_read_a_part_of_static_size_of_a_dynamic_input(cpu_kernels: Any, fresh_dynamo: None) -> None:
+def test_a_kernel_may_read_a_part_of_static_size_of_a_dynamic_input(cpu_kernels: Any) -> None:
     """The kernel has no symbols, though the size of the memory that it reads has one."""
     x = torch.randn(3, 6)
     torch._dynamo.mark_dynamic(x, 0)

@@ -27,7 +27,7 @@ PLAIN = {"fuse": False}
 
 
 @pytest.fixture(autouse=True)
-def fresh(fresh_dynamo: None) -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Without compiled graphs of other tests."""
     gc.collect()
     yield

@@ -75,7 +75,7 @@ def test_debug_handles_survive_all_passes(options: dict[str, Any]) -> None:
     assert provenance(last).lines.keys() == provenance(first).lines.keys()
 
 
-def test_a_backward_names_the_lines_of_its_forward(fresh_dynamo: None) -> None:
+def test_a_backward_names_the_lines_of_its_forward() -> None:
     seen: dict[str, Program] = {}
     options = {"on_graph": lambda module, info: seen.setdefault(info.kind, module)}
     torch.compile(_model(), backend="fxwrap", options=options)(torch.randn(4, 8)).sum().backward()

@@ -136,7 +136,7 @@ def test_effects_stay_ordered() -> None:
         torch.testing.assert_close(x, expected)
 
 
-def test_regions_of_dynamo_graphs_are_compiled(fresh_dynamo: None) -> None:
+def test_regions_of_dynamo_graphs_are_compiled() -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 

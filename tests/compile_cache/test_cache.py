@@ -161,9 +161,7 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
     return gradients
 
 
-def test_training_caches_forward_and_backward(
-    cache_folder: Path, caplog: pytest.LogCaptureFixture, fresh_dynamo: None
-) -> None:
+def test_training_caches_forward_and_backward(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     x = torch.randn(4, 8)
     with caplog.at_level("INFO", "fxwrap.cache"), functorch_config.patch(enable_autograd_cache=False):
@@ -176,7 +174,7 @@ def test_training_caches_forward_and_backward(
         assert torch.equal(second, first)
 
 
-def test_one_dynamic_entry_covers_all_sizes(cache_folder: Path, fresh_dynamo: None) -> None:
+def test_one_dynamic_entry_covers_all_sizes(cache_folder: Path) -> None:
     def run() -> tuple[Any, list[bool]]:
         torch.compiler.reset()
         hits: list[bool] = []
@@ -218,7 +216,7 @@ def test_the_compile_log_reports_hits_and_misses(cache_folder: Path, caplog: pyt
 
 
 def test_the_command_line_shows_stages_of_cached_programs(
-    cache_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None
+    cache_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model.py"
     function = "def f(x):\n    return torch.relu(x)\n"

@@ -27,7 +27,7 @@ EARLIER = 4
 
 
 @pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[pytest.MonkeyPatch]:
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A patch before and after which no printed kernel is cached."""
     clear_caches()
     yield monkeypatch

@@ -141,7 +141,6 @@ def test_subgraphs_constants_and_odd_literals_are_written(tmp_path: Path, capsys
     assert "def graph_true_graph_0():" in text and "float('inf')" in text and "[1.5, 2.5]" in text
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("after", ["compile", "accuracy"])
 def test_the_environment_writes_files(after: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     patch.setenv("FXWRAP_REPRO_AFTER", after)

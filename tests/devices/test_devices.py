@@ -101,7 +101,7 @@ def test_every_emitter_launches_custom_kernels(emitter: str, with_abacus: None) 
     assert WORK["launch"] == sum(isinstance(line, Launch) for line in compiled.program.lines()) > 0
 
 
-def test_torch_compile_accepts_a_registered_device(with_abacus: None, fresh_dynamo: None) -> None:
+def test_torch_compile_accepts_a_registered_device(with_abacus: None) -> None:
     x, w = torch.rand(6, 8, requires_grad=True), torch.rand(8, 8)
     WORK.clear()
     torch.compile(_small, backend="fxwrap")(x, w).sum().backward()

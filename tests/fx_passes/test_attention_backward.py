@@ -197,7 +197,7 @@ def _launches(programs: list[str]) -> list[int]:
     ("function", "emitter"),
     [(_attend, "python"), (_attend, "cpp"), (_attend, "fx"), (_capped, "interpreter"), (_clipped, "interpreter")],
 )
-def test_compiled(function: Callable[..., Tensor], emitter: str, fresh_dynamo: None) -> None:
+def test_compiled(function: Callable[..., Tensor], emitter: str) -> None:
     """Forward and backward have no matmul, and no matrix of scores is saved; rows may be masked altogether."""
     *operands, mask = _operands()
     if function is _attend:
@@ -216,7 +216,7 @@ def test_compiled(function: Callable[..., Tensor], emitter: str, fresh_dynamo: N
         assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(reference.norm())
 
 
-def test_rows_of_minus_infinity_have_no_gradient(fresh_dynamo: None) -> None:
+def test_rows_of_minus_infinity_have_no_gradient() -> None:
     """Where all scores of a row are minus infinity, output and gradients are NaN, as eager's."""
     *operands, mask = _operands()
     mask[0, 0, 3] = True
@@ -227,7 +227,7 @@ def test_rows_of_minus_infinity_have_no_gradient(fresh_dynamo: None) -> None:
 
 
 @pytest.mark.filterwarnings("error:Raw SymInt")
-def test_symbolic_lengths(fresh_dynamo: None) -> None:
+def test_symbolic_lengths() -> None:
     run, programs = _compiled(_attend)
     for rows, keys in ((9, 7), (5, 11)):
         inputs = _gradient_and(_operands(rows, keys), _attend)
@@ -242,7 +242,7 @@ def test_symbolic_lengths(fresh_dynamo: None) -> None:
     assert _launches(programs) == [1, 1]
 
 
-def test_compiled_step(fresh_dynamo: None) -> None:
+def test_compiled_step() -> None:
     """A step of training that is one graph."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(8, 8))
@@ -287,7 +287,7 @@ STAYING = {_returned: "the gradient of its weights is no matmul"}
 
 
 @pytest.mark.parametrize("function", STAYING, ids=lambda function: function.__name__)
-def test_formulas_that_stay(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+def test_formulas_that_stay(function: Callable[..., Tensor]) -> None:
     """Gradients that no kernel computes."""
     operands = [torch.randn(BATCH, 3, 6, 4) for _ in range(3)]
     run, programs = _compiled(function)
@@ -317,7 +317,7 @@ def test_dropout_of_nothing(probability: float, trains: bool) -> None:
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
 
 
-def test_small_attention_stays(fresh_dynamo: None) -> None:
+def test_small_attention_stays() -> None:
     """The device says from which size kernels are faster; an option preserves the operators."""
     inputs = _gradient_and(_operands(), _attend)
     small = dataclasses.replace(ANY_SIZE, streaming_attention_backward_sizes=((torch.float32, 8),))
@@ -360,7 +360,7 @@ def _gpt_neox() -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "make_model", [_bert, *map(long_only, (_vit, _gpt_neox))], ids=lambda function: function.__name__.strip("_")
 )
-def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor]]], fresh_dynamo: None) -> None:
+def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
     """Each layer's attention is kernels in forward and backward, and gradients are as near to float64 as eager's."""
     torch.manual_seed(0)
     check_model(*make_model(), 2)

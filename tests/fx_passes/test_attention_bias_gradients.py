@@ -116,7 +116,7 @@ def test_grouped_keys(function: Callable[..., Tensor], operands: list[Tensor]) -
 
 
 @pytest.mark.parametrize("function", [_biased, _tabled])
-def test_symbolic_lengths(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+def test_symbolic_lengths(function: Callable[..., Tensor]) -> None:
     run, programs = _compiled(function, emitter="interpreter")
     for batch, rows, keys in ((2, 9, 7), (3, 5, 8)):
         sizes = [(batch, HEADS, rows, WIDTH), *[(batch, HEADS, keys, WIDTH)] * 2]
@@ -149,7 +149,7 @@ def test_repeated_keys_that_are_read_again() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
-def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]], fresh_dynamo: None) -> None:
+def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]]) -> None:
     """Relative positions, a table of windows, and disentangled scores are trained."""
     torch.manual_seed(0)
     model, inputs, count = make_model()

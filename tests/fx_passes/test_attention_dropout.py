@@ -57,7 +57,7 @@ def _step(function: Callable[..., Tensor], operands: list[Tensor]) -> list[Tenso
         (_upcast, torch.float32, "interpreter"), (_upcast, torch.bfloat16, "interpreter"),
     ],
 )  # fmt: skip
-def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: str, fresh_dynamo: None) -> None:
+def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: str) -> None:
     """Results and gradients are eager's with the same seed, and so are later random numbers."""
     operands = _operands(dtype)
     run, programs = _compiled(function, emitter=emitter)
@@ -68,7 +68,7 @@ def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: 
     assert not any("bmm" in text.split("kernel @")[0] for text in programs)
 
 
-def test_off_where_it_is_not_measured(fresh_dynamo: None) -> None:
+def test_off_where_it_is_not_measured() -> None:
     spec = dataclasses.replace(ANY_SIZE, streaming_attention_dropout=False)
     run, programs = _compiled(_dropped, spec)
     operands = _operands(torch.float32)
@@ -101,7 +101,7 @@ def test_masks_on_gpus(is_replaced: bool) -> None:
     assert ("aten.empty.memory_format(" in text) == is_replaced
 
 
-def test_printed_kernels(fresh_dynamo: None) -> None:
+def test_printed_kernels() -> None:
     """The kernels of each language have the evaluator's results."""
     joints: list[GraphModule] = []
 

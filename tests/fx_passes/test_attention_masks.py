@@ -176,7 +176,7 @@ def test_mask_rewrites(mask: Mask) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mask", CASES, ids=lambda mask: mask.__name__)
-def test_results_match_eager(mask: Mask, training: bool, fresh_dynamo: None) -> None:
+def test_results_match_eager(mask: Mask, training: bool) -> None:
     """The mask of distances is of the input, and has gradients."""
     model, x = _model(mask)
     x.requires_grad_(training)
@@ -217,14 +217,14 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 @pytest.mark.parametrize("mask", [_transposed_bias, _repeated], ids=lambda mask: mask.__name__)
-def test_a_mask_unreadable_by_kernels_is_copied(mask: Mask, fresh_dynamo: None) -> None:
+def test_a_mask_unreadable_by_kernels_is_copied(mask: Mask) -> None:
     model, x = _model(mask)
     operators = extern_targets(_program(model, x))
     assert ATTENTION in operators
     assert "aten.bmm.default" not in operators[operators.index(ATTENTION) :]
 
 
-def test_a_causal_mask_is_not_materialised(fresh_dynamo: None) -> None:
+def test_a_causal_mask_is_not_materialised() -> None:
     model, x = _model(_packed)
     (call,) = [call for call in _calls_of(_program(model, x)) if call.target == ATTENTION]
     assert True in call.arguments
@@ -332,7 +332,7 @@ def test_exported_programs(mask: Mask) -> None:
     [_all_true_mask, _packed, _transposed_bias, _bias_with_fully_masked_rows, _repeated],
     ids=lambda mask: mask.__name__,
 )
-def test_attention_on_a_gpu(mask: Mask, emitter: str, fresh_dynamo: None) -> None:
+def test_attention_on_a_gpu(mask: Mask, emitter: str) -> None:
     """One call of a library's kernel; where eager has the formula in float32, that rounds less."""
     model, x = _model(mask)
     model, x = model.cuda().bfloat16(), x.repeat(1, 16, 1).cuda().bfloat16()

@@ -113,7 +113,7 @@ def test_without_fusion_calls_are_not_merged() -> None:
     assert count_matmuls(fxwrap.lower(functional(read_twice, x, x), options=Options(fuse=False))) == 2
 
 
-def test_symbolic_sizes(fresh_dynamo: None) -> None:
+def test_symbolic_sizes() -> None:
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:

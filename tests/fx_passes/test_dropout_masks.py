@@ -37,7 +37,7 @@ def test_results_are_those_of_eager(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("emitter", ["cpp", "python"])
-def test_training(emitter: str, fresh_dynamo: None) -> None:
+def test_training(emitter: str) -> None:
     """Forward and backward, of symbolic sizes."""
 
     def run(x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ _FORMS = [
 
 
 @pytest.fixture(autouse=True)
-def _captured(fresh_dynamo: None) -> Any:
+def _captured() -> Any:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
         yield
 

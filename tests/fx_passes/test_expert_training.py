@@ -27,7 +27,7 @@ _ROUNDING = 2.0**-8
 
 
 @pytest.fixture(autouse=True)
-def _captured(fresh_dynamo: None) -> Any:
+def _captured() -> Any:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
 

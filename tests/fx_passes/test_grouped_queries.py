@@ -80,7 +80,7 @@ def _inputs(batch: int = 3, rows: int = 1) -> tuple[Tensor, ...]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PACKED)
-def test_heads_become_rows_and_nothing_is_repeated(name: str, fresh_dynamo: None) -> None:
+def test_heads_become_rows_and_nothing_is_repeated(name: str) -> None:
     inputs = _inputs()
     assert_emitters_agree(PACKED[name], inputs)
     (graph,) = capture(PACKED[name], inputs)
@@ -91,7 +91,7 @@ def test_heads_become_rows_and_nothing_is_repeated(name: str, fresh_dynamo: None
     assert keys in [item.value for item in graph.compiled.program.inputs]
 
 
-def test_gradients(fresh_dynamo: None) -> None:
+def test_gradients() -> None:
     inputs = [item.requires_grad_(item.is_floating_point()) for item in _inputs()]
     assert_emitters_agree(_masked, inputs, training=True, emitters=["cpp"])
 
@@ -135,17 +135,17 @@ UNCHANGED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", UNCHANGED)
-def test_other_attention_is_not_changed(name: str, fresh_dynamo: None) -> None:
+def test_other_attention_is_not_changed(name: str) -> None:
     graph = _graph_of(UNCHANGED[name], *_inputs())
     assert pack_query_groups(graph, Options()) is graph
 
 
-def test_a_mask_of_several_rows_is_not_changed(fresh_dynamo: None) -> None:
+def test_a_mask_of_several_rows_is_not_changed() -> None:
     graph = _graph_of(_masked, *_inputs(rows=2))
     assert not find_query_groups(graph.graph, Options())
 
 
-def test_preserved_attention_is_not_changed(fresh_dynamo: None) -> None:
+def test_preserved_attention_is_not_changed() -> None:
     graph = _graph_of(_masked, *_inputs())
     assert find_query_groups(graph.graph, Options())
     for options in (

@@ -101,7 +101,7 @@ def in_double(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=[item.__name__ for item in FUNCTIONS])
-def test_gradients(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+def test_gradients(function: Callable[..., Tensor]) -> None:
     """Against float64; without kernels, so that each operator rounds its result."""
     wide, _ = run(function, torch.float64, None)
     actual, programs = run(function, torch.float32, {"fuse": False})
@@ -111,18 +111,18 @@ def test_gradients(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
 
 
 @pytest.mark.parametrize("function", [no_reduction, tangents], ids=lambda item: item.__name__)
-def test_gradients_in_half_precision(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+def test_gradients_in_half_precision(function: Callable[..., Tensor]) -> None:
     eager, _ = run(function, torch.bfloat16, None)
     actual, _ = run(function, torch.bfloat16, {"fuse": False})
     torch.testing.assert_close(actual, eager, rtol=2e-2, atol=2e-2)
 
 
-def test_operators_preserved_by_options_are_saved(fresh_dynamo: None) -> None:
+def test_operators_preserved_by_options_are_saved() -> None:
     _, programs = run(mean_reduction, torch.float32, {"fuse": False, "preserve_ops": ["aten._log_softmax.default"]})
     assert "aten._log_softmax.default" in str(programs[0])
 
 
-def test_a_custom_partitioner_receives_the_unmodified_graph(fresh_dynamo: None) -> None:
+def test_a_custom_partitioner_receives_the_unmodified_graph() -> None:
     from functorch.compile import default_partition
 
     seen: list[bool] = []
@@ -135,7 +135,7 @@ def test_a_custom_partitioner_receives_the_unmodified_graph(fresh_dynamo: None) 
     assert seen == [True]
 
 
-def test_fused(fresh_dynamo: None) -> None:
+def test_fused() -> None:
     wide, _ = run(mean_reduction, torch.float64, None)
     actual, _ = run(mean_reduction, torch.float32, {"emitter": "python"})
     torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)
@@ -147,9 +147,7 @@ POOLS = [(3, 2, 1, False), ((2, 3), None, (0, 1), False), (3, (1, 2), 1, True), 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "ceil"), POOLS)
-def test_max_pooling_saves_one_byte_per_index(
-    kernel: Any, stride: Any, padding: Any, ceil: bool, fresh_dynamo: None
-) -> None:
+def test_max_pooling_saves_one_byte_per_index(kernel: Any, stride: Any, padding: Any, ceil: bool) -> None:
     """Where a backward looks for its gradients; with maxima that occur twice, and one that is no number."""
 
     def pool(x: Tensor) -> Tensor:
@@ -181,7 +179,7 @@ def repeated(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [outer_product, repeated], ids=lambda item: item.__name__)
-def test_recomputed_tensors(function: Callable[..., Tensor], fresh_dynamo: None) -> None:
+def test_recomputed_tensors(function: Callable[..., Tensor]) -> None:
     programs: list[fxwrap.Program] = []
     options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
     x, y = torch.linspace(-1, 1, ROWS, requires_grad=True), torch.linspace(0, 2, CLASSES)
@@ -194,7 +192,7 @@ def test_recomputed_tensors(function: Callable[..., Tensor], fresh_dynamo: None)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp"])
-def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype, fresh_dynamo: None) -> None:
+def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype) -> None:
     """The backwards of the matmul and of the softmax read the softmax; the dropout's result is not saved."""
 
     def attend(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -219,7 +217,7 @@ def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype, fresh_dy
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
-def test_a_returned_view_is_not_donated_to_the_backward(emitter: str, fresh_dynamo: None) -> None:
+def test_a_returned_view_is_not_donated_to_the_backward(emitter: str) -> None:
     """The product is saved and replaced by a multiplication; AOTAutograd must see that a result is a view of it."""
 
     def function(x: Tensor) -> tuple[Tensor, ...]:

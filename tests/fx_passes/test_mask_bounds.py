@@ -90,7 +90,7 @@ def _operands(rows: int, keys: int) -> list[Tensor]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mask", (*EMPTY, *MEANINGFUL), ids=lambda function: function.__name__)
-def test_library_attention(mask: Callable[[int, int], Tensor], fresh_dynamo: None) -> None:
+def test_library_attention(mask: Callable[[int, int], Tensor]) -> None:
     """A call of the library's attention loses the mask, and stays right for other sizes."""
     found: list[list[str]] = []
 
@@ -108,7 +108,7 @@ def test_library_attention(mask: Callable[[int, int], Tensor], fresh_dynamo: Non
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask", (*EMPTY, _causal, _without_last), ids=lambda function: function.__name__)
-def test_formulas(mask: Callable[[int, int], Tensor], fresh_dynamo: None) -> None:
+def test_formulas(mask: Callable[[int, int], Tensor]) -> None:
     """The kernel of attention written as its formula reads and computes no such mask."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_qkv_matmuls_are_packed(emitter: str, fresh_dynamo: None) -> None:
+def test_qkv_matmuls_are_packed(emitter: str) -> None:
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
@@ -92,7 +92,7 @@ def test_qkv_matmuls_are_packed(emitter: str, fresh_dynamo: None) -> None:
 
 
 @pytest.mark.parametrize("words", [32000, 50257])
-def test_a_loss_saves_only_the_logits(words: int, fresh_dynamo: None) -> None:
+def test_a_loss_saves_only_the_logits(words: int) -> None:
     """No log softmax in float32: only the logits, which the user holds too, outlive the forward."""
 
     def loss(x: Tensor, w: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -225,7 +225,7 @@ def compiled_programs(function: Callable[..., Any], **options: Any) -> tuple[Any
     return torch.compile(function, backend="fxwrap", options=options), programs
 
 
-def test_any_number_of_rows(fresh_dynamo: None) -> None:
+def test_any_number_of_rows() -> None:
     compiled, programs = compiled_programs(matmul)
     w = operands()[1]
     for rows in (6, 11):
@@ -236,7 +236,7 @@ def test_any_number_of_rows(fresh_dynamo: None) -> None:
     assert size[1] == 12
 
 
-def test_saved_tensors_are_not_copied(fresh_dynamo: None) -> None:
+def test_saved_tensors_are_not_copied() -> None:
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return matmul(x, w).sum()
 
@@ -250,7 +250,7 @@ def test_saved_tensors_are_not_copied(fresh_dynamo: None) -> None:
     assert matmul_sizes(backward) == [(12, 8), (6, 8)], "both matmuls read the padded gradient"
 
 
-def test_outputs_of_any_strides(fresh_dynamo: None) -> None:
+def test_outputs_of_any_strides() -> None:
     options = OPTIONS.replace(output_strides="any")
     graph = make_fx(view_returned, tracing_mode="fake")(*operands())
     for emitter in ("python", "cpp", "fx"):

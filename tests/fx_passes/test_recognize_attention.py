@@ -218,7 +218,7 @@ def _operands(length: int = 12, heads: int = 3, dtype: torch.dtype = torch.float
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def test_emitters(fresh_dynamo: None) -> None:
+def test_emitters() -> None:
     """Through torch.compile, in each emitter."""
     options = fxwrap.Options(devices=(ANY_SIZE,))
     assert_emitters_agree(_attend, _operands(), options=options)
@@ -233,7 +233,7 @@ class _Attention(nn.Module):
         return _attend(query, key, value, bias)
 
 
-def test_symbolic_lengths(fresh_dynamo: None) -> None:
+def test_symbolic_lengths() -> None:
     """An exported program with symbolic batch and length is one kernel for other sizes too."""
     batch, length = Dim("batch", min=2), Dim("length", min=2)
     shapes = (*[{0: batch, 2: length}] * 3, {2: length, 3: length})

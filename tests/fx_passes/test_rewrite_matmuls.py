@@ -90,7 +90,7 @@ def test_a_slice_of_unknown_length_of_an_outer_product(emitter: str) -> None:
         torch.testing.assert_close(tuple(compiled(*inputs)), function(*inputs))
 
 
-def test_a_rotary_embedding_of_any_length(fresh_dynamo: None) -> None:
+def test_a_rotary_embedding_of_any_length() -> None:
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:
@@ -293,7 +293,7 @@ def test_layouts_of_equal_layers_are_propagated_once(monkeypatch: pytest.MonkeyP
     assert not accepts(first, (1, 8)), "no view of it has one stride for both dimensions of rows"
 
 
-def test_symbolic_sizes_are_not_packed(fresh_dynamo: None) -> None:
+def test_symbolic_sizes_are_not_packed() -> None:
     programs: list[fxwrap.Program] = []
 
     def keep(program: fxwrap.Program) -> fxwrap.Program:

@@ -31,7 +31,7 @@ current_stream = torch.cuda.current_stream  # which Dynamo knows, and nobody cal
 
 
 @pytest.fixture
-def stream_log(monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> Iterator[StreamLog]:
+def stream_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamLog]:
     """A CPU that pretends to have streams to Dynamo and AOTAutograd, and records their use."""
     TorchInGraphFunctionVariable._get_handlers()  # of torch's own functions, before they are replaced
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -238,7 +238,6 @@ def test_other_methods_and_graphs_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_program_synchronizes_with_a_stream(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
 

@@ -25,7 +25,7 @@ def snippets() -> list[tuple[bool, str]]:
 
 
 @pytest.mark.long  # other tests of this folder run each interface alone
-def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     counts = []
@@ -42,7 +42,7 @@ def test_generate_and_subgraphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.long  # `tests/training` trains a transformer
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason=NO_ACCELERATE)
-def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (text,) = [text for needs_accelerate, text in snippets() if needs_accelerate]
     setup = snippets()[0][1].partition("model = ")[0]

@@ -50,7 +50,7 @@ def compile_model(folder: Path) -> tuple[float, fxwrap.CompileCounts]:
     return max(errors), fxwrap.compile_counts() - before
 
 
-def test_subgraphs_are_compiled_once_and_loaded_later(tmp_path: Path, fresh_dynamo: None) -> None:
+def test_subgraphs_are_compiled_once_and_loaded_later(tmp_path: Path) -> None:
     error, counts = compile_model(tmp_path)
     assert error < 1e-5 and (counts.compiled, counts.loaded) == (3, 0)
     torch.compiler.reset()

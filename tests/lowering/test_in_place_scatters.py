@@ -48,7 +48,7 @@ def cache_inputs() -> tuple[Tensor, ...]:
     return *caches, torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8), torch.randn(8), torch.tensor([5])
 
 
-def test_rotation_cast_and_both_cache_updates_are_one_kernel(fresh_dynamo: None) -> None:
+def test_rotation_cast_and_both_cache_updates_are_one_kernel() -> None:
     inputs = cache_inputs()
     plan = planned(update, *inputs)
     updated = [line for line in plan.program.lines() if isinstance(line, Launch) and len(line.outs) == 2]
@@ -64,7 +64,7 @@ def test_rotation_cast_and_both_cache_updates_are_one_kernel(fresh_dynamo: None)
 
 
 @pytest.mark.parametrize("options", [{"fx_form": "functional"}, {"choose_kernel_form": lambda region: "subgraph"}])
-def test_other_forms_of_the_program(options: dict[str, Any], fresh_dynamo: None) -> None:
+def test_other_forms_of_the_program(options: dict[str, Any]) -> None:
     """A region would copy the cache, so that its operator stays a call."""
     emitters = ["fx"] if "fx_form" in options else ["interpreter", "fx"]
     assert_emitters_agree(update, cache_inputs(), options=options, emitters=emitters)
@@ -206,7 +206,7 @@ def test_a_source_in_the_same_memory_is_copied_by_a_call() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_caches_on_a_gpu(graphs: bool, fresh_dynamo: None) -> None:
+def test_caches_on_a_gpu(graphs: bool) -> None:
     inputs = [item.cuda() for item in cache_inputs()]
     assert_emitters_agree(update, inputs, options={"cuda_graphs": graphs}, emitters=["python", "cpp"])
 
@@ -271,7 +271,7 @@ def test_an_index_out_of_bounds_raises_and_writes_nothing_there(name: str) -> No
             torch.testing.assert_close(written[0], v[0] * 2)
 
 
-def test_symbolic_sizes_and_positions(fresh_dynamo: None) -> None:
+def test_symbolic_sizes_and_positions() -> None:
     def function(x: Tensor, i: Tensor, v: Tensor) -> Tensor:
         x[i + v.shape[0]] = v * x.shape[0]
         x[-1, i] = v[:, 0].cos()

@@ -164,7 +164,7 @@ def test_one_program_covers_all_sizes_of_a_dynamic_dimension() -> None:
         assert number == 2 * size
 
 
-def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
+def test_unbacked_symbols_are_bound_from_results() -> None:
     def function(x):
         return x.nonzero() * 2, x[x > 0].sum(), x.sum().item() + 1
 
@@ -182,7 +182,7 @@ def test_unbacked_symbols_are_bound_from_results(fresh_dynamo: None) -> None:
     assert lines_of(programs[0], Bind) and lines_of(programs[0], ReadItem)
 
 
-def test_a_failing_symbolic_assertion_has_its_message(fresh_dynamo: None) -> None:
+def test_a_failing_symbolic_assertion_has_its_message() -> None:
     def function(x):
         size = x.sum().item()
         torch._check(size >= 2, lambda: "too small")
@@ -231,7 +231,7 @@ def test_in_place_and_out_variants() -> None:
         torch.testing.assert_close(fxwrap.run(lowered, [x.clone(), y]), wanted)
 
 
-def test_ordinary_builtins_and_prims_work(fresh_dynamo: None) -> None:
+def test_ordinary_builtins_and_prims_work() -> None:
     import operator
 
     def build(graph, x):

@@ -29,7 +29,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_forward(fresh_dynamo: None, emitter: str) -> None:
+def test_forward(emitter: str) -> None:
     def function(x: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
         built = torch.nested.nested_tensor_from_jagged(values, offsets).cos()
         padded = torch.nested.to_padded_tensor(x.sin(), 0.5)
@@ -46,7 +46,7 @@ def test_forward(fresh_dynamo: None, emitter: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp", long_only("fx"), long_only("interpreter")])
-def test_training(fresh_dynamo: None, emitter: str) -> None:
+def test_training(emitter: str) -> None:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
 
     def gradients(run: Any, lengths: tuple[int, ...]) -> list[Tensor]:

@@ -216,7 +216,7 @@ DATA_DEPENDENT: dict[str, Any] = {
 @pytest.mark.sampled(2)
 @ON_EACH_DEVICE
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
-def test_results_whose_sizes_depend_on_data_are_read_by_kernels(name: str, device: str, fresh_dynamo: None) -> None:
+def test_results_whose_sizes_depend_on_data_are_read_by_kernels(name: str, device: str) -> None:
     def function(x: Tensor) -> Any:
         values, inverse, counts = DATA_DEPENDENT[name](x.abs())
         return values * 2, inverse + 1, counts.float().exp()

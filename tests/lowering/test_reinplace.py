@@ -71,7 +71,7 @@ AGAIN_IN_PLACE: dict[str, Any] = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dynamic"), [(name, name != "several") for name in AGAIN_IN_PLACE])
-def test_an_input_is_written_in_place_without_copies(name: str, dynamic: bool, fresh_dynamo: None) -> None:
+def test_an_input_is_written_in_place_without_copies(name: str, dynamic: bool) -> None:
     function = AGAIN_IN_PLACE[name]
     assert_emitters_agree(function, inputs(), dynamic=dynamic)
     (graph,) = capture(function, inputs(), dynamic=dynamic)
@@ -82,7 +82,7 @@ def test_an_input_is_written_in_place_without_copies(name: str, dynamic: bool, f
     assert not lines_of(program, ExternCall)
 
 
-def test_a_cache_update_allocates_no_second_cache(fresh_dynamo: None) -> None:
+def test_a_cache_update_allocates_no_second_cache() -> None:
     def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
         cache[i] = v * 2
         return v + 1
@@ -91,7 +91,7 @@ def test_a_cache_update_allocates_no_second_cache(fresh_dynamo: None) -> None:
     assert live_bytes(graph.compiled.program, include_inputs=False).peak == 2 * 64 * 4
 
 
-def test_attention_reads_a_cache_that_is_written_in_place(fresh_dynamo: None) -> None:
+def test_attention_reads_a_cache_that_is_written_in_place() -> None:
     """Attention may draw random numbers, which orders it with other such calls, but it writes none of its operands."""
 
     def decode(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _shifted(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_written_back, _shifted])
-def test_an_input_with_gaps_is_copied(function: Any, fresh_dynamo: None) -> None:
+def test_an_input_with_gaps_is_copied(function: Any) -> None:
     arguments = (torch.randn(4, 16)[:, ::2], torch.tensor([2, 0]), torch.randn(2, 8))
     options = Options(fuse=False)
     assert_emitters_agree(function, arguments, options=options)
@@ -216,7 +216,7 @@ def test_an_input_with_gaps_is_copied(function: Any, fresh_dynamo: None) -> None
     assert program.inputs[0].value not in [line.target for line in lines_of(program, IndexPut)]
 
 
-def test_an_input_with_a_storage_offset_is_written_in_place(fresh_dynamo: None) -> None:
+def test_an_input_with_a_storage_offset_is_written_in_place() -> None:
     """The graph has views of the result, which begins at the start of its memory, and of the tensor copied back."""
 
     def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def test_an_input_with_a_storage_offset_is_written_in_place(fresh_dynamo: None) 
     assert_emitters_agree(graph, (cache, i, v))
 
 
-def test_indirect_writes_and_custom_operators_are_ordered(fresh_dynamo: None) -> None:
+def test_indirect_writes_and_custom_operators_are_ordered() -> None:
     def function(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
         cache[i] = v
         operators.shift_(cache, 2.0)
@@ -408,7 +408,7 @@ WRITES = {"rows": 1, "a_row": 1, "a_block_of_a_row": 2, "reads_the_same_slice": 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fuse"), [(name, number % 3 != 1) for number, name in enumerate(SLICES)])
-def test_a_slice_of_an_input_is_overwritten_in_place(name: str, fuse: bool, fresh_dynamo: None) -> None:
+def test_a_slice_of_an_input_is_overwritten_in_place(name: str, fuse: bool) -> None:
     arguments, options = (torch.randn(4, 8), torch.randn(2, 8)), Options(fuse=fuse)
     assert_emitters_agree(SLICES[name], arguments, options=options)
     (graph,) = capture(SLICES[name], arguments, options=options)

@@ -239,7 +239,7 @@ OVERLAPPING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", OVERLAPPING)
-def test_results_of_overlapping_operands_have_memory_for_each_element(case: str, fresh_dynamo: None) -> None:
+def test_results_of_overlapping_operands_have_memory_for_each_element(case: str) -> None:
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         result = OVERLAPPING[case](x)
         product = result @ x

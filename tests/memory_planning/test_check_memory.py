@@ -140,7 +140,7 @@ class Block(nn.Module):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_training_with_the_option(emitter: str, fresh_dynamo: None) -> None:
+def test_training_with_the_option(emitter: str) -> None:
     model, x = Block(), torch.randn(8, 32)
     model(x).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]

@@ -69,7 +69,7 @@ def counters(trace: MemoryTrace) -> dict[str, dict[int, int]]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [False, True])
-def test_the_peak_is_that_of_the_plan(training: bool, fresh_dynamo: None) -> None:
+def test_the_peak_is_that_of_the_plan(training: bool) -> None:
     programs = compiled(training)
     assert len(programs) == 1 + training
     for program, plan in programs:

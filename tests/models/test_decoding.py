@@ -36,7 +36,7 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_layer_has_one_kernel_between_its_calls(fresh_dynamo: None) -> None:
+def test_a_layer_has_one_kernel_between_its_calls() -> None:
     """Rotation and update of both caches are one kernel, keys are not repeated, and masks are computed once."""
     token, options = torch.tensor([[7]]), {"fallback": "error", "matmul_kernels": "library"}
     with torch.no_grad():

@@ -17,7 +17,7 @@ CONFIG = MixtralConfig(
 
 @pytest.mark.long  # its kernels take 8 s to compile; tests of grouped matmuls have smaller ones
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_experts_are_kernels(fresh_dynamo: None) -> None:
+def test_experts_are_kernels() -> None:
     torch.manual_seed(0)
     model = MixtralForCausalLM(CONFIG).eval().bfloat16()
     model.set_experts_implementation("grouped_mm")

@@ -59,7 +59,7 @@ def options_with_kernel_list(emitter: str) -> tuple[dict[str, Any], list[set[str
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("case", MODELS.values(), ids=list(MODELS))
-def test_forward(case: ModelCase, emitter: str, fresh_dynamo: None) -> None:
+def test_forward(case: ModelCase, emitter: str) -> None:
     model, inputs = case.build(seed=0).eval().to(DEVICE), on_gpu(case.inputs(seed=1))
     options, programs = options_with_kernel_list(emitter)
     compiled = torch.compile(model, backend="fxwrap", options=options, fullgraph=True)
@@ -86,7 +86,7 @@ def step(case: ModelCase, emitter: str | None, dropout: bool) -> TrainingStep:
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("case", MODELS.values(), ids=list(MODELS))
-def test_training_step(case: ModelCase, emitter: str, fresh_dynamo: None) -> None:
+def test_training_step(case: ModelCase, emitter: str) -> None:
     expected, result = step(case, None, False), step(case, emitter, False)
     floor = gradient_floor(expected.gradients)
     assert relative_error(result.loss, expected.loss) < 1e-5

@@ -57,7 +57,7 @@ def test_forward_in_eval_mode(case: ModelCase) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "dropout"), STEPS)
-def test_one_training_step(case: ModelCase, dropout: bool, fresh_dynamo: None, tmp_path: Path) -> None:
+def test_one_training_step(case: ModelCase, dropout: bool, tmp_path: Path) -> None:
     model = case.build(seed=0, dropout=dropout, layers=layers_of(case, several=dropout))
     inputs = case.inputs(seed=1, training=True)
     subject = CompiledFunction(model, Options(), dynamic=False)

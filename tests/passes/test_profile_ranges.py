@@ -90,7 +90,7 @@ def test_ranges_of_a_failed_run_are_closed(emitter: str) -> None:
     assert failed.time_range.end <= later.time_range.start
 
 
-def test_names_have_operators_and_source_lines(fresh_dynamo: None) -> None:
+def test_names_have_operators_and_source_lines() -> None:
     compiled = torch.compile(
         lambda x: torch.mm(x, x), backend="fxwrap", options={"fuse": False, "profile_ranges": True}
     )

@@ -23,7 +23,7 @@ def hashes(text: str) -> dict[str, str]:
     return dict(re.findall(r"(aten::\w+)\S*\(.*'hash': ([\d.]+)", text))
 
 
-def test_fused_operators_are_shown_as_their_decomposed_calls_with_hashes(fresh_dynamo: None) -> None:
+def test_fused_operators_are_shown_as_their_decomposed_calls_with_hashes() -> None:
     inputs = (torch.randn(4, 8), torch.randn(8, 8))
     options = {"kernels": "subgraph", "emitter": "fx", "profile_ranges": True}
     compiled = torch.compile(function, backend="fxwrap", options=options)

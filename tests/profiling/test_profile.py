@@ -57,7 +57,7 @@ def test_work_of_kernels_counts_elements_once_and_rows_of_tables_as_often_as_the
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str, fresh_dynamo: None) -> None:
+def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str) -> None:
     compiled = torch.compile(lambda x, w: torch.mm(x, w).relu(), backend="fxwrap", options={"emitter": emitter})
     x, w = torch.randn(8, 16), torch.randn(16, 4)
     compiled(x, w)
@@ -74,7 +74,7 @@ def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str, fresh_dynamo
     assert not any("range" in str(line) for line in record.program.body.lines)
 
 
-def test_forward_and_backward_of_a_module_keep_its_gradients(fresh_dynamo: None) -> None:
+def test_forward_and_backward_of_a_module_keep_its_gradients() -> None:
     model = torch.nn.Linear(4, 3)
     model.weight.grad = gradient = torch.ones(3, 4)
     profile = fxwrap.profile(model, torch.randn(2, 4), training=True, options=PLAIN, repeats=1)
@@ -98,7 +98,7 @@ def test_compiled_and_loaded_programs(tmp_path: Any) -> None:
         assert [line.handle for line in profile.lines] == ["aten.mm:1"]
 
 
-def test_lines_of_loops_count_each_iteration(fresh_dynamo: None) -> None:
+def test_lines_of_loops_count_each_iteration() -> None:
     from torch._higher_order_ops.while_loop import while_loop
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_lines_of_loops_count_each_iteration(fresh_dynamo: None) -> None:
     assert mm.calls == 5 and mm.flops == 5 * 2 * 27
 
 
-def test_the_table_and_json(fresh_dynamo: None) -> None:
+def test_the_table_and_json() -> None:
     profile = fxwrap.profile(lambda x: torch.mm(x, x), torch.eye(3), options=PLAIN, repeats=1)
     text = str(profile)
     assert "limits of cpu: 1.0 GB/s, 1,000 GFLOP/s in float32" in text
@@ -127,7 +127,7 @@ def test_the_table_and_json(fresh_dynamo: None) -> None:
         (torch.sin, {"repeats": 0}, "repeats is at least 1, not 0"),
     ],
 )
-def test_functions_that_cannot_be_profiled(function: Any, keywords: Any, text: str, fresh_dynamo: None) -> None:
+def test_functions_that_cannot_be_profiled(function: Any, keywords: Any, text: str) -> None:
     with pytest.raises(ProfileError) as caught:
         fxwrap.profile(function, torch.ones(2), **keywords)
     assert text in str(caught.value)
@@ -135,9 +135,7 @@ def test_functions_that_cannot_be_profiled(function: Any, keywords: Any, text: s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
-def test_lines_on_a_gpu_are_timed_by_its_events(
-    emitter: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_on_a_gpu_are_timed_by_its_events(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the limits of this GPU
     x, w = torch.randn(4096, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda")
     profile = fxwrap.profile(
@@ -155,7 +153,7 @@ def test_lines_on_a_gpu_are_timed_by_its_events(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
-def test_ranges_are_those_of_nvtx(emitter: str, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_those_of_nvtx(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `emit_nvtx` the ranges are NVTX's: nothing fails, and results are those without."""
     compiled = torch.compile(
         lambda x: torch.mm(x, x).relu(), backend="fxwrap", options={"emitter": emitter, "profile_ranges": True}

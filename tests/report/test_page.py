@@ -259,7 +259,7 @@ addEventListener("load", () => {
 @pytest.mark.parametrize(
     ("name", "layers"), [("a layer", 1), ("gpt2", 1), long_only("gpt2", 12), long_only("llama", 32)]
 )
-def test_a_report_opens_in_two_seconds(name: str, layers: int, tmp_path: Path, fresh_dynamo: None) -> None:
+def test_a_report_opens_in_two_seconds(name: str, layers: int, tmp_path: Path) -> None:
     """From the navigation until the page is laid out, by the browser's clock."""
     contents = [record().content()]
     if name != "a layer":

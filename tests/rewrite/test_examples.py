@@ -26,16 +26,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("split_program", ["1 tensors of 512 bytes go from the first device to the second"]),
     ],
 )  # fmt: skip
-def test_an_example_runs(
-    name: str, expected: list[str], capsys: pytest.CaptureFixture[str], fresh_dynamo: None
-) -> None:
+def test_an_example_runs(name: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"rewrite_{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     for text in expected:
         assert text in printed
 
 
-def test_the_custom_kernel_runs_in_triton_too(capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+def test_the_custom_kernel_runs_in_triton_too(capsys: pytest.CaptureFixture[str]) -> None:
     """On the GPU where there is one, else in Triton's interpreter; and it compiles for an H100."""
     example = runpy.run_path(str(EXAMPLES / "rewrite_custom_kernel.py"))
     example["main"]("triton")

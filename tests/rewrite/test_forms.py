@@ -197,6 +197,6 @@ def test_a_graph_that_no_program_represents_is_refused() -> None:
         rw.find(graph, LINEAR)
 
 
-def test_the_snippets_run(fresh_dynamo: None) -> None:
+def test_the_snippets_run() -> None:
     names = run_snippets("docs/rewriting_forms.md")
     assert {"LINEAR", "pattern", "inductor_pass"} <= set(names)

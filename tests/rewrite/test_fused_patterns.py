@@ -296,7 +296,7 @@ def as_calls(match: rw.Match, builder: rw.LineBuilder) -> Any:
     ("name", "training"),
     [("resnet", True), *[long_only(*item) for item in product(("gpt2", "llama", "t5", "bert"), (False, True))]],
 )
-def test_the_calls_of_a_launch_compute_what_its_kernel_does(name: str, training: bool, fresh_dynamo: None) -> None:
+def test_the_calls_of_a_launch_compute_what_its_kernel_does(name: str, training: bool) -> None:
     replaced = Pass(lambda program: rw.rewrite(program, rw.launch(lambda *_: True, ...), as_calls), key="1")
     counts = Counter[str]()
     for graph in capture_graphs(SHALLOW[name], training):

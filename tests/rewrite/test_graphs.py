@@ -159,7 +159,7 @@ def test_a_replacement_of_another_dtype_is_an_error() -> None:
         rw.kernel_node("aten.add.Tensor")(torch.ones(2))
 
 
-def test_as_a_pass_of_a_compile(fresh_dynamo: None) -> None:
+def test_as_a_pass_of_a_compile() -> None:
     def fused(graph_module: GraphModule) -> None:
         matches.extend(rw.replace_in_graph(graph_module, pattern, replacement))
 

@@ -6,7 +6,7 @@ from fxwrap.options import empty_pass_registry
 from tests.support.documents import run_snippets
 
 
-def test_the_snippets_run(fresh_dynamo: None) -> None:
+def test_the_snippets_run() -> None:
     with empty_pass_registry():
         names = run_snippets("docs/rewriting.md")
     assert {"gelu_of_linear", "as_tanh", "replacement", "rename", "too_short"} <= set(names)

@@ -146,14 +146,14 @@ def test_a_negative_or_conjugate_bit(emitter: str, name: str) -> None:
 
 @emitters
 @pytest.mark.parametrize("name", [name for name in BITS if "empty" not in name])
-def test_a_bit_under_torch_compile(emitter: str, name: str, fresh_dynamo: None) -> None:
+def test_a_bit_under_torch_compile(emitter: str, name: str) -> None:
     function, make_input = BITS[name]
     assert_same_call(torch.compile(function, backend="fxwrap", options={"emitter": emitter}), function, make_input)
 
 
 @pytest.mark.sampled(2)
 @emitters
-def test_bits_inside_a_graph(emitter: str, fresh_dynamo: None) -> None:
+def test_bits_inside_a_graph(emitter: str) -> None:
     def function(z: Tensor) -> tuple[Tensor, ...]:
         imag = z.conj().imag
         flipped = negated_view(negated_view(z.real))
@@ -181,7 +181,7 @@ class Constants(torch.nn.Module):
 
 
 @emitters
-def test_constants_with_a_negative_bit(emitter: str, fresh_dynamo: None) -> None:
+def test_constants_with_a_negative_bit(emitter: str) -> None:
     options: Any = Options(emitter=emitter)  # type: ignore[arg-type]
     expected = Constants()
     wanted = [expected(X), expected(X)]
@@ -196,7 +196,7 @@ def test_constants_with_a_negative_bit(emitter: str, fresh_dynamo: None) -> None
 
 
 @emitters
-def test_gradients_with_a_bit(emitter: str, fresh_dynamo: None) -> None:
+def test_gradients_with_a_bit(emitter: str) -> None:
     def function(z: Tensor) -> Tensor:
         return (z.conj().imag.sin() * z.real).exp()
 
@@ -237,7 +237,7 @@ def writes(x: Tensor, y: Tensor) -> Tensor:
 
 @emitters
 @pytest.mark.parametrize("name", SUBCLASSES)
-def test_a_subclass_that_defines_nothing(emitter: str, name: str, fresh_dynamo: None) -> None:
+def test_a_subclass_that_defines_nothing(emitter: str, name: str) -> None:
     make, y = SUBCLASSES[name], random(4, 4)
     compiled = torch.compile(functions_of_two, backend="fxwrap", options={"emitter": emitter})
     for function, run in ((functions_of_two, compiled), (writes, torch.compile(writes, backend="fxwrap"))):
@@ -305,7 +305,7 @@ def test_version_counters_of_written_inputs(emitter: str, name: str) -> None:
 
 @pytest.mark.sampled(2)
 @emitters
-def test_autograd_sees_that_a_saved_tensor_was_written(emitter: str, fresh_dynamo: None) -> None:
+def test_autograd_sees_that_a_saved_tensor_was_written(emitter: str) -> None:
     write = direct(lambda x, y: x.copy_(y.sin()), random(3, 4), random(3, 4), emitter=emitter)
     leaf, saved = random(3, 4).requires_grad_(), random(3, 4)
     result = (leaf * saved).sum()

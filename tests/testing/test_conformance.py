@@ -25,7 +25,7 @@ from tests.support.long_form import LONG
 SPEC = dataclasses.replace(abacus.SPEC, supports_streams=False)
 
 
-def test_the_abacus_conforms(fresh_dynamo: None) -> None:
+def test_the_abacus_conforms() -> None:
     with on_abacus(spec=SPEC):
         report = run_conformance("cpu", emitters=("python",))
     assert report.passes, str(report)
@@ -39,7 +39,7 @@ def test_the_abacus_conforms(fresh_dynamo: None) -> None:
 
 
 @pytest.mark.parametrize("emitter", ["fx", "interpreter"])
-def test_other_emitters_conform(emitter: str, fresh_dynamo: None) -> None:
+def test_other_emitters_conform(emitter: str) -> None:
     with on_abacus(spec=SPEC):
         assert run_conformance("cpu", groups=("mutation",), emitters=(emitter,)).passes
 
@@ -66,20 +66,20 @@ def loads_with(change: Callable[[str], str]) -> DeviceRuntime:
     return DeviceRuntime(kernels=KernelRuntime(load=load))
 
 
-def test_a_wrong_kernel_fails(fresh_dynamo: None) -> None:
+def test_a_wrong_kernel_fails() -> None:
     wrong = loads_with(lambda text: text.replace("unit.relu", "unit.neg").replace("unit.add", "unit.sub"))
     status, reason = run_with("writes to inputs", runtime=wrong)
     assert status == "failed" and reason.startswith("result 0 differs by ")
 
 
-def test_a_wrong_gradient_fails(fresh_dynamo: None) -> None:
+def test_a_wrong_gradient_fails() -> None:
     """Of tanh, whose derivative is 1 - tanh(x)^2."""
     wrong = loads_with(lambda text: text.replace("unit.number(1.0", "unit.number(2.0"))
     status, reason = run_with("embeddings", runtime=wrong)
     assert status == "failed" and reason.startswith("the gradient of input 0 differs by ")
 
 
-def test_an_error_of_the_device_is_the_reason(fresh_dynamo: None) -> None:
+def test_an_error_of_the_device_is_the_reason() -> None:
     def fails(*_: Any) -> Any:
         raise ValueError("the driver is missing\nand more")
 
@@ -87,7 +87,7 @@ def test_an_error_of_the_device_is_the_reason(fresh_dynamo: None) -> None:
     assert run_with("returned inputs", runtime=runtime) == ("failed", "ValueError: the driver is missing")
 
 
-def test_a_missing_function_is_not_supported(fresh_dynamo: None) -> None:
+def test_a_missing_function_is_not_supported() -> None:
     def fails(*_: Any) -> Any:
         raise DeviceError("cpu", "its runtime has no function 'guard'", "Register one")
 
@@ -96,7 +96,7 @@ def test_a_missing_function_is_not_supported(fresh_dynamo: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(?s).* called instead")
-def test_operators_of_declined_kernels_are_named(fresh_dynamo: None) -> None:
+def test_operators_of_declined_kernels_are_named() -> None:
     def declines(_request: Any) -> Any:
         raise FxwrapError("the Abacus has no beads")
 
@@ -120,7 +120,7 @@ def test_each_group_has_cases() -> None:
     assert len({item.name for item in CASES}) == len(CASES)
 
 
-def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None) -> None:
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["conformance", "--device", "cpu", "--group", "streams", "--group", "capture", "--json"]
     with on_abacus(spec=SPEC):
         assert main([*arguments, str(tmp_path / "a.json"), "--emitter", "python"]) == 1  # nothing passed
@@ -150,7 +150,7 @@ class Die(RunHere):
 
 
 def test_jobs_share_the_cases(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], fresh_dynamo: None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(conformance, "subprocess", SimpleNamespace(Popen=RunHere, DEVNULL=None, PIPE=None))
     command = [

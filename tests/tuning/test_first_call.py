@@ -230,9 +230,7 @@ def test_nothing_is_timed_under_a_dispatch_mode(tmp_path: Path, monkeypatch: pyt
     assert timer.works
 
 
-def test_torch_compile_times_at_the_first_call_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
-) -> None:
+def test_torch_compile_times_at_the_first_call_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
 
@@ -250,9 +248,7 @@ def test_torch_compile_times_at_the_first_call_in_training(
     assert counts == [40 * 8, 40 * 8]  # forward and backward
 
 
-def test_an_exposed_graph_is_tuned_at_compile_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
-) -> None:
+def test_an_exposed_graph_is_tuned_at_compile_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(fast=1)
     use(timer, tmp_path, monkeypatch)
     seen: list[GraphModule] = []

@@ -72,7 +72,7 @@ def test_a_computed_size_is_timed_with_its_value(emitter: str) -> None:
     assert "hint=16" in str(compiled.program)
 
 
-def test_torch_compile_with_dynamic_sizes(fresh_dynamo: None) -> None:
+def test_torch_compile_with_dynamic_sizes() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.gelu(x.masked_select(x > 0)) * 2
 

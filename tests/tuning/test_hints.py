@@ -70,7 +70,7 @@ def test_the_hint_option_overrides_the_traced_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", [torch._dynamo.decorators.mark_unbacked, torch._dynamo.mark_dynamic])
 def test_torchs_hint_override_is_used(
-    mark: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
+    mark: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timer = FakeTimer(fast=1)
     monkeypatch.setattr("fxwrap.compile.compiler.gpu_tuner", lambda: tuner(timer, tmp_path))

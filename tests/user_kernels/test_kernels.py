@@ -260,7 +260,7 @@ def test_on_gpu(case: Case) -> None:
     check(case, "cuda")
 
 
-def test_one_program_covers_all_sizes(fresh_dynamo: None) -> None:
+def test_one_program_covers_all_sizes() -> None:
     programs: list[Any] = []
 
     def keep(program: Any) -> Any:
@@ -274,7 +274,7 @@ def test_one_program_covers_all_sizes(fresh_dynamo: None) -> None:
     assert len(programs) == 1
 
 
-def test_a_constant_of_the_function_around_a_kernel(fresh_dynamo: None) -> None:
+def test_a_constant_of_the_function_around_a_kernel() -> None:
     """Triton's interpreter knows no closures, so eager cannot run this on a CPU; the text that is carried has none."""
     three, four = kernels.kernel_over(tl.constexpr(3.0)), kernels.kernel_over(tl.constexpr(4.0))
 

@@ -46,7 +46,7 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("emitter", ["fx", "python"])
-def test_passes_run_at_their_points_in_order(emitter: str, fresh_dynamo: None) -> None:
+def test_passes_run_at_their_points_in_order(emitter: str) -> None:
     seen: list[str] = []
 
     def watch(name: str, at: str, order: int = 0) -> Pass:

@@ -77,7 +77,6 @@ def test_samples_match_the_interpreter(name: str) -> None:
 
 
 @pytest.mark.long  # `tests/models` has each emitter
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_model_inference_and_training_match_eager() -> None:
     """Through the backend itself, guards and all; `tests/models/test_models.py` runs all models by every emitter."""
     case = MODELS["resnet"]
@@ -118,7 +117,6 @@ def _run_traced(graph: CapturedGraph, recorder: Recorder) -> None:
 
 
 @pytest.mark.long  # `tests/models` calls them in their programs
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_every_operator_call_of_the_models_matches_eager() -> None:
     recorder = Recorder()
     for name in ("gpt2", "llama", "t5", "vit", "resnet") if LONG else ("gpt2", "llama", "resnet"):
@@ -285,7 +283,6 @@ FXWRAP_EXPORT const fxwrap::Program fxwrap_program = {
     )
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
 def test_origins_are_comments() -> None:
     graph = capture_graphs(SHALLOW["bert"], training=False)[0]
     options = fxwrap.Options(emitter="cpp")

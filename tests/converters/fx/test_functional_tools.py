@@ -147,7 +147,7 @@ def test_the_graph_runs_under_fake_mode(language: str) -> None:
 
 
 @torch.no_grad()
-def test_the_graph_compiles_again_and_is_exported(fresh_dynamo: None) -> None:
+def test_the_graph_compiles_again_and_is_exported() -> None:
     compiled, captured = _compiled("cpp")
     module, inputs = compiled.graph_module, captured.inputs
     wanted = tuple(module(*inputs))
@@ -255,7 +255,7 @@ def test_functional_and_in_place_are_inverse(planning: Any) -> None:
     assert _without_header(program) == _without_header(direct.program)  # the header has the options
 
 
-def test_the_option_selects_the_form_of_every_graph(fresh_dynamo: None) -> None:
+def test_the_option_selects_the_form_of_every_graph() -> None:
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, _info: Any) -> GraphModule:

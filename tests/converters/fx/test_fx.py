@@ -129,7 +129,7 @@ def test_metadata_matches_node_results(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", long_only("resnet")])
-def test_metadata_uses_the_models_fake_mode(name: str, fresh_dynamo: None) -> None:
+def test_metadata_uses_the_models_fake_mode(name: str) -> None:
     for captured in capture_graphs(SHALLOW[name], training=True):
         compiled = fxwrap.compile_graph(captured.graph_module, captured.example_inputs)
         module = compiled.graph_module
@@ -333,7 +333,7 @@ class _AsCall:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "fx"])
-def test_on_graph_receives_every_graph_and_its_result_is_run(emitter: str, fresh_dynamo: None) -> None:
+def test_on_graph_receives_every_graph_and_its_result_is_run(emitter: str) -> None:
     got: list[tuple[GraphModule, Any]] = []
     calls: list[str] = []
 

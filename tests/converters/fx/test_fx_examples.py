@@ -21,11 +21,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
     ],
 )
 def test_an_example_runs(
-    name: str,
-    expected: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    fresh_dynamo: None,
+    name: str, expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, *arguments = name.split()
     monkeypatch.setattr(sys, "argv", [script, *arguments])

@@ -44,7 +44,7 @@ class _Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["gpt2", long_only("resnet")])
-def test_memory_is_released_at_the_programs_frees(name: str, fresh_dynamo: None) -> None:
+def test_memory_is_released_at_the_programs_frees(name: str) -> None:
     for captured in capture_graphs(SHALLOW[name], training=True):
         placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
         released = [
@@ -75,7 +75,7 @@ THROUGH_THE_BACKEND = ("gpt2", long_only("resnet"))
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_BACKEND)
-def test_inference(name: str, fresh_dynamo: None) -> None:
+def test_inference(name: str) -> None:
     case = MODELS[name]
     model, inputs = case.build(seed=0), case.inputs(seed=1)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_inference(name: str, fresh_dynamo: None) -> None:
 
 
 @pytest.mark.parametrize("name", THROUGH_THE_BACKEND)
-def test_training_with_dropout(name: str, fresh_dynamo: None) -> None:
+def test_training_with_dropout(name: str) -> None:
     case = MODELS[name]
     eager = case.build(seed=0, dropout=case.has_dropout, layers=1)
     model, inputs = copy.deepcopy(eager), case.inputs(seed=2, training=True)

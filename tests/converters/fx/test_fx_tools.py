@@ -170,7 +170,7 @@ def _prepare(captured: CapturedGraph) -> Prepared:
     ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]
 )
 @torch.no_grad()
-def test_fx_tools_preserve_outputs_of_models(name: str, tool: str, fresh_dynamo: None) -> None:
+def test_fx_tools_preserve_outputs_of_models(name: str, tool: str) -> None:
     for prepared in _prepared(name):
         assert prepared.program.kernels
         inputs = copy.deepcopy(prepared.inputs)
@@ -212,7 +212,7 @@ def test_symbolic_tracing_is_rejected() -> None:
 
 
 @torch.no_grad()
-def test_an_emitted_graph_compiles_again(fresh_dynamo: None) -> None:
+def test_an_emitted_graph_compiles_again() -> None:
     sample = SAMPLES["cpp_kernel_with_two_outputs"]
     module = fxwrap.to_fx(sample.program()).graph_module
     wanted = module(*sample.inputs(2))

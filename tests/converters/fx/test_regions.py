@@ -127,7 +127,7 @@ def test_copies_and_dead_code_elimination_preserve_regions(form: FxForm) -> None
 
 
 @both_forms
-def test_a_vendors_module_may_replace_a_region(form: FxForm, fresh_dynamo: None) -> None:
+def test_a_vendors_module_may_replace_a_region(form: FxForm) -> None:
     graph, compiled = emitted(form), []
 
     def backend(region: GraphModule, _inputs: object) -> GraphModule:
@@ -187,7 +187,7 @@ def unchanged(graph: GraphModule) -> Callable[..., object]:
 @both_forms
 @pytest.mark.parametrize("call_of", [unchanged, copied, compiled_by_dynamo])
 def test_calls_of_an_edited_region_raise_until_the_edit_is_accepted(
-    form: FxForm, call_of: Callable[[GraphModule], Callable[..., object]], fresh_dynamo: None
+    form: FxForm, call_of: Callable[[GraphModule], Callable[..., object]]
 ) -> None:
     graph = emitted(form)
     (call, *_) = fxwrap.fx.regions(graph)
@@ -216,7 +216,7 @@ def test_an_edit_that_is_undone_is_no_edit() -> None:
 
 
 @both_forms
-def test_a_region_that_on_graph_edits_is_refused_at_the_first_call(form: FxForm, fresh_dynamo: None) -> None:
+def test_a_region_that_on_graph_edits_is_refused_at_the_first_call(form: FxForm) -> None:
     def edit(graph: GraphModule, info: object) -> GraphModule:
         find(fxwrap.fx.regions(graph)[0].module, aten.gelu.default).target = aten.relu.default
         return graph
@@ -228,7 +228,7 @@ def test_a_region_that_on_graph_edits_is_refused_at_the_first_call(form: FxForm,
 
 
 @both_forms
-def test_graphs_of_regions_are_plain_graph_modules(form: FxForm, fresh_dynamo: None) -> None:
+def test_graphs_of_regions_are_plain_graph_modules(form: FxForm) -> None:
     graph = emitted(form)
     region = graph.get_submodule(str(graph.graph.find_nodes(op="call_module")[0].target))
     assert isinstance(region, GraphModule) and "aten.gelu.default" in region.code

@@ -51,7 +51,7 @@ def selectively_checkpointed(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("function", [checkpointed, selectively_checkpointed])
-def test_random_numbers_match_eager(function: Any, device: str, fresh_dynamo: None) -> None:
+def test_random_numbers_match_eager(function: Any, device: str) -> None:
     x, w = to_device((random(4, 8), random(8, 8, seed=1, gradient=True)), device)
 
     def run(called: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ _ON_GPU = [pytest.param("cuda", emitter, marks=pytest.mark.gpu) for emitter in (
 
 
 @pytest.mark.parametrize(("device", "emitter"), [("cpu", "python"), *_ON_GPU])
-def test_cuda_graph_replays_match_eager_random_numbers(device: str, emitter: str, fresh_dynamo: None) -> None:
+def test_cuda_graph_replays_match_eager_random_numbers(device: str, emitter: str) -> None:
     x, w = to_device((random(4, 8), random(8, 8, seed=1, gradient=True)), device)
     with cpu_with_graph_capture() if device == "cpu" else nullcontext() as recorder:
         options = {"emitter": emitter, "cuda_graphs": True, "fuse": False}
@@ -100,7 +100,7 @@ def test_cuda_graph_replays_match_eager_random_numbers(device: str, emitter: str
         assert recorder is None or recorder.replayed >= 8
 
 
-def test_the_partitioner_preserves_the_default_generator(fresh_dynamo: None) -> None:
+def test_the_partitioner_preserves_the_default_generator() -> None:
     """On GPUs it would use generators of its own, which do not draw eager's numbers; the setting is restored."""
     from functorch.compile import config, default_partition
 

@@ -120,7 +120,7 @@ def test_while_loop(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_failing_assert_in_a_body_has_the_same_message_everywhere(device: str, fresh_dynamo: None) -> None:
+def test_a_failing_assert_in_a_body_has_the_same_message_everywhere(device: str) -> None:
     def function(x: Tensor) -> Any:
         def body(i: Tensor, a: Tensor) -> Any:
             most = (a > 0).sum().item()

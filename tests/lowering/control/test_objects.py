@@ -36,7 +36,7 @@ def compiled(function: Any, emitter: str) -> Any:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynamo: None, emitter: str) -> None:
+def test_methods_of_script_objects_run_in_order(script_classes: Any, emitter: str) -> None:
     def function(queue: Any, foo: Any, x: torch.Tensor) -> torch.Tensor:
         queue.push(x.sin())
         queue.push(foo.add_tensor(x).cos())
@@ -58,7 +58,7 @@ def test_methods_of_script_objects_run_in_order(script_classes: Any, fresh_dynam
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_registered_classes_are_operands_and_outputs(fresh_dynamo: None, emitter: str) -> None:
+def test_registered_classes_are_operands_and_outputs(emitter: str) -> None:
     def function(counter: Counter, x: torch.Tensor) -> tuple[torch.Tensor, Counter]:
         once = TESTS.add_count(counter, x)
         twice = TESTS.add_count(counter, x)  # another call: it changes the counter

@@ -118,7 +118,7 @@ def _noted(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_effects_stay_ordered(device: str, fresh_dynamo: None) -> None:
+def test_effects_stay_ordered(device: str) -> None:
     x = torch.ones(4, device=device)
     (graph,) = capture(_noted, (x,))
     for emitter in COMPARED_EMITTERS:

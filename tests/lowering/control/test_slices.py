@@ -144,7 +144,7 @@ def test_scan_and_map(case: Case, device: str) -> None:
     case.check(device)
 
 
-def test_a_pointwise_associative_scan_on_cpu_does_what_torch_does(fresh_dynamo: None) -> None:
+def test_a_pointwise_associative_scan_on_cpu_does_what_torch_does() -> None:
     def function(x: Tensor) -> Tensor:
         return associative_scan(torch.add, x, 0, combine_mode="pointwise")
 
@@ -173,5 +173,5 @@ def _reversed_trees(x: Tensor) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [_sums_along_the_rows, _reversed_trees])
-def test_a_pointwise_associative_scan_on_a_gpu(function: Any, dynamic: bool, fresh_dynamo: None) -> None:
+def test_a_pointwise_associative_scan_on_a_gpu(function: Any, dynamic: bool) -> None:
     assert_emitters_agree(function, (ROWS.cuda(),), dynamic=dynamic)

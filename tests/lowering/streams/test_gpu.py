@@ -168,7 +168,7 @@ MAKERS = [with_streams, with_events, with_recorded_events]
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_model_with_streams_matches_eager(make: Any, emitter: str, fresh_dynamo: None) -> None:
+def test_a_model_with_streams_matches_eager(make: Any, emitter: str) -> None:
     side = torch.cuda.Stream()
     model = make(side)
     compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter})
@@ -180,7 +180,7 @@ def test_a_model_with_streams_matches_eager(make: Any, emitter: str, fresh_dynam
 
 @pytest.mark.parametrize("emitter", EMITTERS)
 @pytest.mark.parametrize("make", MAKERS)
-def test_gradients_through_streams_match_eager(make: Any, emitter: str, fresh_dynamo: None) -> None:
+def test_gradients_through_streams_match_eager(make: Any, emitter: str) -> None:
     side = torch.cuda.Stream()
     model = make(side)
     compiled = torch.compile(model, backend="fxwrap", options={"emitter": emitter})
@@ -193,7 +193,7 @@ def test_gradients_through_streams_match_eager(make: Any, emitter: str, fresh_dy
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_stream_calls_of_a_model_are_in_its_program(emitter: str, fresh_dynamo: None) -> None:
+def test_stream_calls_of_a_model_are_in_its_program(emitter: str) -> None:
     """Also those that no tensor of the program needs: what ran before it on the side stream is done when it reads."""
     side = torch.cuda.Stream()
 
@@ -216,7 +216,7 @@ def test_stream_calls_of_a_model_are_in_its_program(emitter: str, fresh_dynamo: 
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_host_synchronization_is_preserved(emitter: str, fresh_dynamo: None) -> None:
+def test_host_synchronization_is_preserved(emitter: str) -> None:
     side = torch.cuda.Stream()
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -236,7 +236,7 @@ def test_host_synchronization_is_preserved(emitter: str, fresh_dynamo: None) -> 
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_program_runs_on_the_callers_current_stream(emitter: str, fresh_dynamo: None) -> None:
+def test_a_program_runs_on_the_callers_current_stream(emitter: str) -> None:
     side = torch.cuda.Stream()
     compiled = torch.compile(lambda x: (chain(x, 8) + 1).sin(), backend="fxwrap", options={"emitter": emitter})
     x = random(SIZE, SIZE)
@@ -332,7 +332,7 @@ def test_a_graph_run_node_by_node_is_on_its_gpu() -> None:
 
 @two_gpus
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_a_training_step_runs_on_the_second_gpu(emitter: str, fresh_dynamo: None) -> None:
+def test_a_training_step_runs_on_the_second_gpu(emitter: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64)).to("cuda:1")
     x = random(32, 64, device="cuda:1")
     model(x).square().sum().backward()

@@ -162,7 +162,7 @@ def test_inputs_of_the_wrong_number_type(emitter: str) -> None:
             compiled(*inputs)
 
 
-def test_a_bool_saved_for_the_backward(fresh_dynamo: None) -> None:
+def test_a_bool_saved_for_the_backward() -> None:
     """The backward of a branch takes the number that chose it, which is an input of that graph."""
 
     def function(x: Tensor, b: Tensor) -> Any:

@@ -39,7 +39,7 @@ VERSIONS = [pytest.param(exported, id=name) for exported, name in ((False, "comp
 
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 @pytest.mark.parametrize("exported", VERSIONS)
-def test_a_graph_prints_the_same_as_eager(exported: bool, emitter: str, capsys: Any, fresh_dynamo: None) -> None:
+def test_a_graph_prints_the_same_as_eager(exported: bool, emitter: str, capsys: Any) -> None:
     options = Options(emitter=emitter)
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
         run: Callable[..., Any]

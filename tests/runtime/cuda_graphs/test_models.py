@@ -66,7 +66,7 @@ def _assert_alike(model: nn.Module, twin: nn.Module) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "fx"])
-def test_training(recorder: CpuGraphCapturer, fresh_dynamo: None, emitter: str) -> None:
+def test_training(recorder: CpuGraphCapturer, emitter: str) -> None:
     """Steps with gradients that are dropped or added up, and two forwards before two backwards."""
     model, twin = _pair()
     compiled = torch.compile(twin, backend="fxwrap", mode=None, options={"cuda_graphs": True, "emitter": emitter})
@@ -92,7 +92,7 @@ def test_training(recorder: CpuGraphCapturer, fresh_dynamo: None, emitter: str) 
     assert recorder.recorded >= 2 and recorder.replayed > 12
 
 
-def test_inference_by_mode(recorder: CpuGraphCapturer, fresh_dynamo: None) -> None:
+def test_inference_by_mode(recorder: CpuGraphCapturer) -> None:
     model, twin = _pair()
     model.eval(), twin.eval()
     compiled = torch.compile(twin, backend="fxwrap", mode="reduce-overhead")
@@ -107,7 +107,7 @@ def test_inference_by_mode(recorder: CpuGraphCapturer, fresh_dynamo: None) -> No
     assert recorder.replayed >= 4
 
 
-def test_symbolic_sizes(recorder: CpuGraphCapturer, fresh_dynamo: None) -> None:
+def test_symbolic_sizes(recorder: CpuGraphCapturer) -> None:
     model, twin = _pair()
     model.eval(), twin.eval()
     compiled = torch.compile(twin, backend="fxwrap", dynamic=True, options={"cuda_graphs": True})

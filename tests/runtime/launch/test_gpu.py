@@ -178,7 +178,7 @@ def test_a_device_other_than_the_current_one() -> None:
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_whole_graphs(emitter: str, fresh_dynamo: None) -> None:
+def test_whole_graphs(emitter: str) -> None:
     """In autograd's threads too: sizes that are dynamic, kernels with numbers, a backward."""
 
     def function(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

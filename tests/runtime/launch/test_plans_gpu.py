@@ -158,7 +158,7 @@ def test_accuracy_matches_eager(
         assert [item.stride() for item in results] == [item.stride() for item in case.function(*inputs)]
 
 
-def test_many_sizes(case: Case, fresh_dynamo: None) -> None:
+def test_many_sizes(case: Case) -> None:
     """More sizes than a call caches plans for, and sizes that fall back to the operator."""
     function = torch.compile(case.function, backend="fxwrap", dynamic=True, options={"emitter": "cpp"})
     for size in case.sizes:
@@ -166,7 +166,7 @@ def test_many_sizes(case: Case, fresh_dynamo: None) -> None:
         case.check(function(*inputs), inputs)
 
 
-def test_captured_and_replayed(case: Case, fresh_dynamo: None) -> None:
+def test_captured_and_replayed(case: Case) -> None:
     options = {"emitter": "cpp", "cuda_graphs": True}
     function = torch.compile(case.function, backend="fxwrap", options=options)
     for seed in range(5):

@@ -97,7 +97,10 @@ IValue call(const char* name, const char* overload, std::vector<IValue> argument
 
 IValue optional_tensor(const Tensor& tensor) { return tensor.defined() ? IValue(tensor) : IValue(); }
 
-bool has_bfloat16() { return at::hasMKLDNN() && call("mkldnn::_is_mkldnn_bf16_supported", "", {}).toBool(); }
+bool has_bfloat16() {
+  static const bool has = at::hasMKLDNN() && call("mkldnn::_is_mkldnn_bf16_supported", "", {}).toBool();
+  return has;
+}
 
 Tensor prepack_linear_weight(const Tensor& weight, int64_t rows) {
   if (weight.scalar_type() == at::kFloat && at::hasMKL()) {
