@@ -32,6 +32,7 @@ from fxwrap.passes.accumulate import accumulate_in_place
 from fxwrap.passes.bucket_collectives import bucket_collectives
 from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
+from fxwrap.passes.dependent_launches import insert_dependent_launches
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.passes.graph_capture import CaptureChecker
 from fxwrap.passes.out_variants import use_out_variants
@@ -91,6 +92,12 @@ def _partition(state: CompileState, context: CompileContext) -> CompileState:
     static_inputs = [item.name for position, item in enumerate(program.inputs) if position in context.static_inputs]
     partitioned = partition(program, can_capture, max_captures=options.cuda_graph_limit, static_inputs=static_inputs)
     return replace(state, program=partitioned)
+
+
+def _insert_dependent_launches(state: CompileState, context: CompileContext) -> CompileState:
+    specs = context.options.device_specs()
+    device_types = [name for name, spec in specs.items() if spec.supports_dependent_launch]
+    return replace(state, program=insert_dependent_launches(state.program, device_types))
 
 
 def _transform(function: Callable[[Program], Program]) -> Callable[[CompileState, CompileContext], CompileState]:
@@ -222,10 +229,15 @@ _PLANNING_STEPS = frozenset({
 
 EMISSION_STEPS: tuple[CompileStep, ...] = (
     _pass_point(FX_EMITTED, "the user's passes over the program as an FX graph, which is imported again"),
+    Step(
+        "insert_dependent_launches", "let kernels start before the kernel launched before them has ended",
+        _insert_dependent_launches, "dependent_launch",
+        lambda options: options.dependent_launch and effective_emitter(options) in ("cpp", "python"),
+    ),
     Step("emit", "emit Python, C++ or an FX graph", _emit, "emitter"),
     Step("compile_kernels", "compile the kernels", _compile_kernels),
-)
-"""The steps from the final program to code."""
+)  # fmt: skip
+"""The steps from the last program of all emitters to code."""
 
 
 def steps_for(steps: Sequence[CompileStep], options: Options) -> Iterator[CompileStep]:

@@ -17,6 +17,14 @@ _MAX_NAME_LENGTH: Final = 100
 _DEFINITION = re.compile(rf'^(?:def|extern "C" void) ({_PREFIX}\w+)\(', re.MULTILINE)
 
 
+EARLY_READS: Final = "early_reads"
+"""The option of a kernel that waits for the launches before it: the positions of the tensors that it reads before."""
+
+
+DEPENDENT: Final = "dependent"
+"""The option of a launcher, beside those of its kernel: launches may start before those before them have ended."""
+
+
 def make_function_name(readable: str, content: str = "") -> str:
     """Returns the identifier of a printed function: from a readable name, or `kernel` for "".
 
@@ -33,6 +41,11 @@ def find_function_name(source: str) -> str:
     """Returns the name of the function in a kernel's source."""
     match = _DEFINITION.search(source)
     return match[1] if match else _UNNAMED
+
+
+def is_printed(source: str) -> bool:
+    """Whether fxwrap printed a kernel's source."""
+    return _DEFINITION.search(source) is not None
 
 
 def kernel_content_hash(

@@ -122,6 +122,9 @@ class DeviceSpec:
             combo kernels where the language has a `KernelCombiner`; 0 for none.
         combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
             each is a launch of its own.
+        supports_dependent_launch: kernels of the language may start before the launch before them has ended
+            (programmatic dependent launch) where the option `dependent_launch` asks for it. Devices without the feature
+            run the same kernels one after the other.
         instructions_per_byte: instructions per element of a large tensor in the time to move one byte of each; 0 where
             caches make that unpredictable. It enables recomputation of cheap tensors and tables of slow functions.
         asserts_raise: a failed assertion in a kernel raises at its launch. Otherwise it fails on the device.
@@ -180,6 +183,7 @@ class DeviceSpec:
     packed_gemm_bytes: int = 0
     combo_kernel_bytes: int = 0
     combo_large_kernels: int = 0
+    supports_dependent_launch: bool = False
     instructions_per_byte: int = 0
     asserts_raise: bool = False
     cpu_rounding: bool = False
@@ -313,6 +317,7 @@ CUDA = DeviceSpec(
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,
     combo_large_kernels=16,
+    supports_dependent_launch=True,
     instructions_per_byte=4,
     float8_kernels=True,
     reserves_batch_norm_state=True,

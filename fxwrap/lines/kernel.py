@@ -11,7 +11,8 @@ class Launch(LineBase):
 
     The kernel's parameters are, in this order: the tensors among `arguments`, `outs`, the scalars among `arguments`.
     The kernel may also read the tensors in `outs`. If the kernel has a signature, the numbers of tensors and scalars
-    match it.
+    match it. A `dependent` launch may start before the launch before it has ended, for which its kernel then waits
+    (`wrapper_ir/dependent_launches.py`).
 
     Example: `kernel.launch @relu_0(%x, n0) outs=(%buf0) grid=(ceildiv(n0, 1024), 1, 1)`
     """
@@ -22,6 +23,7 @@ class Launch(LineBase):
     grid: tuple[Size, ...] = attribute(default=(1, 1, 1), form=Form.SEQUENCE)
     effect_set: tuple[Effect, ...] = attribute(default=(), form=Form.SEQUENCE)
     stream: int = attribute(default=0)
+    dependent: bool = attribute(default=False)
 
     def effects(self) -> tuple[Effect, ...]:
         return self.effect_set

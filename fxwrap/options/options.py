@@ -91,6 +91,9 @@ class Options:
             "generated" all that a printer can schedule.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
+        dependent_launch: whether a generated kernel may start, and read weights, before the kernel launched before it
+            has ended (programmatic dependent launch), on GPUs of compute capability 9.0 or more. Emitted FX graphs
+            launch one kernel after the other.
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
             `DeviceSpec.collective_bytes_per_s`.
         collective_speeds: the latency of collectives in seconds, and their bytes per second, by the name of a process
@@ -154,6 +157,7 @@ class Options:
     autotune: bool | Literal["first_call"] = False
     matmul_kernels: MatmulKernels = "auto"
     combo_kernels: bool = True
+    dependent_launch: bool = False
     bucket_collectives: bool = True
     collective_speeds: Mapping[str, tuple[float, float]] | None = None
     overlap_collectives: bool = True

@@ -6,6 +6,7 @@ It knows no line class; those are in `fxwrap.lines`.
 from fxwrap.symbolic import Size as Size
 from fxwrap.wrapper_ir.analyses import *
 from fxwrap.wrapper_ir.canonicalization import *
+from fxwrap.wrapper_ir.dependent_launches import *
 from fxwrap.wrapper_ir.effects import *
 from fxwrap.wrapper_ir.highlight import *
 from fxwrap.wrapper_ir.kernel_calls import *

@@ -59,6 +59,11 @@ class LineBase(ABC):
         return 0
 
     @property
+    def dependent(self) -> bool:
+        """Whether the line may start before the launch before it has ended. A line class may declare it as a field."""
+        return False
+
+    @property
     def device(self) -> str:
         """The device that the line names, or "" for none. A line class may declare it as a field."""
         return ""

@@ -16,6 +16,7 @@ Rules, by the name in an error:
   terminator.
 - `bracket`: brackets that do not nest. `async`: memory used while a collective is in flight, or a missing wait.
 - `race`: memory used while work on another stream may use it, since no event orders the two; see streams.py.
+- `dependent`: a dependent launch that may run before what it needs; see dependent_launches.py.
 - `kernel`, `function`: a target that is not defined or does not match. `line`: a line that is invalid by itself.
 """
 
@@ -29,6 +30,7 @@ from typing import NoReturn
 from fxwrap.errors import ValueKindError, VerifyError
 from fxwrap.symbolic import Size, expression_kind
 from fxwrap.wrapper_ir.analyses import is_release
+from fxwrap.wrapper_ir.dependent_launches import LaunchChain, early_reads, kernel_name
 from fxwrap.wrapper_ir.line import (
     Block,
     FunctionSummary,
@@ -95,6 +97,7 @@ class _Scope:
         self.symbol_names: set[str] = set()
         self.free_symbols: set[str] | None = None
         self.uses_streams = uses_streams(program)
+        self.has_dependent_launches = any(line.dependent for line in program.lines())
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.functions: dict[str, FunctionSummary] = {}
         symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
@@ -135,6 +138,7 @@ class _BlockVerifier:
         self.undefined_symbols: list[str] = []  # in types; the next lines must define them
         self.own_symbols: list[str] = []
         self.streams = StreamOrder([value for value, _ in arguments]) if scope.uses_streams else None
+        self.chain = LaunchChain() if scope.has_dependent_launches else None
 
     def run(self, terminator: str) -> None:
         lines = self.block.lines
@@ -157,6 +161,8 @@ class _BlockVerifier:
             self._define_results(line)
             if self.streams is not None:
                 self._check_streams(line, self.streams)
+            if self.chain is not None:
+                self._check_chain(line, self.chain)
         self._check_end(lines[-1], terminator)
         self.scope.symbols.difference_update(self.own_symbols)
 
@@ -306,6 +312,17 @@ class _BlockVerifier:
                 where = f"runs on {stream_name(stream_of(line))} inside a guard of {stream_name(entered)}"
                 self._fail("race", f"'{line.opcode}' {where}; move it out of the guard")
         streams.add(line, self.position)
+
+    def _check_chain(self, line: LineBase, chain: LaunchChain) -> None:
+        kernel = self.scope.kernels.get(kernel_name(line))
+        early = None if kernel is None else early_reads(kernel)
+        if line.dependent:
+            if early is None:
+                self._fail("dependent", f"kernel @{kernel_name(line)} does not wait for earlier launches")
+            reason = chain.conflict(line, early, self.root_of)
+            if reason is not None:
+                self._fail("dependent", f"the launch may not be dependent: {reason}")
+        chain.add(line, early is not None, self.root_of)
 
     # --- definitions ------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class CppConverter(LoopConverter):
         self.kernels[symbol] = kernel
         texts = (kernel.language, kernel.source, ", ".join(kernel.signature), serialize_options(kernel.options))
         record = self.unit.launched_kernel(kernel.name, symbol, variants_symbol(symbol), texts)
-        grid = ", ".join(map(self.unit.number, line.grid))
+        sizes = [*map(self.unit.number, line.grid), *["1"] * (3 - len(line.grid) if line.dependent else 0)]
+        grid = ", ".join([*sizes, *(["true"] if line.dependent else [])])
         slots = [", ".join(map(self.writer.name_of, values)) for values in (tensors, line.outs)]
         numbers = ", ".join(map(self.writer.number, scalars))
         self.writer.emit(f"launch(f, {record}, {{{grid}}}, {{{slots[0]}}}, {{{slots[1]}}}, {{{numbers}}});")

@@ -199,7 +199,7 @@ class PythonConverter(Converter):
     def launch(self, line: lines.Launch) -> None:
         definition = self.program.kernel(line.kernel)
         gridless = language_traits(definition.language).gridless and line.grid == (1, 1, 1)
-        kernel = self.module.kernel(definition, gridless=gridless)
+        kernel = self.module.kernel(definition, gridless=gridless, dependent=line.dependent)
         tensors = [item for item in line.arguments if isinstance(item, ir.Value)]
         scalars = [item for item in line.arguments if not isinstance(item, ir.Value)]
         grid = [] if gridless else [self._sizes(line.grid)]

@@ -12,6 +12,7 @@ import torch
 
 from fxwrap.converters.torch_calls import ArgumentKind, kind_of, kind_of_elements, torch_call
 from fxwrap.devices import language_traits
+from fxwrap.devices.kernel_names import DEPENDENT
 from fxwrap.lines import CallFunction
 from fxwrap.lines.operands import block_device, communicating_groups
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
@@ -72,15 +73,16 @@ class PythonModule:
         name = f"aten_{short}" if namespace == "aten" else f"op_{namespace}_{short}"
         return self.define_global(name, f"torch.ops.{target}")
 
-    def kernel(self, kernel: KernelDefinition, *, gridless: bool) -> str:
+    def kernel(self, kernel: KernelDefinition, *, gridless: bool, dependent: bool = False) -> str:
         """Returns the global variable of a kernel's launcher; it takes a grid unless `gridless`, and arguments."""
-        identity = f"{_source_literal(kernel.source)}, {kernel.signature!r}, {kernel.options!r}"
+        options = (*kernel.options, *([(DEPENDENT, True)] if dependent else []))
+        identity = f"{_source_literal(kernel.source)}, {kernel.signature!r}, {options!r}"
         if gridless and language_traits(kernel.language).links_into_cpp:
             text = f"{self.runtime('kernels', 'load_cpp_kernel')}({identity})"
         else:
             load = self.runtime("kernels", "load_gridless_kernel" if gridless else "load_kernel")
             text = f"{load}({kernel.language!r}, {identity})"
-        return self.define_global(f"kernel_{kernel.name}", text)
+        return self.define_global(f"kernel_{kernel.name}{'_dependent' if dependent else ''}", text)
 
     def import_function(self, module: str, function: str) -> str:
         """Imports a function of a module outside fxwrap, for extension lines, and returns its name."""

@@ -337,6 +337,26 @@ def multiply(a, b):
     return a * b
 
 
+def launch_dependents():
+    """Lets the next launch start as soon as all programs of this one have got here."""
+    if has_dependent_launch():
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def wait_for_launches():
+    """Waits until the launches before this one have ended, and what they wrote is visible."""
+    if has_dependent_launch():
+        tl.extra.cuda.gdc_wait()
+
+
+def prefetch(pointer, mask=True):
+    """Moves lines of memory into the L2 cache."""
+    if has_dependent_launch():
+        operands = [pointer.to(tl.int64), tl.cast(mask, tl.int32)]
+        text: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+        tl.inline_asm_elementwise(text, "=r,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
 '''
 
 _GENERATED = [
@@ -369,7 +389,22 @@ def has_packed_bytes(_semantic=None):
 has_packed_bytes.__triton_builtin__ = True
 '''.strip()
 
-HELPERS: Mapping[str, str] = {"has_float8": _HAS_FLOAT8, "has_packed_bytes": _HAS_PACKED_BYTES} | {
+_HAS_DEPENDENT_LAUNCH = '''
+def has_dependent_launch(_semantic=None):
+    """Whether the kernel is compiled for a GPU with programmatic dependent launch; not in Triton's interpreter."""
+    options = None if _semantic is None else _semantic.builder.options
+    is_nvidia = options is not None and options.backend_name == "cuda"
+    return tl.constexpr(is_nvidia and int(options.arch[2:].rstrip("af")) >= 90)
+
+
+has_dependent_launch.__triton_builtin__ = True
+'''.strip()
+
+HELPERS: Mapping[str, str] = {
+    "has_float8": _HAS_FLOAT8,
+    "has_packed_bytes": _HAS_PACKED_BYTES,
+    "has_dependent_launch": _HAS_DEPENDENT_LAUNCH,
+} | {
     match.group(1): "@triton.jit\n" + match.group(0).strip()
     for match in re.finditer(r"^def (\w+)\(.*?(?=^def |\Z)", _TEXTS + "".join(_GENERATED), re.MULTILINE | re.DOTALL)
 }

@@ -22,7 +22,7 @@ import torch
 from fxwrap import torch_compat
 from fxwrap.caching import shared_cache
 from fxwrap.devices import CUDA
-from fxwrap.devices.kernel_names import find_function_name
+from fxwrap.devices.kernel_names import EARLY_READS, find_function_name
 from fxwrap.errors import FxwrapError, KernelBuildError
 from fxwrap.runtime.compiler_runs import count_compiler_runs, count_finished_kernels
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
@@ -77,12 +77,12 @@ def import_triton() -> ModuleType:
 def split_launch_options(options: KernelOptions) -> tuple[dict[str, Option], dict[str, Option]]:
     """Splits a kernel's options into constant parameters (in capitals) and compile options.
 
-    Floating-point fusion is off by default: Triton's default differs between versions. Raises
-    FxwrapError for an unknown option.
+    `early_reads` describes the text and is neither. Floating-point fusion is off by default: Triton's default differs
+    between versions. Raises FxwrapError for an unknown option.
     """
     constants = {name: option for name, option in options if name.isupper()}
     compile_options: dict[str, Option] = {"enable_fp_fusion": False} | {
-        name: option for name, option in options if not name.isupper()
+        name: option for name, option in options if not name.isupper() and name != EARLY_READS
     }
     for name in compile_options:
         if name not in LAUNCH_OPTIONS:

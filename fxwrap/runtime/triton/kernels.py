@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fxwrap.devices import TRITON
+from fxwrap.devices.kernel_names import DEPENDENT
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.triton.compile import (
     import_triton,
@@ -37,13 +38,16 @@ def load_triton_kernel(source: str, signature: tuple[str, ...], options: KernelO
     """Returns `launcher(grid, *tensors, *scalars)` of a source that defines a `@triton.jit` function.
 
     Options in capitals are constant parameters; the others (num_warps, num_stages, num_ctas, maxnreg, enable_fp_fusion)
-    are compile options. Raises FxwrapError where Triton is missing, for a source without the function, and for an
-    unknown option.
+    are compile options. With the option `dependent`, fxwrap's own launcher may start the kernel before the one before
+    it has ended. Raises FxwrapError where Triton is missing, for a source without the function, and for an unknown
+    option.
     """
+    is_dependent = (DEPENDENT, True) in options
+    options = tuple([(name, option) for name, option in options if name != DEPENDENT])
     kernel = KernelText(TRITON.name, source, signature, options)
     triton = _TritonKernel(kernel)
     import_triton()
-    return make_launcher(kernel, triton.constants, triton)
+    return make_launcher(kernel, triton.constants, triton, is_dependent)
 
 
 class _TritonKernel:

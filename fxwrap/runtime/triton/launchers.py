@@ -72,22 +72,27 @@ class NativeLauncher(Protocol):
         """Adds machine code for arguments of these classes, for GPUs that can run it."""
 
 
-def make_launcher(kernel: KernelText, constants: Collection[str], triton: TritonCalls) -> Fallback:
+def make_launcher(
+    kernel: KernelText, constants: Collection[str], triton: TritonCalls, dependent: bool = False
+) -> Fallback:
     """Returns the kernel's launcher, which is Triton's without an NVIDIA GPU or bridge, and in the interpreter.
 
     Triton launches while the bridge is compiled in the background. `constants` names the kernel's constant parameters.
+    `dependent` launches may start before those before them have ended; Triton's start after them.
     """
     if not torch.cuda.is_available() or torch.version.hip is not None or import_triton().knobs.runtime.interpret:
         return triton.launch
     if find_bridge() is None:
-        return InterimLauncher(triton.launch, partial(make_native_launcher, kernel, constants, triton))
+        return InterimLauncher(triton.launch, partial(make_native_launcher, kernel, constants, triton, dependent))
     try:
-        return make_native_launcher(kernel, constants, triton)
+        return make_native_launcher(kernel, constants, triton, dependent)
     except NativeBuildError:
         return triton.launch
 
 
-def make_native_launcher(kernel: KernelText, constants: Collection[str], triton: TritonCalls) -> NativeLauncher:
+def make_native_launcher(
+    kernel: KernelText, constants: Collection[str], triton: TritonCalls, dependent: bool = False
+) -> NativeLauncher:
     """Returns the kernel's launcher. Raises NativeBuildError where the bridge cannot be built."""
     added, is_launched_by_triton = dict[int, object](), False
 
@@ -109,7 +114,7 @@ def make_native_launcher(kernel: KernelText, constants: Collection[str], triton:
         added[id(compiled)] = compiled
         launcher(grid, *arguments)
 
-    launcher: NativeLauncher = launcher_class()(kernel.symbol, ", ".join(kernel.signature), fallback)
+    launcher: NativeLauncher = launcher_class()(kernel.symbol, ", ".join(kernel.signature), fallback, dependent)
     return launcher
 
 

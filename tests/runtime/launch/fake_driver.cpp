@@ -146,6 +146,32 @@ int cuLaunchKernel(int64_t function, unsigned x, unsigned y, unsigned z, unsigne
   return status("cuLaunchKernel");
 }
 
+// CUlaunchConfig and CUlaunchAttribute, as in the driver's documentation.
+struct Attribute {
+  int id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int serialization;
+  } value;
+};
+struct Configuration {
+  unsigned x, y, z, bx, by, bz, shared;
+  int64_t stream;
+  Attribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(Attribute) == 72 && sizeof(Configuration) == 56);
+
+int cuLaunchKernelEx(const Configuration* asked, int64_t function, void** parameters, void** extra) {
+  for (unsigned i = 0; i < asked->attribute_count; ++i) {
+    const Attribute& attribute = asked->attributes[i];
+    note("launch attribute " + std::to_string(attribute.id) + " is " + std::to_string(attribute.value.serialization));
+  }
+  return cuLaunchKernel(function, asked->x, asked->y, asked->z, asked->bx, asked->by, asked->bz, asked->shared,
+                        asked->stream, parameters, extra);
+}
+
 int aoti_torch_get_current_cuda_stream(int device, void** stream) {
   *stream = reinterpret_cast<void*>(setting("stream") + device);
   return 0;

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxwrap.runtime.native import launcher_class, override_driver_library
-from tests.runtime.launch.fake_driver import FakeDriver
+from tests.runtime.launch.fake_driver import FakeDriver, build
 
 # Classes, as launch.h has them.
 F32, F32_ALIGNED, BF16_ALIGNED, BOOL_ALIGNED = 12, 13, 31, 23
@@ -157,6 +157,24 @@ def test_a_launch_uses_its_tensors_device(driver: FakeDriver) -> None:
     _, other, here = [line.split(" with")[0].split("stream ")[-1] for line in driver.log()]
     assert (other, here) == ("8 context 101", "20 context 100")
     driver.set("stream", 7)
+
+
+def test_a_dependent_launch_passes_its_attribute_to_chips_that_have_it(driver: FakeDriver) -> None:
+    """The kernels of older chips do not wait for the launch before them."""
+    instance = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", "*f32", Fallback(), dependent=True)
+    instance.add_variant("kernel", 128, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
+    ordinary, _ = launcher("*f32", (bytes([F32_ALIGNED]), bytes([WHOLE]), 5))
+    x = driver.tensor(4)
+    instance((2, 3, 4), x)
+    pushed, attribute, launched = driver.log()
+    assert attribute == "launch attribute 6 is 1"
+    ordinary((2, 3, 4), x)
+    assert [pushed, launched] == driver.log()
+    with driver.chips(80):
+        override_driver_library(build())  # it asks the devices again
+        instance((2, 3, 4), x)
+        assert [pushed, launched] == driver.log()
+    override_driver_library(build())
 
 
 def test_driver_errors_are_raised_with_their_message(driver: FakeDriver) -> None:

@@ -25,6 +25,7 @@ struct LauncherObject {
   vectorcallfunc vectorcall;
   KernelVariantCache* kernel;
   PyObject* fallback;
+  bool dependent;  // launches may start before the ones before them have ended
 };
 
 bool read_int(int64_t& place, PyObject* object) {
@@ -103,7 +104,7 @@ bool launch_released(const KernelVariantCache& kernel, const Grid& grid, Argumen
 PyObject* call(PyObject* object, PyObject* const* values, size_t flags, PyObject* keywords) {
   auto* self = reinterpret_cast<LauncherObject*>(object);
   try {
-    Grid grid;
+    Grid grid{.dependent = self->dependent};
     Arguments arguments;
     if (keywords == nullptr && read_call(grid, arguments, *self->kernel, values, PyVectorcall_NARGS(flags))) {
       const bool nothing = grid.x <= 0 || grid.y <= 0 || grid.z <= 0;
@@ -179,10 +180,12 @@ PyObject* add_variant_image(PyObject* object, PyObject* values) {
 }
 
 PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"symbol", "signature", "fallback", nullptr};
+  static const char* names[] = {"symbol", "signature", "fallback", "dependent", nullptr};
   const char *symbol = nullptr, *signature = nullptr;
   PyObject* fallback = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ssO", const_cast<char**>(names), &symbol, &signature, &fallback)) {
+  int dependent = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "ssO|p", const_cast<char**>(names), &symbol, &signature, &fallback,
+                                   &dependent)) {
     return nullptr;
   }
   auto* self = reinterpret_cast<LauncherObject*>(type->tp_alloc(type, 0));
@@ -190,6 +193,7 @@ PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   self->vectorcall = call;
   self->kernel = &KernelVariantCache::named(symbol, signature);
   self->fallback = Py_NewRef(fallback);
+  self->dependent = dependent != 0;
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -232,8 +236,9 @@ PyTypeObject launcher_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 bool ready_launcher_type() {
   launcher_type.tp_name = "fxwrap.runtime.native.Launcher";
   launcher_type.tp_doc =
-      "Launcher(symbol, signature, fallback)\n\nA GPU kernel: launcher(grid, *tensors, *numbers) launches it on the "
-      "tensors' GPU and torch's current stream there. Calls without a matching variant go to `fallback`.";
+      "Launcher(symbol, signature, fallback, dependent=False)\n\nA GPU kernel: launcher(grid, *tensors, *numbers) launches "
+      "it on the tensors' GPU and torch's current stream there. Calls without a matching variant go to `fallback`. Those "
+      "of a dependent launcher may start before the launch before them has ended.";
   launcher_type.tp_basicsize = sizeof(LauncherObject);
   launcher_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
   launcher_type.tp_new = launcher_new;

@@ -48,7 +48,7 @@
 namespace fxwrap {
 
 // Incremented by each change here that breaks previously compiled libraries.
-constexpr int64_t abi_version = 7;
+constexpr int64_t abi_version = 8;
 
 // Places in a Frame. Declared by the program: constexpr Slot x{0}, y{1};
 enum Slot : int32_t {};
@@ -202,6 +202,7 @@ inline void end_kernel(Observer& observer) {
 // Kernels with a launch grid.
 struct Grid {
   int64_t x = 1, y = 1, z = 1;  // no launch if one is not positive
+  bool dependent = false;  // the kernel may start before the one launched before it has ended, for which it waits itself
 };
 
 // A scalar argument of a launch.

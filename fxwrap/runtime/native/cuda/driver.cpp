@@ -31,6 +31,27 @@ constexpr int dynamic_shared_attribute = 8;         // CU_FUNC_ATTRIBUTE_MAX_DYN
 constexpr int prefer_shared = 1;                    // CU_FUNC_CACHE_PREFER_SHARED
 constexpr CaptureMode relaxed_capture = 2;          // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr int32_t shared_without_asking = 48 * 1024;
+constexpr int serialization_attribute = 6;          // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+// CUlaunchAttribute: its value is a union of 64 bytes.
+struct LaunchAttribute {
+  int id;
+  char padding[4];
+  union {
+    char bytes[64];
+    int allowed;  // of the programmatic stream serialization
+  } value;
+};
+
+// CUlaunchConfig
+struct LaunchConfiguration {
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
 
 struct Functions {
   Status (*init)(unsigned);
@@ -50,6 +71,7 @@ struct Functions {
   Status (*set_cache)(Function, int);
   Status (*launch)(Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
                    void**);
+  Status (*launch_with_attributes)(const LaunchConfiguration*, Function, void**, void**);  // null before CUDA 11.8
   int32_t (*current_stream)(int32_t, Stream*);  // of torch's C shim
 };
 
@@ -107,6 +129,8 @@ const Functions* find_all(const char* path, const char* torch_path, int torch_fl
   resolve(driver->set_function_attribute, "cuFuncSetAttribute");
   resolve(driver->set_cache, "cuFuncSetCacheConfig");
   resolve(driver->launch, "cuLaunchKernel");
+  driver->launch_with_attributes =
+      reinterpret_cast<decltype(driver->launch_with_attributes)>(dlsym(library, "cuLaunchKernelEx"));
   find(driver->current_stream, open(torch_path, torch_flags), torch_path, stream_name);
   return driver;
 }
@@ -235,13 +259,21 @@ Function load(const Image& image, const char* name, int32_t shared, int device) 
 }
 
 void launch(Function function, const char* name, int device, const Grid& grid, int32_t threads, int32_t shared,
-            void** parameters) {
+            void** parameters, bool dependent) {
   const Functions& driver = functions();
   Stream stream = current_stream(device);
   const unsigned x = extent(grid.x, name), y = extent(grid.y, name), z = extent(grid.z, name);
   const ContextGuard there(device);
-  const Status status =
-      driver.launch(function, x, y, z, unsigned(threads), 1, 1, unsigned(shared), stream, parameters, nullptr);
+  Status status = 0;
+  if (dependent && driver.launch_with_attributes != nullptr &&
+      state_of(driver, device).capability >= first_dependent_capability) {
+    LaunchAttribute attribute{serialization_attribute, {}, {{}}};
+    attribute.value.allowed = 1;
+    const LaunchConfiguration configuration{{x, y, z}, {unsigned(threads), 1, 1}, unsigned(shared), stream, &attribute, 1};
+    status = driver.launch_with_attributes(&configuration, function, parameters, nullptr);
+  } else {
+    status = driver.launch(function, x, y, z, unsigned(threads), 1, 1, unsigned(shared), stream, parameters, nullptr);
+  }
   if (status != 0) {
     fail(driver, status, "the launch of kernel '" + std::string(name) + "' over the grid (" + std::to_string(x) + ", " +
                              std::to_string(y) + ", " + std::to_string(z) + ")");

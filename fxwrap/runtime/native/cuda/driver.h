@@ -13,6 +13,9 @@ using Function = void*;  // CUfunction
 // The number of supported device indices.
 constexpr int max_devices = 64;
 
+// The least compute capability with programmatic dependent launch: kernels for older ones neither signal nor wait.
+constexpr int first_dependent_capability = 90;
+
 // Compiled code and the architectures that it runs on.
 struct Image {
   const void* cubin;
@@ -29,9 +32,11 @@ bool runs_on(const Image& image, int device);
 Function load(const Image& image, const char* name, int32_t shared, int device);
 
 // Starts a function on torch's current stream of a device, whatever device is current. `parameters` point to the
-// values, in the order of the function's parameters. Throws std::runtime_error with the driver's message.
+// values, in the order of the function's parameters. A dependent function may start before the one launched before it on
+// the stream has ended (programmatic dependent launch), where the device and its driver can do that. Throws
+// std::runtime_error with the driver's message.
 void launch(Function function, const char* name, int device, const Grid& grid, int32_t threads, int32_t shared,
-            void** parameters);
+            void** parameters, bool dependent);
 
 // Makes a device's primary context the thread's current one until the end of the scope. Contexts are current for one
 // thread: an autograd thread, or one that has not used CUDA yet, has another or none. Throws std::runtime_error.

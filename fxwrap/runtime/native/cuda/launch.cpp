@@ -126,8 +126,10 @@ bool KernelVariantCache::launch(const Grid& grid, Arguments& arguments) const {
     passed[count++] = &value;
   }
   for (int i = 0; i < scratch; ++i) passed[count++] = &no_scratch;
+  // Kernels wait for the one before them if they were compiled for a chip that can; 0 is that of the device.
+  const bool waits = variant.capability == 0 || variant.capability >= driver::first_dependent_capability;
   driver::launch(entry->on(arguments.device_), variant.name, arguments.device_, grid, variant.threads, variant.shared,
-                 passed);
+                 passed, grid.dependent && waits);
   return true;
 }
 

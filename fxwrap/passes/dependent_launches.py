@@ -1,0 +1,93 @@
+"""Programmatic dependent launches: kernels that start before the kernel launched before them has ended.
+
+`wrapper_ir/dependent_launches.py` has the rules and why they suffice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from fxwrap.devices import language_traits
+from fxwrap.devices.kernel_names import EARLY_READS, is_printed
+from fxwrap.lines import Launch
+from fxwrap.printers import add_dependent_launch
+from fxwrap.wrapper_ir import (
+    Block,
+    KernelDefinition,
+    LaunchChain,
+    LineBase,
+    Program,
+    Value,
+    alias_roots,
+    blocks,
+    program_arguments,
+)
+
+
+def insert_dependent_launches(program: Program, device_types: Collection[str]) -> Program:
+    """Returns the program in which launches that directly follow a launch are dependent.
+
+    The kernels of such launches, and of those before them, are printed Triton kernels; they are replaced by kernels
+    that wait. Each reads early what none of its dependent launches' chains writes. Linear in the number of lines.
+
+    Args:
+        program: the program. It is not changed.
+        device_types: the types of the devices whose kernels may be dependent.
+    """
+    return _DependentLaunches(program, frozenset(device_types)).program()
+
+
+@dataclass
+class _DependentLaunches:
+    """Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early."""
+
+    original: Program
+    device_types: frozenset[str]
+    unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
+    chained: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.kernels = {
+            item.name: item for item in self.original.kernels
+            if language_traits(item.language).is_triton and is_printed(item.source)
+        }  # fmt: skip
+
+    def program(self) -> Program:
+        """Returns the program with dependent launches."""
+        program = self.original
+        body = self._block(program.body, program_arguments(program))
+        functions = tuple([(name, self._block(block, block.arguments)) for name, block in program.functions])
+        if not self.unwritten:
+            return program
+        kernels = tuple([self._waiting(item) if item.name in self.chained else item for item in program.kernels])
+        return program.replace(body=body, functions=functions, kernels=kernels)
+
+    def _block(self, block: Block, arguments: Collection[Value]) -> Block:
+        root_of, chain, lines = alias_roots(block.lines, arguments), LaunchChain(), []
+        before: Launch | None = None
+        for line in block.lines:
+            inner = {name: self._block(nested, nested.arguments) for name, nested in blocks(line)}
+            new: LineBase = line.replace(**inner) if inner else line
+            waits = isinstance(line, Launch) and self._may_wait(line)
+            if isinstance(line, Launch) and waits:
+                if before is not None and chain.conflict(line, (), root_of) is None:
+                    new = line.replace(dependent=True)
+                    early = chain.unwritten(line, root_of)
+                    self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
+                    self.chained |= {before.kernel, line.kernel}
+                before = line
+            chain.add(line, waits, root_of)
+            lines.append(new)
+        return Block(block.arguments, tuple(lines))
+
+    def _may_wait(self, line: Launch) -> bool:
+        on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.device_types
+        return on_device and line.kernel in self.kernels
+
+    def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
+        """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""
+        unwritten = self.unwritten.get(kernel.name, frozenset())
+        source, read = add_dependent_launch(kernel.source, kernel.signature, kernel.options, unwritten)
+        options = tuple(sorted({**dict(kernel.options), EARLY_READS: " ".join(map(str, read))}.items()))
+        return replace(kernel, source=source, options=options)
