@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from fxwrap.devices import language_traits
+from fxwrap.devices import TRITON
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
 from fxwrap.printers import add_dependent_launch
@@ -49,8 +49,8 @@ class _DependentLaunches:
 
     def __post_init__(self) -> None:
         self.kernels = {
-            item.name: item for item in self.original.kernels
-            if language_traits(item.language).is_triton and is_printed(item.source)
+            item.name for item in self.original.kernels
+            if item.language == TRITON.name and is_printed(item.source)
         }  # fmt: skip
 
     def program(self) -> Program:

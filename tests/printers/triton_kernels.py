@@ -46,6 +46,7 @@ def check(
     numbers: Mapping[str, int | float | bool] | None = None,
     tolerance: float | None = None,
     in_place: Mapping[str, torch.Tensor] | None = None,
+    transform: Callable[[PrintedKernel], PrintedKernel] = lambda printed: printed,
 ) -> str:
     """Runs a kernel's text in Triton's interpreter and compares every output with the evaluator's; returns the text."""
     generator = torch.Generator().manual_seed(7)
@@ -62,7 +63,7 @@ def check(
             start = torch.full((int(evaluate(buffer.extent, known)),), 77).to(buffer.dtype)
         expected[buffer.name], actual[buffer.name] = start.clone(), start.clone()
     evaluate_kernel(kernel, {**arguments, **expected}, known)
-    printed = print_triton(kernel, configuration)
+    printed = transform(print_triton(kernel, configuration))
     launch_interpreted(kernel, printed, {**arguments, **actual}, known)
     for name, want in expected.items():
         got = actual[name]

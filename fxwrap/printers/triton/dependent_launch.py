@@ -153,7 +153,8 @@ class _Prelude:
             arguments += [
                 f"{item.arg}={ast.unparse(self._rewrite(item.value, definitions, {}))}" for item in load.keywords
             ]
-            name = self._fresh(f"{self.kernel.parameters[min(roots)].removesuffix('_ptr')}_early")
+            pointer = pointer_names(load.args[0], self.kernel.pointers)[0]
+            name = self._fresh(f"{pointer.removesuffix('_ptr')}_early")
             self.levels[0].append(f"{name} = tl.load({', '.join(arguments)})")
             self.read |= roots
             self.loaded[id(load)] = name

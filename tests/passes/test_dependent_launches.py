@@ -1,0 +1,140 @@
+"""Programmatic dependent launches: which launches may be dependent, and what their kernels read before they wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxwrap.lines import CORE_LINES, Launch
+from fxwrap.passes.dependent_launches import insert_dependent_launches
+from fxwrap.wrapper_ir import KernelDefinition, Program, early_reads, parse_program, print_program, verify
+
+SOURCE = '''import triton
+import triton.language as tl
+
+
+@triton.jit
+def fxwrap_add(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr):
+    p0 = tl.program_id(0) * X_BLOCK + tl.arange(0, X_BLOCK)
+    in0 = tl.load(in0_ptr + p0)
+    in1 = tl.load(in1_ptr + p0)
+    tl.store(out0_ptr + p0, in0 + in1)
+'''
+F = "f32[64]@cuda:0"
+
+
+def program_of(lines: str, language: str = "triton", functions: str = "") -> Program:
+    """A program of launches of @k, of weights %v and %w and a mutable cache %c; it returns %y if the lines define it."""
+    inputs = f"%x: borrowed {F}, %v: borrowed {F}, %w: borrowed {F}, %c: mutable {F}, %g: borrowed f32[64]@cuda:1"
+    body = "".join([f"  {line.strip()}\n" for line in lines.strip().splitlines()])
+    options = (("X_BLOCK", 64), ("num_warps", 4))
+    kernels = [KernelDefinition(name, language, SOURCE, ("*f32",) * 3, options) for name in ("k", "other")]
+    program = parse_program(f"program @p({inputs}) {{\n{body}}}\n{functions}", CORE_LINES)
+    return program.replace(kernels=tuple(kernels))
+
+
+def transformed(lines: str, language: str = "triton", functions: str = "") -> Program:
+    """The program with dependent launches, which is valid and has a text that parses to it."""
+    program = verify(insert_dependent_launches(verify(program_of(lines, language, functions)), ["cuda"]))
+    assert parse_program(print_program(program), CORE_LINES) == program
+    return program
+
+
+def dependent(program: Program) -> list[bool]:
+    return [line.dependent for line in program.lines() if isinstance(line, Launch)]
+
+
+def early(program: Program, name: str = "k") -> tuple[int, ...] | None:
+    return early_reads(program.kernel(name))
+
+
+CHAIN = f"""%a = memory.alloc() : {F}
+kernel.launch @k(%x, %w) outs=(%a)
+%b = memory.alloc() : {F}
+kernel.launch @k(%a, %w) outs=(%b)
+memory.free(%a)
+%y = memory.alloc() : {F}
+kernel.launch @k(%b, %v) outs=(%y)
+memory.free(%b)
+control.return(%y)"""
+
+
+def test_launches_after_a_launch_are_dependent_and_read_weights_early() -> None:
+    program = transformed(CHAIN)
+    assert dependent(program) == [False, True, True]
+    assert early(program) == (1,)
+    assert program.kernel("k").source.count("wait_for_launches()") == 2  # the helper and its call
+    assert "in1_early = tl.load(in1_ptr + p0)\n    wait_for_launches()" in program.kernel("k").source
+    assert early(program, "other") is None
+
+
+def test_other_devices_and_languages_are_unchanged() -> None:
+    for language in ("user_triton", "cpp"):
+        program = program_of(CHAIN, language)
+        assert insert_dependent_launches(program, ["cuda"]) is program
+    program = program_of(CHAIN)
+    assert insert_dependent_launches(program, ["cpu"]) is program
+
+
+def test_what_a_chain_writes_is_not_read_early() -> None:
+    """Also through views, and memory before the chain may have been written."""
+    program = transformed(f"""kernel.launch @k(%x, %w) outs=(%c)
+        %half = memory.view(%c) : f32[64]@cuda:0
+        %y = memory.alloc() : {F}
+        kernel.launch @k(%w, %half) outs=(%y)
+        control.return(%y)""")
+    assert dependent(program) == [False, True] and early(program) == (0,)
+    program = transformed(f"""extern.mutate @aten.mul_.Scalar(%c, 2.0) writes=(%c)
+        %a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a)
+        %y = memory.alloc() : {F}
+        kernel.launch @k(%a, %c) outs=(%y)
+        memory.free(%a)
+        control.return(%y)""")
+    assert dependent(program) == [False, True] and early(program) == (1,)
+
+
+BETWEEN = {
+    "call": "%t = extern.call @aten.relu.default(%x) : f32[64]@cuda:0\nmemory.free(%t)",
+    "mutation": "extern.mutate @aten.mul_.Scalar(%c, 2.0) writes=(%c)",
+    "zeros": "%t = memory.workspace() zeroed=true : u8[64]@cuda:0\nmemory.free(%t)",
+    "device": "device.enter() device=\"cuda:0\"\ndevice.exit() device=\"cuda:0\"",
+    "empty grid": "kernel.launch @k(%v, %w) outs=(%c) grid=(0, 1, 1)",
+    "other device": "%t = memory.alloc() : f32[64]@cuda:1\nkernel.launch @k(%g, %g) outs=(%t)\nmemory.free(%t)",
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_chains_end_at_other_work(name: str) -> None:
+    lines = CHAIN.replace("%b = memory.alloc", f"{BETWEEN[name]}\n%b = memory.alloc", 1)
+    program = transformed(lines)
+    second = [line for line in program.lines() if isinstance(line, Launch) and line.outs[0].name == "b"]
+    if name == "empty grid":
+        assert second[0].dependent and early(program) == (1,)  # the first launch has started in any case
+    else:
+        assert not second[0].dependent
+
+
+def test_a_chain_begins_with_a_launch_that_is_never_empty() -> None:
+    lines = CHAIN.replace("outs=(%a)", "outs=(%a) grid=(0, 1, 1)", 1)
+    assert dependent(transformed(lines)) == [False, False, True]
+
+
+def test_blocks_and_functions_have_chains_of_their_own() -> None:
+    function = f"""function @f(%p: {F}, %q: {F}) {{
+  %d = memory.alloc() : {F}
+  kernel.launch @k(%p, %q) outs=(%d)
+  %e = memory.alloc() : {F}
+  kernel.launch @k(%d, %q) outs=(%e)
+  memory.free(%d)
+  control.yield(%e)
+}}
+"""
+    program = transformed(
+        f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a)
+        %y = control.call @f(%a, %w) : {F}
+        memory.free(%a)
+        control.return(%y)""",
+        functions=function,
+    )
+    assert dependent(program) in ([False, False, True], [False, True, False]) and early(program) == (1,)

@@ -1,0 +1,173 @@
+"""Kernels that start before their predecessor has ended: what they read before they wait, and their results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from fxwrap.loop_ir import Kernel, parse_kernel
+from fxwrap.printers import PrintedKernel
+from fxwrap.printers.triton import (
+    Configuration,
+    add_dependent_launch,
+    combine_triton_kernels,
+    configurations,
+    print_triton,
+)
+from tests.printers.test_cpp_printer_contractions import matmul
+from tests.printers.test_triton_combo_kernel import flat, scaled
+from tests.printers.test_triton_contractions import dot
+from tests.printers.test_triton_group_sums import int4, large, steps
+from tests.printers.test_triton_printer_compile import SPILLED, compiled
+from tests.printers.test_triton_printer_random import cases
+from tests.printers.triton_kernels import check, softmax_kernel
+from tests.support.long_form import sample_size
+
+ACCESS = re.compile(r"(?:tl\.load|prefetch)\((\w+)")
+EFFECTS = ("tl.store", "tl.atomic", "tl.debug_barrier", "tl.device_assert", "return")
+GATHER = """kernel(index: i64[1], table: f32[50*64], x: f32[64]) -> (out: f32[64]) for [j: 64] {
+  %0 = i64 load index[0]
+  %1 = f32 load table[64*%0<50> + j]
+  %2 = f32 load x[j]
+  %3 = f32 add %1 %2
+  store out[j] %3
+}
+"""
+
+ROW = """kernel(a: bf16[64], b: bf16[16*64]) -> (out: f32[16]) for [j: 16] reduce [k: 64] {
+  %0 = bf16 load a[k]
+  %1 = f32 cast %0
+  %2 = bf16 load b[64*j + k]
+  %3 = f32 cast %2
+  %4 = f32 mul %1 %3
+  %5 = f32 reduce sum %4
+  store out[j] %5
+}
+"""
+
+
+def row_times_matrix(columns: int = 16, products: int = 64) -> Kernel:
+    """The product of a vector and a transposed matrix."""
+    return parse_kernel(
+        ROW.replace("64", str(products))
+        .replace("16*", f"{columns}*")
+        .replace("[16]", f"[{columns}]")
+        .replace("j: 16", f"j: {columns}")
+    )
+
+
+def waiting(printed: PrintedKernel, unwritten: Collection[int]) -> PrintedKernel:
+    """The kernel with both instructions; before the wait it accesses none but unwritten tensors."""
+    source, read = add_dependent_launch(printed.source, printed.signature, printed.options, unwritten)
+    assert set(read) <= set(unwritten)
+    function = source[source.rindex("@triton.jit") :]
+    first, *body = function.splitlines()[2:]
+    assert first == "    launch_dependents()"
+    assert [line for line in body if "wait_for_launches" in line] == ["    wait_for_launches()"]
+    before = body[: body.index("    wait_for_launches()")]
+    assert not [line for line in before for effect in EFFECTS if effect in line]
+    header = function.splitlines()[1]
+    parameters = re.findall(r"\w+", header.partition("(")[2])
+    assert {name for line in before for name in ACCESS.findall(line)} == {parameters[item] for item in read}
+    return replace(printed, source=source)
+
+
+def make_waiting(*unwritten: int) -> Callable[[PrintedKernel], PrintedKernel]:
+    return lambda printed: waiting(printed, unwritten)
+
+
+def early_lines(source: str) -> list[str]:
+    function = source[source.rindex("@triton.jit") :]
+    return [line.strip() for line in function.partition("    wait_for_launches()")[0].splitlines()[3:]]
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_weights_is_loaded_before_the_wait() -> None:
+    kernel = row_times_matrix()
+    configuration = next(item for item in configurations(kernel) if not item.looped)
+    text = check(kernel, configuration, transform=make_waiting(1), tolerance=0.1)
+    assert early_lines(text)[-1].startswith("b_early = tl.load(b_ptr + ")
+    assert "b_early.to(tl.float32)" in text and text.count("tl.load(b_ptr") == 1
+
+
+def test_nothing_is_read_early_if_all_may_be_written() -> None:
+    kernel = row_times_matrix()
+    text = check(kernel, configurations(kernel)[0], transform=make_waiting(), tolerance=0.1)
+    assert not [line for line in early_lines(text) if "load" in line]
+
+
+def test_an_index_is_loaded_early_with_what_it_selects() -> None:
+    kernel, index = parse_kernel(GATHER), {"index": torch.tensor([3])}
+    text = check(kernel, inputs=index, transform=make_waiting(0, 1))
+    assert [line.split(" ")[0] for line in early_lines(text) if "load" in line] == ["index_early", "table_early"]
+    text = check(kernel, inputs=index, transform=make_waiting(1, 2))
+    assert [line.split(" ")[0] for line in early_lines(text) if "load" in line] == ["x_early"]
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_loop_prefetches_its_first_blocks(rows_first: bool) -> None:
+    kernel = matmul(5, 40, 256, "f16")
+    text = check(kernel, dot(kernel, rows_first), transform=make_waiting(1), tolerance=0.1)
+    loop, _, prefetched = early_lines(text)[-3:]
+    assert loop == "for start_early in tl.range(0, 256, R_BLOCK):"
+    assert prefetched.startswith("prefetch(b_ptr + ") and prefetched.endswith(", j_mask)")
+
+
+def test_groups_of_quantised_weights_prefetch_lines_of_memory() -> None:
+    kernel = int4(3)
+    text = check(kernel, steps(kernel, 8, 2), transform=make_waiting(1, 2, 3), tolerance=0.5)
+    assert sum("prefetch(" in line for line in early_lines(text)) >= 3
+
+
+def test_a_combo_kernel_selects_its_weights_before_it_waits() -> None:
+    printed = [flat(scaled(size)) for size in (100, 200)]
+    combo = combine_triton_kernels(printed, [False, False, False], "combo")
+    source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3))
+    assert read == (0, 1)  # the shift of the first kernel may be written
+    before = early_lines(source)
+    assert before[-1].startswith("x_early = tl.load(x_ptr + ")
+    assert before.index("if program < 2:") < len(before) - 1
+
+
+@settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases())
+def test_random_kernels_compute_the_same(case: tuple[Kernel, Configuration]) -> None:
+    kernel, configuration = case
+    generator = torch.Generator().manual_seed(11)
+    inputs = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in kernel.inputs}
+    for unwritten in (range(0, len(inputs), 2), range(len(inputs))):
+        check(kernel, configuration, inputs=inputs, tolerance=2e-2, transform=make_waiting(*unwritten))
+
+
+# --- instructions -----------------------------------------------------------------------------------------------------
+
+GPU_KERNELS: dict[str, tuple[Kernel, tuple[int, ...]]] = {
+    "one row": (row_times_matrix(4096, 4096), (1,)),
+    "one row, looped": (row_times_matrix(4096, 14336), (1,)),
+    "rows": (matmul(8, 4096, 4096, "bf16"), (1,)),
+    "int4, one row": (large(1), (1, 2, 3)),
+    "int4, rows": (large(8), (1, 2, 3)),
+    "softmax": (softmax_kernel(64, 4096), (0,)),
+}
+
+
+@pytest.mark.parametrize("name", GPU_KERNELS)
+def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str) -> None:
+    kernel, unwritten = GPU_KERNELS[name]
+    printed = waiting(print_triton(kernel), unwritten)
+    text: str = compiled(printed).asm["ptx"]
+    assert not SPILLED.search(text)
+    assert text.count("griddepcontrol.launch_dependents") == text.count("griddepcontrol.wait") == 1
+    before, _, after = text.partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before
+    assert re.search(r"ld\.global|prefetch\.global\.L2", before)
+    assert not re.search(r"st\.global|red\.|atom\.|\bret;|\bexit;", before) and "st.global" in after
+    old: str = compiled(printed, 80).asm["ptx"]
+    assert "griddepcontrol" not in old and "prefetch" not in old
