@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,27 @@ def program(kernel: KernelText) -> fxwrap.Program:
     )
 
 
-def built(kernel: KernelText, **changes: Any) -> NativeProgram:
+def dependent_program(kernel: KernelText) -> fxwrap.Program:
+    """A launch, and one that may start before it has ended."""
+    definition = KernelDefinition("fill", kernel.language, kernel.source, kernel.signature, kernel.options)
+    return fxwrap.parse(
+        """program @filled(%x: borrowed f32[64]@cuda:0, %out: mutable f32[64]@cuda:0) {
+  kernel.launch @fill(%x, 48, 0.5, true) outs=(%out) grid=(3, 1, 1)
+  kernel.launch @fill(%out, 48, 0.5, true) outs=(%out) grid=(5, 1, 1) dependent=true
+  control.return()
+}
+"""
+        + print_kernel(definition)
+    )
+
+
+def built(
+    kernel: KernelText, make: Callable[[KernelText], fxwrap.Program] = program, **changes: Any
+) -> NativeProgram:
     """The program, linked with its kernel's compiled variants; `changes` replace fields of these."""
     variants = [replace(item, **changes) for item in compiled_variants(kernel)]
     units = variants_unit({kernel.symbol: variants})
-    return load_program(compile_cpp(to_cpp(program(kernel)).source, name="filled", extra_sources=units))
+    return load_program(compile_cpp(to_cpp(make(kernel)).source, name="filled", extra_sources=units))
 
 
 def address(*tensors: torch.Tensor) -> str:
@@ -98,6 +114,19 @@ def test_the_text_is_compiled_beside_the_kernels(
     source += "// again\n"
     compile_cpp(source, name="filled", extra_sources=linked_units([kernel]))
     assert sorted(commands()[3:]) == ["filled.cpp", "filled_kernels_1.cpp", "link"]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_dependent_launches_pass_their_attribute(driver: FakeDriver, chip: object, capability: int) -> None:
+    """Not those of code for older chips, which does not wait for the launch before it."""
+    kernel = fill(9)
+    kernel = replace(kernel, options=tuple(sorted((*kernel.options, ("early_reads", "")))))
+    x, out = driver.tensor(64), driver.tensor(64)
+    compiled(kernel, x, out, 48, 0.5, True)
+    built(kernel, dependent_program, capability=capability, ptx="portable")(x, out)
+    calls = [line.partition(" block")[0] for line in driver.log() if line.startswith("launch")]
+    attribute = ["launch attribute 6 is 1"] if capability == 90 else []
+    assert calls == ["launch 1100 grid 3,1,1", *attribute, "launch 1100 grid 5,1,1"]
 
 
 def test_emitted_code_launches_kernels_compiled_by_python(

@@ -1,0 +1,77 @@
+"""Programs for a GPU whose kernels start before their predecessors have ended, in each emitter."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxwrap
+from fxwrap.compile import Compiled
+from fxwrap.devices import DEVICE_SPECS
+from fxwrap.lines import Launch
+from fxwrap.options import Emitter
+from fxwrap.torch_compat import FakeTensorMode
+
+
+def function(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two kernels in a chain, the second of which reads a weight."""
+    y = torch.softmax(x * first, -1)
+    return y, (y * second).sum(0)
+
+
+def program(emitter: Emitter, **options: object) -> Compiled:
+    with FakeTensorMode():
+        inputs = [torch.empty(*sizes, device="cuda") for sizes in ((64, 128), (128,), (64, 128))]
+        graph = make_fx(function)(*inputs)
+    chosen = fxwrap.Options(emitter=emitter, compile_cache=False).replace(**options)
+    return fxwrap.compile_graph(graph, inputs, options=chosen)
+
+
+def launches(compiled: Compiled) -> list[Launch]:
+    return [line for line in compiled.program.lines() if isinstance(line, Launch)]
+
+
+@pytest.mark.parametrize("emitter", ["cpp", "python", "fx", "interpreter"])
+def test_launches_are_dependent_on_request(emitter: Emitter) -> None:
+    """FX graphs launch through torch's operator, and the interpreter is the reference: one kernel after the other."""
+    compiled = program(emitter, dependent_launch=True)
+    expected = emitter in ("cpp", "python")
+    assert [line.dependent for line in launches(compiled)] == [False, expected]
+    stages = [stage.pass_name for stage in compiled.stages]
+    assert ("insert_dependent_launches" in stages) == expected
+    sources = [item.source for item in compiled.program.kernels]
+    assert all(("wait_for_launches()" in source) == expected for source in sources)
+
+
+def test_the_flag_of_a_launch_in_emitted_code() -> None:
+    text = program("cpp", dependent_launch=True).source
+    grids = re.findall(r"launch\(f, \w+, \{([^}]*)\}", text)
+    assert ["true" in grid for grid in grids] == [False, True] and grids[1].count(",") == 3
+    text = program("python", dependent_launch=True).source
+    assert len(re.findall(r"\('dependent', True\)", text)) == 1
+    assert len(re.findall(r"^ +kernel_\w+_dependent\(", text, re.M)) == 1
+
+
+@pytest.mark.parametrize("emitter", ["cpp", "python"])
+def test_programs_without_the_option_are_as_before(emitter: Emitter) -> None:
+    compiled = program(emitter)
+    assert "dependent" not in str(compiled.program) + compiled.source
+    assert "dependent_launch" not in fxwrap.Options(emitter=emitter).text()
+    devices = tuple([dataclasses.replace(spec, supports_dependent_launch=False) for spec in DEVICE_SPECS])
+    other = program(emitter, dependent_launch=True, devices=devices).program
+    assert (other.body, other.kernels) == (compiled.program.body, compiled.program.kernels)
+
+
+def test_fx_graphs_of_a_dependent_program_launch_its_kernels_in_order() -> None:
+    """The kernels wait, which does nothing there."""
+    compiled = program("cpp", dependent_launch=True)
+    graph = fxwrap.to_fx(compiled.program)
+    imported = fxwrap.from_fx(graph.graph_module)
+    lines = [line for line in imported.lines() if isinstance(line, Launch)]
+    assert [line.dependent for line in lines] == [False, False]
+    assert [item.source for item in imported.kernels] == [item.source for item in compiled.program.kernels]
