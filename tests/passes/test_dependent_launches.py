@@ -8,7 +8,7 @@ from fxwrap.lines import CORE_LINES, Launch
 from fxwrap.passes.dependent_launches import insert_dependent_launches
 from fxwrap.wrapper_ir import KernelDefinition, Program, early_reads, parse_program, print_program, verify
 
-SOURCE = '''import triton
+SOURCE = """import triton
 import triton.language as tl
 
 
@@ -18,12 +18,12 @@ def fxwrap_add(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr):
     in0 = tl.load(in0_ptr + p0)
     in1 = tl.load(in1_ptr + p0)
     tl.store(out0_ptr + p0, in0 + in1)
-'''
+"""
 F = "f32[64]@cuda:0"
 
 
 def program_of(lines: str, language: str = "triton", functions: str = "") -> Program:
-    """A program of launches of @k, of weights %v and %w and a mutable cache %c; it returns %y if the lines define it."""
+    """A program of launches of @k, with weights %v and %w and a mutable cache %c."""
     inputs = f"%x: borrowed {F}, %v: borrowed {F}, %w: borrowed {F}, %c: mutable {F}, %g: borrowed f32[64]@cuda:1"
     body = "".join([f"  {line.strip()}\n" for line in lines.strip().splitlines()])
     options = (("X_BLOCK", 64), ("num_warps", 4))
@@ -97,7 +97,7 @@ BETWEEN = {
     "call": "%t = extern.call @aten.relu.default(%x) : f32[64]@cuda:0\nmemory.free(%t)",
     "mutation": "extern.mutate @aten.mul_.Scalar(%c, 2.0) writes=(%c)",
     "zeros": "%t = memory.workspace() zeroed=true : u8[64]@cuda:0\nmemory.free(%t)",
-    "device": "device.enter() device=\"cuda:0\"\ndevice.exit() device=\"cuda:0\"",
+    "device": 'device.enter() device="cuda:0"\ndevice.exit() device="cuda:0"',
     "empty grid": "kernel.launch @k(%v, %w) outs=(%c) grid=(0, 1, 1)",
     "other device": "%t = memory.alloc() : f32[64]@cuda:1\nkernel.launch @k(%g, %g) outs=(%t)\nmemory.free(%t)",
 }

@@ -54,9 +54,7 @@ def dependent_program(kernel: KernelText) -> fxwrap.Program:
     )
 
 
-def built(
-    kernel: KernelText, make: Callable[[KernelText], fxwrap.Program] = program, **changes: Any
-) -> NativeProgram:
+def built(kernel: KernelText, make: Callable[[KernelText], fxwrap.Program] = program, **changes: Any) -> NativeProgram:
     """The program, linked with its kernel's compiled variants; `changes` replace fields of these."""
     variants = [replace(item, **changes) for item in compiled_variants(kernel)]
     units = variants_unit({kernel.symbol: variants})
