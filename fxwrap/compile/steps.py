@@ -168,12 +168,12 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
         "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
     ),
     Step(
-        "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
-        "combo_kernels", lambda options: options.combo_kernels,
-    ),
-    Step(
         "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
         "overlap_collectives", lambda options: options.overlap_collectives,
+    ),
+    Step(
+        "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
+        "combo_kernels", lambda options: options.combo_kernels,
     ),
     Step(
         "symmetric_buffers", "allocate the buffers of all_reduces over symmetric memory", _allocate_symmetric_buffers,
