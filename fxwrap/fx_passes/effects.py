@@ -30,7 +30,12 @@ USER_KERNELS = frozenset({"triton_kernel_wrapper_functional", "triton_kernel_wra
 
 
 def name_of(node: Node) -> str:
-    """Returns the name of a call's target: one name for the function, the method and the operator."""
+    """Returns the name of a call's target: one name for the function, the method and the operator.
+
+    Empty for nodes that are no calls, whose names are those of other graphs' calls.
+    """
+    if not node.op.startswith("call_"):
+        return ""
     target = node.target
     if isinstance(target, OpOverload):
         target = target.overloadpacket

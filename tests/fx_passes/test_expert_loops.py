@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule, Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.nn import functional
 
 from fxwrap import Options
@@ -142,3 +142,12 @@ def test_other_loops_stay(number: int) -> None:
 def test_dtypes_without_grouped_matmuls() -> None:
     prepared, _ = _graph(routed(Experts()), inputs_of(10, dtype=torch.float32))
     assert not _grouped(prepared) and _loops(prepared) == EXPERTS
+
+
+def test_a_saved_index_is_no_call() -> None:
+    """A backward has placeholders named after the calls of the forward whose results it reads."""
+    graph = Graph()
+    saved = graph.placeholder("index")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (saved, 2)),))
+    prepared = prepare_graph(GraphModule({}, graph), [torch.ones(2)], Options())
+    assert [node.op for node in prepared.nodes] == ["placeholder", "call_function", "output"]
