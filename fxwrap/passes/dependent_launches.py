@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,13 @@ from fxwrap.wrapper_ir import (
 )
 
 
+_PROCESSORS = 132
+"""The multiprocessors of a large GPU."""
+
+_RESIDENT_WARPS = _PROCESSORS * 64
+"""The warps that it runs at once at most."""
+
+
 def insert_dependent_launches(program: Program, device_types: Collection[str]) -> Program:
     """Returns the program in which launches that directly follow a launch are dependent.
 
@@ -40,18 +48,17 @@ def insert_dependent_launches(program: Program, device_types: Collection[str]) -
 
 @dataclass
 class _DependentLaunches:
-    """Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early."""
+    """Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals`
+    has, for each kernel of a chain, whether the next launch may start after its wait."""
 
     original: Program
     device_types: frozenset[str]
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
-    chained: set[str] = field(default_factory=set)
+    signals: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.kernels = {
-            item.name for item in self.original.kernels
-            if item.language == TRITON.name and is_printed(item.source)
-        }  # fmt: skip
+        printed = [item for item in self.original.kernels if item.language == TRITON.name and is_printed(item.source)]
+        self.warps = {item.name: dict(item.options).get("num_warps", 4) for item in printed}
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -60,7 +67,7 @@ class _DependentLaunches:
         functions = tuple([(name, self._block(block, block.arguments)) for name, block in program.functions])
         if not self.unwritten:
             return program
-        kernels = tuple([self._waiting(item) if item.name in self.chained else item for item in program.kernels])
+        kernels = tuple([self._waiting(item) if item.name in self.signals else item for item in program.kernels])
         return program.replace(body=body, functions=functions, kernels=kernels)
 
     def _block(self, block: Block, arguments: Collection[Value]) -> Block:
@@ -75,7 +82,8 @@ class _DependentLaunches:
                     new = line.replace(dependent=True)
                     early = chain.unwritten(line, root_of)
                     self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
-                    self.chained |= {before.kernel, line.kernel}
+                    self.signals.setdefault(line.kernel, True)
+                    self.signals[before.kernel] = self.signals.get(before.kernel, True) and self._spreads(before, line)
                 before = line
             chain.add(line, waits, root_of)
             lines.append(new)
@@ -83,11 +91,27 @@ class _DependentLaunches:
 
     def _may_wait(self, line: Launch) -> bool:
         on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.device_types
-        return on_device and line.kernel in self.kernels
+        return on_device and line.kernel in self.warps
+
+    def _spreads(self, before: Launch, line: Launch) -> bool:
+        """Whether the programs of a launch occupy a GPU evenly if they start while those of the one before run.
+
+        Programs start where others end first. That leaves processors without work unless one launch has few programs,
+        or the later one has so many that they are distributed until its end.
+        """
+        few = any(self._programs(item) <= _PROCESSORS for item in (before, line))
+        return few or self._programs(line) * self.warps[line.kernel] >= 2 * _RESIDENT_WARPS
+
+    def _programs(self, line: Launch) -> int:
+        """Returns the number of programs of a launch; more than any for an unknown one."""
+        sizes = [size for size in line.grid if isinstance(size, int)]
+        return math.prod(sizes) if len(sizes) == len(line.grid) else 0
 
     def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
         """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""
         unwritten = self.unwritten.get(kernel.name, frozenset())
-        source, read = add_dependent_launch(kernel.source, kernel.signature, kernel.options, unwritten)
+        source, read = add_dependent_launch(
+            kernel.source, kernel.signature, kernel.options, unwritten, self.signals[kernel.name]
+        )
         options = tuple(sorted({**dict(kernel.options), EARLY_READS: " ".join(map(str, read))}.items()))
         return replace(kernel, source=source, options=options)

@@ -338,7 +338,7 @@ def multiply(a, b):
 
 
 def launch_dependents():
-    """Lets the next launch start as soon as all programs of this one have got here."""
+    """Lets the next launch start as soon as all programs of this one are here or have ended."""
     if has_dependent_launch():
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -347,14 +347,6 @@ def wait_for_launches():
     """Waits until the launches before this one have ended, and what they wrote is visible."""
     if has_dependent_launch():
         tl.extra.cuda.gdc_wait()
-
-
-def prefetch(pointer, mask=True):
-    """Moves lines of memory into the L2 cache."""
-    if has_dependent_launch():
-        operands = [pointer.to(tl.int64), tl.cast(mask, tl.int32)]
-        text: tl.constexpr = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-        tl.inline_asm_elementwise(text, "=r,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 '''
