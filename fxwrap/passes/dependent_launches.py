@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ from fxwrap.devices import TRITON
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
 from fxwrap.printers import add_dependent_launch
+from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import (
     Block,
     KernelDefinition,
@@ -24,7 +24,6 @@ from fxwrap.wrapper_ir import (
     blocks,
     program_arguments,
 )
-
 
 _PROCESSORS = 132
 """The multiprocessors of a large GPU."""
@@ -58,7 +57,7 @@ class _DependentLaunches:
 
     def __post_init__(self) -> None:
         printed = [item for item in self.original.kernels if item.language == TRITON.name and is_printed(item.source)]
-        self.warps = {item.name: dict(item.options).get("num_warps", 4) for item in printed}
+        self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -99,13 +98,10 @@ class _DependentLaunches:
         Programs start where others end first. That leaves processors without work unless one launch has few programs,
         or the later one has so many that they are distributed until its end.
         """
-        few = any(self._programs(item) <= _PROCESSORS for item in (before, line))
-        return few or self._programs(line) * self.warps[line.kernel] >= 2 * _RESIDENT_WARPS
-
-    def _programs(self, line: Launch) -> int:
-        """Returns the number of programs of a launch; more than any for an unknown one."""
-        sizes = [size for size in line.grid if isinstance(size, int)]
-        return math.prod(sizes) if len(sizes) == len(line.grid) else 0
+        programs, new = product(before.grid), product(line.grid)
+        if not isinstance(programs, int) or not isinstance(new, int):
+            return False
+        return min(programs, new) <= _PROCESSORS or new * self.warps[line.kernel] >= 2 * _RESIDENT_WARPS
 
     def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
         """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""

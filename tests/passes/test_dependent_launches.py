@@ -67,6 +67,33 @@ def test_launches_after_a_launch_are_dependent_and_read_weights_early() -> None:
     assert early(program, "other") is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "early"),
+    [
+        (1, 4000, True),
+        (4000, 1, True),
+        (4000, 4000, False),
+        (4000, 10_000, True),
+        ("s0", 1, False),
+        (4000, "s0", False),
+    ],
+)
+def test_the_next_kernel_starts_early_where_its_programs_spread(
+    before: int | str, after: int | str, early: bool
+) -> None:
+    """A kernel of which one launch is before one that does not spread signals at its end."""
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a)
+        kernel.launch @k(%a, %w) outs=(%c) grid=({before}, 1, 1)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    source = insert_dependent_launches(program_of(lines), ["cuda"]).kernel("k").source
+    assert ("wait_for_launches()\n    launch_dependents()" in source) == early
+    assert source.rstrip().endswith("launch_dependents()") == (not early)
+
+
 def test_other_devices_and_languages_are_unchanged() -> None:
     for language in ("user_triton", "cpp"):
         program = program_of(CHAIN, language)

@@ -28,7 +28,7 @@ from tests.printers.test_triton_printer_random import cases
 from tests.printers.triton_kernels import check, softmax_kernel
 from tests.support.long_form import sample_size
 
-ACCESS = re.compile(r"(?:tl\.load|prefetch)\((\w+)")
+ACCESS = re.compile(r"tl\.load\((\w+)")
 EFFECTS = ("tl.store", "tl.atomic", "tl.debug_barrier", "tl.device_assert", "return")
 GATHER = """kernel(index: i64[1], table: f32[50*64], x: f32[64]) -> (out: f32[64]) for [j: 64] {
   %0 = i64 load index[0]
@@ -61,29 +61,29 @@ def row_times_matrix(columns: int = 16, products: int = 64) -> Kernel:
     )
 
 
-def waiting(printed: PrintedKernel, unwritten: Collection[int]) -> PrintedKernel:
+def waiting(printed: PrintedKernel, unwritten: Collection[int], signals_early: bool = True) -> PrintedKernel:
     """The kernel with both instructions; before the wait it accesses none but unwritten tensors."""
-    source, read = add_dependent_launch(printed.source, printed.signature, printed.options, unwritten)
+    source, read = add_dependent_launch(printed.source, printed.signature, printed.options, unwritten, signals_early)
     assert set(read) <= set(unwritten)
-    function = source[source.rindex("@triton.jit") :]
-    first, *body = function.splitlines()[2:]
-    assert first == "    launch_dependents()"
+    header, *body = source[source.rindex("@triton.jit") :].splitlines()[1:]
     assert [line for line in body if "wait_for_launches" in line] == ["    wait_for_launches()"]
-    before = body[: body.index("    wait_for_launches()")]
+    assert [line for line in body if "launch_dependents" in line] == ["    launch_dependents()"]
+    at = body.index("    wait_for_launches()")
+    assert body.index("    launch_dependents()") == (at + 1 if signals_early else len(body) - 1)
+    before = body[:at]
     assert not [line for line in before for effect in EFFECTS if effect in line]
-    header = function.splitlines()[1]
     parameters = re.findall(r"\w+", header.partition("(")[2])
     assert {name for line in before for name in ACCESS.findall(line)} == {parameters[item] for item in read}
     return replace(printed, source=source)
 
 
-def make_waiting(*unwritten: int) -> Callable[[PrintedKernel], PrintedKernel]:
-    return lambda printed: waiting(printed, unwritten)
+def make_waiting(*unwritten: int, signals_early: bool = True) -> Callable[[PrintedKernel], PrintedKernel]:
+    return lambda printed: waiting(printed, unwritten, signals_early)
 
 
 def early_lines(source: str) -> list[str]:
     function = source[source.rindex("@triton.jit") :]
-    return [line.strip() for line in function.partition("    wait_for_launches()")[0].splitlines()[3:]]
+    return [line.strip() for line in function.partition("    wait_for_launches()")[0].splitlines()[2:]]
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -111,25 +111,32 @@ def test_an_index_is_loaded_early_with_what_it_selects() -> None:
     assert [line.split(" ")[0] for line in early_lines(text) if "load" in line] == ["x_early"]
 
 
-@pytest.mark.parametrize("rows_first", [True, False])
-def test_a_loop_prefetches_its_first_blocks(rows_first: bool) -> None:
+@pytest.mark.parametrize("signals_early", [True, False])
+def test_loops_and_dots_are_after_the_wait(signals_early: bool) -> None:
     kernel = matmul(5, 40, 256, "f16")
-    text = check(kernel, dot(kernel, rows_first), transform=make_waiting(1), tolerance=0.1)
-    loop, _, prefetched = early_lines(text)[-3:]
-    assert loop == "for start_early in tl.range(0, 256, R_BLOCK):"
-    assert prefetched.startswith("prefetch(b_ptr + ") and prefetched.endswith(", j_mask)")
+    transform = make_waiting(1, signals_early=signals_early)
+    text = check(kernel, dot(kernel, rows_first=False), transform=transform, tolerance=0.1)
+    assert not [line for line in early_lines(text) if "load" in line]
+    quantised = int4(3)
+    check(
+        quantised, steps(quantised, 8, 2), transform=make_waiting(1, 2, 3, signals_early=signals_early), tolerance=0.5
+    )
 
 
-def test_groups_of_quantised_weights_prefetch_lines_of_memory() -> None:
-    kernel = int4(3)
-    text = check(kernel, steps(kernel, 8, 2), transform=make_waiting(1, 2, 3), tolerance=0.5)
-    assert sum("prefetch(" in line for line in early_lines(text)) >= 3
+def test_no_thread_loads_many_bytes_early() -> None:
+    kernel = row_times_matrix(4, 8192)
+    looped = next(item for item in configurations(kernel) if item.looped)
+    whole = replace(looped, looped=False, r_block=8192, y_block=1, num_warps=1, num_stages=1)
+    text = print_triton(kernel, whole)
+    assert not [line for line in early_lines(waiting(text, (0, 1)).source) if "tl.load" in line]
+    wide = waiting(print_triton(kernel, replace(whole, num_warps=8)), (0, 1)).source
+    assert [line.split(" ")[0] for line in early_lines(wide) if "tl.load" in line] == ["a_early", "b_early"]
 
 
 def test_a_combo_kernel_selects_its_weights_before_it_waits() -> None:
     printed = [flat(scaled(size)) for size in (100, 200)]
     combo = combine_triton_kernels(printed, [False, False, False], "combo")
-    source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3))
+    source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3), False)
     assert read == (0, 1)  # the shift of the first kernel may be written
     before = early_lines(source)
     assert before[-1].startswith("x_early = tl.load(x_ptr + ")
@@ -150,24 +157,24 @@ def test_random_kernels_compute_the_same(case: tuple[Kernel, Configuration]) -> 
 
 GPU_KERNELS: dict[str, tuple[Kernel, tuple[int, ...]]] = {
     "one row": (row_times_matrix(4096, 4096), (1,)),
-    "one row, looped": (row_times_matrix(4096, 14336), (1,)),
     "rows": (matmul(8, 4096, 4096, "bf16"), (1,)),
-    "int4, one row": (large(1), (1, 2, 3)),
-    "int4, rows": (large(8), (1, 2, 3)),
+    "int4": (large(1), (1, 2, 3)),
     "softmax": (softmax_kernel(64, 4096), (0,)),
 }
 
 
+@pytest.mark.parametrize("signals_early", [True, False])
 @pytest.mark.parametrize("name", GPU_KERNELS)
-def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str) -> None:
+def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str, signals_early: bool) -> None:
     kernel, unwritten = GPU_KERNELS[name]
-    printed = waiting(print_triton(kernel), unwritten)
+    printed = waiting(print_triton(kernel), unwritten, signals_early)
     text: str = compiled(printed).asm["ptx"]
     assert not SPILLED.search(text)
     assert text.count("griddepcontrol.launch_dependents") == text.count("griddepcontrol.wait") == 1
     before, _, after = text.partition("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in before
-    assert re.search(r"ld\.global|prefetch\.global\.L2", before)
+    assert ("ld.global" in before) == (name in ("one row", "softmax"))
     assert not re.search(r"st\.global|red\.|atom\.|\bret;|\bexit;", before) and "st.global" in after
+    stored = after.partition("griddepcontrol.launch_dependents")[0]
+    assert ("st.global" in stored) == (not signals_early)
     old: str = compiled(printed, 80).asm["ptx"]
-    assert "griddepcontrol" not in old and "prefetch" not in old
+    assert "griddepcontrol" not in old

@@ -108,8 +108,9 @@ class _Prelude:
 
     def _define(self, definitions: _Definitions, statement: ast.stmt) -> None:
         """Records the names that a statement defines."""
-        is_copied = isinstance(statement, ast.Assign) and self.kernel.is_pure(statement, memory=True)
-        definition = _Definition(statement, dict(definitions)) if is_copied else _Definition()
+        definition = _Definition()
+        if isinstance(statement, ast.Assign) and self.kernel.is_pure(statement, memory=True):
+            definition = _Definition(statement, dict(definitions))
         definitions |= dict.fromkeys(defined_names(statement), definition)
 
     @contextmanager
@@ -213,7 +214,7 @@ class _Prelude:
     # --- the text -----------------------------------------------------------------------------------------------------
 
     def _inserted(self, replaced: Sequence[tuple[ast.Call, str]], signals_early: bool) -> str:
-        """Returns the source with the prelude and both instructions, and loads replaced by the names of their results."""
+        """Returns the source with the prelude and both instructions, and early loads replaced by their results."""
         lines = [line.encode() for line in self.kernel.source.splitlines()]
         for load, name in sorted(replaced, key=lambda item: (item[0].lineno, item[0].col_offset), reverse=True):
             line = lines[load.lineno - 1]
