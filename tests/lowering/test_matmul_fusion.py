@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -346,6 +347,37 @@ def test_independent_matmuls_of_several_rows_are_kernels_of_their_own(
     assert len(planned.launches) == kernels
     for result, want in zip(planned.run(operands), projected(*[item.double() for item in operands]), strict=True):
         torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reader", "is_stored_scaled"),
+    [
+        (lambda y, plain, other: torch.stack([y, other]), True),
+        (lambda y, plain, other: y * 2 + torch.cat([-y[:, 8:], y[:, :8]], 1), True),
+        (lambda y, plain, other: y.relu() @ other.t(), True),
+        (lambda y, plain, other: torch.cat([y + other, other]), True),
+        (lambda y, plain, other: [torch.stack([y, other]), plain], False),
+        (lambda y, plain, other: y.to(torch.float64).expand(3, *y.shape) * other, False),
+    ],
+    ids=["stack", "rotation", "matmul", "residual", "also_plain", "wider"],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 4])
+def test_matmuls_store_what_their_results_are_mapped_to(
+    reader: Callable[..., Any], is_stored_scaled: bool, rows: int
+) -> None:
+    """The kernels of scaled matmuls are equal, whatever reads their results; a single reader's kernel is theirs."""
+
+    def function(x: Tensor, weight: Tensor, scale: Tensor, other: Tensor) -> Any:
+        plain = functional.linear(x, weight)
+        return reader(plain * scale, plain, other)
+
+    operands = [torch.randn(sizes) for sizes in ((rows, 64), (16, 64), (16,), (rows, 16))]
+    planned = plan(make_fx(function)(*operands), operands, GENERATED)
+    first = next(line for line in planned.program.lines() if isinstance(line, Launch))
+    assert ("scale" in str(first)) == is_stored_scaled and len(planned.launches) <= 2
+    results, wanted = planned.run(operands), function(*[item.double() for item in operands])
+    for result, want in zip(results, wanted if isinstance(wanted, list) else [wanted], strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "columns", "is_kernel"), [(1, 8, True), (4, 16, True), (4, 8, False), (9, 16, False)])
