@@ -100,6 +100,10 @@ class DeviceSpec:
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
             that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
+        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack, in each call, costs less than
+            the launches that a grouped matmul saves.
+        sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
+            on sorted rows, for whose numbers the host waits once.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
@@ -167,6 +171,8 @@ class DeviceSpec:
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    stacked_expert_bytes: int = 0
+    sorted_expert_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -271,6 +277,7 @@ CPU = DeviceSpec(
     generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
     generated_matmul_bytes=1 << 18,
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
+    sorted_expert_dtypes=_HALF | {torch.float32, torch.float64},
     prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
     biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
     prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),

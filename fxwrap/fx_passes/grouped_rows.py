@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxwrap.fx_passes.attention_nodes import permutation
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.expert_bodies import ExpertLoop, depends_on_rows
+from fxwrap.fx_passes.expert_bodies import ExpertLoop, ExpertResult, depends_on_rows
 from fxwrap.fx_passes.expert_conditions import are_in_range
 from fxwrap.fx_passes.expert_gradients import ExpertGradient, GradientSum
 from fxwrap.fx_passes.expert_rows import (
@@ -52,12 +53,14 @@ class Terminal:
 class GroupedLoop:
     """A loop that grouped matmuls can compute: its operands that differ between experts, and how it ends.
 
-    `terminals` are those of the result's last call, and of gradients that are rows, of the first body.
+    `terminals` are those of the result's last call, and of gradients that are rows, of the first body. `on_host` are
+    loops whose matmuls are calls for each expert, since the library has no grouped matmuls for them.
     """
 
     loop: ExpertLoop
     stacked: Mapping[Node, StackedOperand]
     terminals: Mapping[Node, Terminal]
+    on_host: bool = False
 
 
 class GroupedRows:
@@ -77,6 +80,7 @@ class GroupedRows:
         self._length = copy.fakes[self._indices].numel()
         self._values: dict[Node, Node] = {}
         self._stacks: dict[Node, Node] = {}
+        self._host_ends: Node | None = None
         self._positions: Node | None = None
         self._sort()
 
@@ -105,6 +109,15 @@ class GroupedRows:
         if not same_strides(self._copy.fakes[result], fake):
             result = self._call(_aten.clone.default, result, memory_format=torch.contiguous_format)
         return result
+
+    def results(self, result: ExpertResult, root: Node) -> list[Node]:
+        """Returns a result of each expert, before the call `root`."""
+        self._root = root
+        stack = self._value(result.nodes[0])
+        slices = [self._call(_aten.select.int, stack, 0, number) for number in range(self._count)]
+        if all(map(same_strides, [self._copy.fakes[item] for item in slices], [self._fakes[node] for node in result.nodes])):
+            return slices
+        return [self._call(_aten.clone.default, item, memory_format=torch.contiguous_format) for item in slices]
 
     def _gradient(self, gradient: ExpertGradient, root: Node) -> Node:
         """Returns the gradients of all experts: added to each other, or those of slices in one tensor."""
@@ -235,10 +248,40 @@ class GroupedRows:
         """Returns rows multiplied by the matrix of their expert."""
         *bias, left, right = node.args
         assert isinstance(left, Node) and isinstance(right, Node)
+        if self._grouped.on_host:
+            return self._matmul_on_host(node, bias, left, right)
         product = self._call(_aten._grouped_mm.default, self._values[left], self._stack(right), self._ends, origin=node)
         for item in bias:
             product = self._call(_aten.add.Tensor, product, self._operand(item, 2), origin=node)
         return product
+
+    def _matmul_on_host(self, node: Node, bias: Sequence[Any], left: Node, right: Node) -> Node:
+        """Returns rows multiplied by the matrix of their expert, one expert after the other."""
+        operand = self._grouped.stacked[right]
+        swaps = [permutation(view, self._fakes) == [1, 0] for view in operand.views]
+        transposed = operand.is_separate and swaps == [True]
+        if transposed:
+            matrices = [self._copy.node_map[item] for item in operand.sources]
+        elif operand.is_separate:
+            matrices = [self._copy.node_map[item] for item in self._loop.externals[right]]
+        else:
+            matrices = [self._stack(right)]
+        biases = [self._stack(item) for item in bias if item in self._grouped.stacked]
+        product = self._call(
+            torch.ops.fxwrap.grouped_matmul.default, self._values[left], matrices, transposed, *(biases or [None]),
+            self._ends_on_host(), origin=node,
+        )  # fmt: skip
+        for item in bias if not biases else ():
+            product = self._call(_aten.add.Tensor, product, self._operand(item, 2), origin=node)
+        return product
+
+    def _ends_on_host(self) -> Node:
+        """Returns the ends of the groups in memory of the host, which waits for them once."""
+        if self._host_ends is None:
+            is_on_host = self._copy.fakes[self._ends].device.type == "cpu"
+            target = torch.ops.fxwrap.to_host.default
+            self._host_ends = self._ends if is_on_host else self._call(target, self._ends)
+        return self._host_ends
 
     def _sum_of_rows(self, node: Node) -> Node:
         """Returns the sums over the rows of each expert: a grouped matmul along the rows, of ones where rows are added.
@@ -246,15 +289,18 @@ class GroupedRows:
         Ones are columns of aligned rows, of which one is read.
         """
         operands = [self._values[item] for item in node.args if isinstance(item, Node)]
+        target, ends = _aten._grouped_mm.default, self._ends
+        if self._grouped.on_host:
+            target, ends = torch.ops.fxwrap.grouped_products.default, self._ends_on_host()
         if name_of(node) == "mm":
-            return self._call(_aten._grouped_mm.default, *operands, self._ends, origin=node)
+            return self._call(target, *operands, ends, origin=node)
         (rows,) = operands
         fake = self._copy.fakes[rows]
         count = self._copy.size_arguments(self._before, [self._length])
         columns = MATRIX_ALIGNMENT // fake.dtype.itemsize
         ones = self._call(_aten.full.default, [*count, columns], 1, dtype=fake.dtype, device=fake.device, origin=node)
         ones = self._call(_aten.t.default, ones, origin=node)
-        sums = self._call(_aten._grouped_mm.default, ones, rows, self._ends, origin=node)
+        sums = self._call(target, ones, rows, ends, origin=node)
         keeps = len(node.args) > 2 and node.args[2]
         if keeps:
             return self._call(_aten.slice.Tensor, sums, 1, 0, 1, origin=node)
@@ -308,7 +354,8 @@ class GroupedRows:
         """Returns an operand of all experts, which are dimension 0."""
         if node not in self._stacks:
             operand = self._grouped.stacked[node]
-            stack = self._copy.node_map[operand.stacked]
+            sources = [self._copy.node_map[item] for item in operand.sources]
+            stack = self._call(_aten.stack.default, sources) if operand.is_separate else sources[0]
             for target, arguments, origin in stacked_views(operand, self._fakes):
                 keywords = {} if origin is None else origin.kwargs
                 stack = self._call(target, stack, *arguments, origin=origin, **keywords)
