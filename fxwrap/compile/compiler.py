@@ -187,6 +187,8 @@ def _confirmed(context: CompileContext) -> CompileContext:
     if tuner is None or isinstance(source, Program) or not context.chooses_matmuls or not context.tuned_devices:
         return context
     tuned = _with_lowered(context)
+    if not tuner.has_selected:
+        return tuned
 
     @cache
     def untuned() -> CompileContext:

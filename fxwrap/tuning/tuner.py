@@ -260,6 +260,11 @@ class Tuner:
         self._used[key] = record.fingerprint
         return record
 
+    @property
+    def has_selected(self) -> bool:
+        """Whether records or timing have selected anything, be it a default."""
+        return bool(self._used)
+
     def add_tuning_header(self, program: Program) -> Program:
         """Returns the program with a hash of all selected configurations in its header, if it has tuned kernels."""
         if not self._used:

@@ -307,7 +307,9 @@ def test_kernels_are_timed_on_a_gpu_once(name: str, tmp_path: Path, monkeypatch:
     compiled = fxwrap.compile_graph(traced, inputs, options=options)
     torch.testing.assert_close(compiled(*inputs)[0], called(*inputs), rtol=1e-4, atol=1e-4)
     records = [json.loads(path.read_text()) for path in (cache_folder() / "tuning").iterdir()]
-    assert records and all(0 < record["seconds"] <= record["default_seconds"] < 1e-3 for record in records)
+    times = [(record["seconds"], record["default_seconds"]) for record in records]
+    timed = [pair for pair in times if pair != (0.0, 0.0)]  # of a program that tuning does not change
+    assert timed and all(0 < seconds <= default < 1e-3 for seconds, default in timed)
     monkeypatch.setattr("fxwrap.tuning.tuner.time_on_gpu", fail_timing)
     assert str(fxwrap.compile_graph(traced, inputs, options=options).program) == str(compiled.program)
 
