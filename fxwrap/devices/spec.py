@@ -100,8 +100,8 @@ class DeviceSpec:
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
             that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
-        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack, in each call, costs less than
-            the launches that a grouped matmul saves.
+        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call,
+            takes less time than the launches that a grouped matmul saves; 0 never stacks them.
         sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
             on sorted rows, for whose numbers the host waits once.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's

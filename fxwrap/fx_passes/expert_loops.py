@@ -10,7 +10,6 @@ experts of a token in one kernel, in an order that is always the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -24,7 +23,7 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, ExpertResult, expert_loops, row_dimension
 from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
 from fxwrap.fx_passes.expert_gradients import GradientSum
-from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, coordinate, stacked_operand, sums_rows
+from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, StackedOperand, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.fx_passes.graph_copy import (
     GraphCopy,
@@ -34,7 +33,8 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
-from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedRows, Terminal
+from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedMethod, GroupedRows, Terminal
+from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.options import Options
 from fxwrap.torch_compat import sums_empty_groups
@@ -45,12 +45,9 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
     if "aten._grouped_mm.default" in context.extern_operators:
         return graph
     graph = simplify_gradients_of_writes(graph)
-    specs = context.options.device_specs()
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    loops = [_grouped_loop(loop, graph, specs) for loop in expert_loops(graph)]
-    chosen = _separate(
-        [loop for loop in loops if loop is not None and _is_movable(loop.loop, positions, graph.fakes)]
-    )
+    loops = [_grouped_loop(loop, graph, context) for loop in expert_loops(graph)]
+    chosen = _separate([loop for loop in loops if loop is not None and _is_movable(loop.loop, positions, graph.fakes)])
     if not chosen:
         return graph
     copy = GraphCopy(graph)
@@ -120,7 +117,7 @@ def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> G
     return joint if grouped is graph else grouped.graph_module
 
 
-def _grouped_loop(loop: ExpertLoop, graph: PreparedGraph, specs: Mapping[str, DeviceSpec]) -> GroupedLoop | None:
+def _grouped_loop(loop: ExpertLoop, graph: PreparedGraph, context: FxPassContext) -> GroupedLoop | None:
     """Returns a loop with what its operands and its last calls are, if it can be computed for all rows at once."""
     body, fakes = loop.bodies[0], graph.fakes
     stacked = {}
@@ -138,18 +135,36 @@ def _grouped_loop(loop: ExpertLoop, graph: PreparedGraph, specs: Mapping[str, De
         return None
     matmuls = [node for node in body.nodes if name_of(node) in MATMULS and node.args[-1] in stacked]
     sums = [node for node in body.nodes if sums_rows(node, body, fakes)]
-    spec = specs.get(fakes[loop.indices].device.type)
+    spec = context.options.device_specs().get(fakes[loop.indices].device.type)
     if spec is None or not matmuls:
         return None
-    grouped = GroupedLoop(loop, stacked, terminals)
-    if all(_has_grouped_matmul(node, fakes, spec) for node in matmuls) and all(
-        _has_grouped_sum(node, fakes, spec) for node in sums
-    ):
-        if sum(bytes_of(fakes[item.sources[0]]) for item in stacked.values() if item.is_separate) <= spec.stacked_expert_bytes:
-            return grouped
-    if all(fakes[node].dtype in spec.sorted_expert_dtypes for node in (*matmuls, *sums)):
-        return replace(grouped, on_host=True)
-    return None
+    method = _method(matmuls, sums, stacked, graph, spec, context)
+    return None if method is None else GroupedLoop(loop, stacked, terminals, method)
+
+
+def _method(
+    matmuls: Sequence[Node], sums: Sequence[Node], stacked: Mapping[Node, StackedOperand], graph: PreparedGraph,
+    spec: DeviceSpec, context: FxPassContext,
+) -> GroupedMethod | None:  # fmt: skip
+    """Returns how a device multiplies the rows of all experts in less time than a loop; None if it cannot."""
+    fakes = graph.fakes
+    has_grouped = [*[_has_grouped_matmul(node, fakes, spec) for node in matmuls],
+                   *[_has_grouped_sum(node, fakes, spec) for node in sums]]  # fmt: skip
+    separate = [item for item in stacked.values() if item.is_separate]
+    if all(has_grouped) and all(is_contiguous(fakes[item.sources[0]]) for item in separate):
+        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.stacked_expert_bytes:
+            return GroupedMethod.LIBRARY
+        matrices = [stacked[node.args[-1]] for node in matmuls if stacked[node.args[-1]].is_separate]  # type: ignore[index]
+        frozen = frozen_nodes(graph, context) if context.options.freeze and spec.stacked_expert_bytes else set()
+        if not sums and all(frozen.issuperset(item.sources) and _are_matrices(item, fakes) for item in matrices):
+            return GroupedMethod.FROZEN
+    dtypes = {fakes[node].dtype for node in (*matmuls, *sums)}
+    return GroupedMethod.EACH if dtypes <= spec.sorted_expert_dtypes else None
+
+
+def _are_matrices(operand: StackedOperand, fakes: NodeValues) -> bool:
+    """Whether operands are tensors of each expert's own, perhaps transposed."""
+    return not operand.views or operand.is_transposed(fakes)
 
 
 def _has_grouped_matmul(node: Node, fakes: NodeValues, spec: DeviceSpec) -> bool:

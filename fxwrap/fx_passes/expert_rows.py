@@ -56,6 +56,10 @@ class StackedOperand:
         """Whether each expert has a tensor of its own."""
         return len(self.sources) > 1
 
+    def is_transposed(self, fakes: NodeValues) -> bool:
+        """Whether the operands are the transposed matrices of `sources`."""
+        return [permutation(view, fakes) for view in self.views] == [[1, 0]]
+
 
 def stacked_operand(nodes: Sequence[Node], fakes: NodeValues) -> StackedOperand | None:
     """Returns the operands of all experts, in order, as slices of one tensor, or else as tensors of one layout."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.attention_nodes import permutation
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertLoop, ExpertResult, depends_on_rows
 from fxwrap.fx_passes.expert_conditions import are_in_range
@@ -49,18 +49,25 @@ class Terminal:
     leading: int = 0
 
 
+class GroupedMethod(Enum):
+    """How rows of all experts are multiplied by the matrices of their experts."""
+
+    LIBRARY = "grouped matmuls of the library; matrices of each expert's own are stacked in each call"
+    FROZEN = "grouped matmuls of the library, with stacks of frozen matrices that are kept"
+    EACH = "a matmul for each expert, whose number of rows the host waits for"
+
+
 @dataclass(frozen=True)
 class GroupedLoop:
     """A loop that grouped matmuls can compute: its operands that differ between experts, and how it ends.
 
-    `terminals` are those of the result's last call, and of gradients that are rows, of the first body. `on_host` are
-    loops whose matmuls are calls for each expert, since the library has no grouped matmuls for them.
+    `terminals` are those of the result's last call, and of gradients that are rows, of the first body.
     """
 
     loop: ExpertLoop
     stacked: Mapping[Node, StackedOperand]
     terminals: Mapping[Node, Terminal]
-    on_host: bool = False
+    method: GroupedMethod
 
 
 class GroupedRows:
@@ -115,7 +122,8 @@ class GroupedRows:
         self._root = root
         stack = self._value(result.nodes[0])
         slices = [self._call(_aten.select.int, stack, 0, number) for number in range(self._count)]
-        if all(map(same_strides, [self._copy.fakes[item] for item in slices], [self._fakes[node] for node in result.nodes])):
+        fakes = [(self._copy.fakes[item], self._fakes[node]) for item, node in zip(slices, result.nodes, strict=True)]
+        if all(same_strides(*pair) for pair in fakes):
             return slices
         return [self._call(_aten.clone.default, item, memory_format=torch.contiguous_format) for item in slices]
 
@@ -248,32 +256,29 @@ class GroupedRows:
         """Returns rows multiplied by the matrix of their expert."""
         *bias, left, right = node.args
         assert isinstance(left, Node) and isinstance(right, Node)
-        if self._grouped.on_host:
-            return self._matmul_on_host(node, bias, left, right)
-        product = self._call(_aten._grouped_mm.default, self._values[left], self._stack(right), self._ends, origin=node)
-        for item in bias:
-            product = self._call(_aten.add.Tensor, product, self._operand(item, 2), origin=node)
-        return product
-
-    def _matmul_on_host(self, node: Node, bias: Sequence[Any], left: Node, right: Node) -> Node:
-        """Returns rows multiplied by the matrix of their expert, one expert after the other."""
-        operand = self._grouped.stacked[right]
-        swaps = [permutation(view, self._fakes) == [1, 0] for view in operand.views]
-        transposed = operand.is_separate and swaps == [True]
-        if transposed:
-            matrices = [self._copy.node_map[item] for item in operand.sources]
-        elif operand.is_separate:
-            matrices = [self._copy.node_map[item] for item in self._loop.externals[right]]
+        method, rows = self._grouped.method, self._values[left]
+        biases: list[Node] = []
+        if method is GroupedMethod.EACH:
+            biases = [self._stack(item) for item in bias if isinstance(item, Node) and item in self._grouped.stacked]
+            arguments = [*self._matrices(right), biases[0] if biases else None, self._ends_on_host()]
+            product = self._call(torch.ops.fxwrap.grouped_matmul.default, rows, *arguments, origin=node)
+        elif method is GroupedMethod.FROZEN and self._grouped.stacked[right].is_separate:
+            arguments = [*self._matrices(right), self._ends]
+            product = self._call(torch.ops.fxwrap.frozen_grouped_mm.default, rows, *arguments, origin=node)
         else:
-            matrices = [self._stack(right)]
-        biases = [self._stack(item) for item in bias if item in self._grouped.stacked]
-        product = self._call(
-            torch.ops.fxwrap.grouped_matmul.default, self._values[left], matrices, transposed, *(biases or [None]),
-            self._ends_on_host(), origin=node,
-        )  # fmt: skip
+            product = self._call(_aten._grouped_mm.default, rows, self._stack(right), self._ends, origin=node)
         for item in bias if not biases else ():
             product = self._call(_aten.add.Tensor, product, self._operand(item, 2), origin=node)
         return product
+
+    def _matrices(self, node: Node) -> tuple[list[Node], bool]:
+        """Returns the matrices of the experts, or one stack of them, and whether they are transposed."""
+        operand = self._grouped.stacked[node]
+        if not operand.is_separate:
+            return [self._stack(node)], False
+        transposed = operand.is_transposed(self._fakes)
+        nodes = operand.sources if transposed else self._loop.externals[node]
+        return [self._copy.node_map[item] for item in nodes], transposed
 
     def _ends_on_host(self) -> Node:
         """Returns the ends of the groups in memory of the host, which waits for them once."""
@@ -290,7 +295,7 @@ class GroupedRows:
         """
         operands = [self._values[item] for item in node.args if isinstance(item, Node)]
         target, ends = _aten._grouped_mm.default, self._ends
-        if self._grouped.on_host:
+        if self._grouped.method is GroupedMethod.EACH:
             target, ends = torch.ops.fxwrap.grouped_products.default, self._ends_on_host()
         if name_of(node) == "mm":
             return self._call(target, *operands, ends, origin=node)

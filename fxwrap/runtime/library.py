@@ -49,6 +49,8 @@ from fxwrap.runtime.prepacked_weights import (
     biased_linear,
     frozen_convolution,
     frozen_convolution_fake,
+    frozen_grouped_mm,
+    frozen_grouped_mm_fake,
     linear_fake,
     prepacked_linear,
 )
@@ -223,6 +225,10 @@ _OPERATORS = (
         "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
         "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         frozen_convolution, frozen_convolution_fake,
+    ),
+    _Operator(
+        "frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor",
+        frozen_grouped_mm, frozen_grouped_mm_fake,
     ),
     _Operator("to_host(Tensor tensor) -> Tensor", to_host, to_host_fake),
     _Operator(

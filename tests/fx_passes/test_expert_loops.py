@@ -17,6 +17,7 @@ from torch.nn import functional
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
+from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import EXPERTS, INNER, WIDTH, Experts, MaskedWrites, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -87,6 +88,17 @@ def test_numbers_of_tokens(emitter: str) -> None:
     compiled = torch.compile(routed(layer), backend="fxwrap", options=options, fullgraph=True, dynamic=True)
     for count in (10, 1, 33):
         _check(compiled, layer, inputs_of(count))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_numbers_of_tokens_of_modules(emitter: str) -> None:
+    torch.manual_seed(0)
+    layer = Experts("where", "biased modules")
+    compiled = torch.compile(
+        routed(layer), backend="fxwrap", options={"emitter": emitter}, fullgraph=True, dynamic=emitter == "python"
+    )
+    for count in (10, 33) if emitter == "python" else (10,):
+        _check(compiled, layer, inputs_of(count, dtype=torch.float32))
 
 
 def test_indices_that_are_no_expert() -> None:
@@ -173,6 +185,40 @@ def test_small_weights_of_modules_are_stacked(limit: int, stacks: int) -> None:
     assert _grouped(prepared) == _grouped(prepared, torch.ops.aten.stack.default) == stacks
     assert _loops(prepared) == (0 if stacks else EXPERTS)
     _check(traced, layer, inputs_of(10))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_frozen_weights_of_modules_are_stacked_once(emitter: str) -> None:
+    """The stack follows writes into a weight."""
+    torch.manual_seed(0)
+    layer, programs = Experts("one_hot", "biased modules").bfloat16(), []
+    options = {
+        "freeze": True, "emitter": emitter, "devices": (dataclasses.replace(CPU, stacked_expert_bytes=1),),
+        "passes": (lambda program: programs.append(program) or program,),
+    }  # fmt: skip
+    compiled = torch.compile(routed(layer), backend="fxwrap", options=options, fullgraph=True)
+    _check(compiled, layer, inputs_of(10))
+    layer.experts[1].down.weight.mul_(-3)  # type: ignore[union-attr]
+    _check(compiled, layer, inputs_of(10))
+    targets = [line.target for line in programs[0].lines() if isinstance(line, ExternCall)]
+    assert targets.count("fxwrap.frozen_grouped_mm.default") == 3
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("form", ["stack", "matrices", "transposed"])
+def test_the_operators_of_groups(form: str, has_bias: bool) -> None:
+    """Groups may be empty; rows beyond the last group are in none."""
+    torch.manual_seed(0)
+    rows, weights, ends = torch.randn(9, 4), torch.randn(3, 4, 5), torch.tensor([2, 2, 7], dtype=torch.int32)
+    bias = torch.randn(3, 5) if has_bias else None
+    matrices = {"stack": [weights], "matrices": [*weights], "transposed": [item.t() for item in weights]}[form]
+    result = torch.ops.fxwrap.grouped_matmul(rows, matrices, form == "transposed", bias, ends)
+    groups = [0, 0, 2, 2, 2, 2, 2]
+    expected = torch.einsum("rk,rkn->rn", rows[:7], weights[groups]) + (0 if bias is None else bias[groups])
+    torch.testing.assert_close(result[:7], expected)
+    products = torch.ops.fxwrap.grouped_products(rows.t(), result, ends)
+    sums = [rows[:2].t() @ result[:2], torch.zeros(4, 5), rows[2:7].t() @ result[2:7]]
+    torch.testing.assert_close(products, torch.stack(sums))
 
 
 def test_a_saved_index_is_no_call() -> None:

@@ -161,9 +161,10 @@ def test_two_loops_and_other_gradients() -> None:
     assert _counts(graphs) == [4, 8]
 
 
-def test_a_training_step() -> None:
+@pytest.mark.parametrize("weights", ["unbind", "modules"])
+def test_a_training_step(weights: str) -> None:
     torch.manual_seed(0)
-    layer = _layer(("one_hot", "unbind", "assign"))
+    layer = _layer(("one_hot", weights, "assign"))
     tokens, scores = inputs_of(_COUNT)
     losses = []
     for is_compiled in (True, False):
@@ -173,7 +174,9 @@ def test_a_training_step() -> None:
         step: Callable[..., Tensor] = train
         if is_compiled:
             step = fxwrap.compile_step(train, (tokens, scores))
-            assert _calls(step.compiled.program, "_grouped_mm") == 5 and not _calls(step.compiled.program, "nonzero")
+            names = ("_grouped_mm",) if weights == "unbind" else ("grouped_matmul", "grouped_products")
+            assert sum(_calls(step.compiled.program, name) for name in names) == (5 if weights == "unbind" else 8)
+            assert not _calls(step.compiled.program, "nonzero")
         losses.append([float(step(tokens, scores)) for _ in range(3)])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
 
