@@ -283,9 +283,7 @@ class GroupedRows:
     def _ends_on_host(self) -> Node:
         """Returns the ends of the groups in memory of the host, which waits for them once."""
         if self._host_ends is None:
-            is_on_host = self._copy.fakes[self._ends].device.type == "cpu"
-            target = torch.ops.fxwrap.to_host.default
-            self._host_ends = self._ends if is_on_host else self._call(target, self._ends)
+            self._host_ends = self._call(torch.ops.fxwrap.to_host.default, self._ends)
         return self._host_ends
 
     def _sum_of_rows(self, node: Node) -> Node:

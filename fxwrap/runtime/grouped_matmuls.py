@@ -5,7 +5,7 @@ The numbers of rows of the groups are in memory of the host, so that a call wait
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -40,13 +40,17 @@ def grouped_matmul(
     with torch.no_grad():
         items = matrices[0].unbind() if len(matrices) == 1 else matrices
         result = rows.new_empty(rows.shape[0], items[0].shape[0 if transposed else 1])
-        for group, (begin, end) in enumerate(_groups(ends)):
-            if begin < end:
-                matrix = items[group].t() if transposed else items[group]
-                if biases is None:
-                    torch.mm(rows[begin:end], matrix, out=result[begin:end])
-                else:
-                    torch.addmm(biases[group], rows[begin:end], matrix, out=result[begin:end])
+        lengths = _lengths(ends)
+        lengths.append(rows.shape[0] - sum(lengths))
+        groups = zip(items, _split(rows, lengths), _split(result, lengths), strict=False)
+        for group, (matrix, own, part) in enumerate(groups):
+            if not lengths[group]:
+                continue
+            right = matrix.t() if transposed else matrix
+            if biases is None:
+                torch.mm(own, right, out=part)
+            else:
+                torch.addmm(biases[group], own, right, out=part)
         return result
 
 
@@ -71,8 +75,10 @@ def grouped_products(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor
     """
     with torch.no_grad():
         results = left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
-        for result, (begin, end) in zip(results.unbind(), _groups(ends), strict=True):
-            torch.mm(left[:, begin:end], right[begin:end], out=result)
+        lengths = _lengths(ends)
+        lengths.append(right.shape[0] - sum(lengths))
+        for result, one, other in zip(results.unbind(), _split(left, lengths, 1), _split(right, lengths), strict=False):
+            torch.mm(one, other, out=result)
         return results
 
 
@@ -81,7 +87,13 @@ def grouped_products_fake(left: torch.Tensor, right: torch.Tensor, ends: torch.T
     return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
 
 
-def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields the range of each group."""
+def _lengths(ends: torch.Tensor) -> list[int]:
+    """Returns the number of rows of each group."""
     positions = ends.tolist()
-    return zip([0, *positions[:-1]], positions, strict=True)
+    return [end - begin for begin, end in zip([0, *positions[:-1]], positions, strict=True)]
+
+
+def _split(tensor: torch.Tensor, lengths: list[int], dim: int = 0) -> Sequence[torch.Tensor]:
+    """Returns parts of a tensor along a dimension."""
+    parts: Sequence[torch.Tensor] = torch.ops.aten.split_with_sizes.default(tensor, lengths, dim)
+    return parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 
 import fxwrap
 from fxwrap import Options
-from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from tests.artifact.native_host import drive, read_result, tensor_commands
-from tests.fx_passes.expert_layers import Experts, inputs_of, routed
+from tests.fx_passes.expert_layers import SORTING, Experts, inputs_of, routed
 
 
 class _Routed(nn.Module):
@@ -37,7 +35,7 @@ def test_experts_without_python(weights: str, frozen: bool, operator: str, tmp_p
     torch.manual_seed(0)
     dtype = torch.bfloat16 if frozen else torch.float32
     model, inputs = _Routed(Experts("where", weights)).to(dtype), inputs_of(10, dtype=dtype)
-    options = Options(freeze=frozen, emitter="cpp", devices=(dataclasses.replace(CPU, stacked_expert_bytes=1),))
+    options = Options(freeze=frozen, emitter="cpp", devices=(SORTING,))
     compiled = fxwrap.compile_graph(torch.export.export(model, inputs), name="experts", options=options)
     targets = [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)]
     assert targets.count(f"fxwrap.{operator}.default") == (2 if weights == "addmm" else 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxwrap.devices import CPU
+
 EXPERTS, CHOSEN, WIDTH, INNER = 3, 2, 16, 24
+SORTING = dataclasses.replace(
+    CPU, sorted_expert_dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}), stacked_expert_bytes=1
+)
+"""A CPU on which loops without grouped matmuls become matmuls of each expert on sorted rows, as on GPUs."""
 Rows = tuple[Any, ...]
 """The indices of an expert's rows: tokens and, where there are several choices, the positions among these."""
 

@@ -18,7 +18,7 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.lines import ExternCall
-from tests.fx_passes.expert_layers import EXPERTS, INNER, WIDTH, Experts, MaskedWrites, inputs_of, routed
+from tests.fx_passes.expert_layers import EXPERTS, INNER, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ON_HOST = torch.ops.fxwrap.grouped_matmul.default
@@ -95,8 +95,9 @@ def test_numbers_of_tokens_of_modules(emitter: str) -> None:
     torch.manual_seed(0)
     layer = Experts("where", "biased modules")
     compiled = torch.compile(
-        routed(layer), backend="fxwrap", options={"emitter": emitter}, fullgraph=True, dynamic=emitter == "python"
-    )
+        routed(layer), backend="fxwrap", options={"emitter": emitter, "devices": (SORTING,)}, fullgraph=True,
+        dynamic=emitter == "python",
+    )  # fmt: skip
     for count in (10, 33) if emitter == "python" else (10,):
         _check(compiled, layer, inputs_of(count, dtype=torch.float32))
 
@@ -164,24 +165,19 @@ def test_matmuls_of_each_expert_on_sorted_rows(weights: str, dtype: torch.dtype)
     """Without a grouped matmul of the library: for other dtypes, and for weights of each expert's own."""
     torch.manual_seed(0)
     layer = Experts("one_hot", weights, "assign").to(dtype)
-    prepared, traced = _graph(routed(layer), inputs_of(10, dtype=dtype))
+    prepared, traced = _graph(routed(layer), inputs_of(10, dtype=dtype), Options(devices=(SORTING,)))
     is_library = dtype is torch.bfloat16 and "modules" not in weights
     assert _grouped(prepared, _GROUPED if is_library else _ON_HOST) == (2 if weights == "addmm" else 3)
     assert not _loops(prepared)
     _check(traced, layer, inputs_of(10, dtype=dtype))
 
 
-def _spec(**changes: Any) -> Options:
-    return Options(devices=(dataclasses.replace(CPU, **changes),))
-
-
 @pytest.mark.parametrize(("limit", "stacks"), [(3 * 2 * INNER * WIDTH, 3), (3 * 2 * INNER * WIDTH - 1, 0)])
 def test_small_weights_of_modules_are_stacked(limit: int, stacks: int) -> None:
     torch.manual_seed(0)
     layer = Experts("one_hot", "modules").bfloat16()
-    prepared, traced = _graph(
-        routed(layer), inputs_of(10), _spec(stacked_expert_bytes=limit, sorted_expert_dtypes=frozenset())
-    )
+    spec = dataclasses.replace(CPU, stacked_expert_bytes=limit)
+    prepared, traced = _graph(routed(layer), inputs_of(10), Options(devices=(spec,)))
     assert _grouped(prepared) == _grouped(prepared, torch.ops.aten.stack.default) == stacks
     assert _loops(prepared) == (0 if stacks else EXPERTS)
     _check(traced, layer, inputs_of(10))
@@ -193,7 +189,7 @@ def test_frozen_weights_of_modules_are_stacked_once(emitter: str) -> None:
     torch.manual_seed(0)
     layer, programs = Experts("one_hot", "biased modules").bfloat16(), []
     options = {
-        "freeze": True, "emitter": emitter, "devices": (dataclasses.replace(CPU, stacked_expert_bytes=1),),
+        "freeze": True, "emitter": emitter, "devices": (SORTING,),
         "passes": (lambda program: programs.append(program) or program,),
     }  # fmt: skip
     compiled = torch.compile(routed(layer), backend="fxwrap", options=options, fullgraph=True)
