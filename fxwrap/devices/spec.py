@@ -90,7 +90,8 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
+            library's: of one row, or with a matrix of at least `generated_matmul_bytes`. Matrices that multiply the
+            same rows count together where their launches are combined.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
         generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul

@@ -249,9 +249,8 @@ class AttentionRewriter:
 
     def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
         """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""
-        fake = self.fakes[formula.query_key]
-        least = dict(least_sizes).get(fake.dtype)
-        return least is not None and min(map(size_hint, fake.shape[-2:])) >= least
+        least = dict(least_sizes).get(self.fakes[formula.output].dtype)
+        return least is not None and min(map(size_hint, self.fakes[formula.query_key].shape[-2:])) >= least
 
     def _library_call(
         self, before: Node, tensors: Sequence[Node], scale: float, is_transposed: bool, name: str

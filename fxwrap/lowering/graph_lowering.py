@@ -21,7 +21,7 @@ from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, Reduced
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, DefUseChains, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
-from fxwrap.lowering.kernel_schedules import KernelSchedules
+from fxwrap.lowering.kernel_schedules import KernelSchedules, is_matmul
 from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir import TensorType, Value
@@ -114,7 +114,8 @@ class GraphLowering:
             for use in chains.uses.values():
                 if any(segment(consumer.position) != segment(use.position) for consumer in use.consumers):
                     external.add(use.definition)
-        return plan_materialisation(chains, external, definitions.mutations, hint, self._specs)
+        matmuls = [item for item, label in chains.labels.items() if is_matmul(item, label.operator)]
+        return plan_materialisation(chains, external, definitions.mutations, hint, self._specs, matmuls)
 
     def _unfused_operands(self, chains: DefUseChains) -> set[Definition]:
         """Returns the operands of the matmuls whose operands are materialised."""

@@ -36,6 +36,12 @@ from fxwrap.symbolic import Size, product
 from fxwrap.wrapper_ir import Value
 
 
+def is_matmul(definition: Definition, operator: str) -> bool:
+    """Whether a result of an operator is the sum of products of a matmul, not of integers that select its operands."""
+    is_sum = isinstance(definition, Reduced) and definition.source.dtype.is_floating_point
+    return is_sum and operator in MATMUL_RULES
+
+
 @dataclass(eq=False)
 class KernelSchedules:
     """The schedules of planned kernels of one graph, as printers see these kernels when their lines are emitted."""
@@ -52,8 +58,7 @@ class KernelSchedules:
 
     def is_matmul(self, definition: Definition) -> bool:
         """Whether a definition is the sum of products of a matmul, not of integers that select its operands."""
-        is_sum = isinstance(definition, Reduced) and definition.source.dtype.is_floating_point
-        return is_sum and self.plan.operator_of(definition) in MATMUL_RULES
+        return is_matmul(definition, self.plan.operator_of(definition))
 
     def matmul_node(self, definition: Definition) -> str:
         """Returns the qualified name of the node of a matmul."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -348,9 +349,54 @@ def test_independent_matmuls_of_several_rows_are_kernels_of_their_own(
         torch.testing.assert_close(result.double(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("reader", "is_stored_scaled"),
+    [
+        (lambda y, plain, other: torch.stack([y, other]), True),
+        (lambda y, plain, other: y * 2 + torch.cat([-y[:, 8:], y[:, :8]], 1), True),
+        (lambda y, plain, other: y.relu() @ other.t(), True),
+        (lambda y, plain, other: torch.cat([y + other, other]), True),
+        (lambda y, plain, other: [torch.stack([y, other]), plain], False),
+        (lambda y, plain, other: y.to(torch.float64).expand(3, *y.shape) * other, False),
+    ],
+    ids=["stack", "rotation", "matmul", "residual", "also_plain", "wider"],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 4])
+def test_matmuls_store_what_their_results_are_mapped_to(
+    reader: Callable[..., Any], is_stored_scaled: bool, rows: int
+) -> None:
+    """The kernels of scaled matmuls are equal, whatever reads their results; a single reader's kernel is theirs."""
+
+    def function(x: Tensor, weight: Tensor, scale: Tensor, other: Tensor) -> Any:
+        plain = functional.linear(x, weight)
+        return reader(plain * scale, plain, other)
+
+    operands = [torch.randn(sizes) for sizes in ((rows, 64), (16, 64), (16,), (rows, 16))]
+    planned = plan(make_fx(function)(*operands), operands, GENERATED)
+    first = next(line for line in planned.program.lines() if isinstance(line, Launch))
+    assert ("scale" in str(first)) == is_stored_scaled and len(planned.launches) <= 2
+    results, wanted = planned.run(operands), function(*[item.double() for item in operands])
+    for result, want in zip(results, wanted if isinstance(wanted, list) else [wanted], strict=True):
+        torch.testing.assert_close(result.double(), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "columns", "is_kernel"), [(1, 8, True), (4, 16, True), (4, 8, False), (9, 16, False)])
 def test_matmuls_of_several_rows_are_kernels_from_a_size_on(rows: int, columns: int, is_kernel: bool) -> None:
     spec = dataclasses.replace(CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 16)
     operands = [torch.randn(rows, 64), torch.randn(columns, 64)]
     program = lowered(functional.linear, operands, Options(devices=[spec])).program
+    assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel
+
+
+@pytest.mark.parametrize(("columns", "combines", "is_kernel"), [(8, True, True), (8, False, False), (4, True, False)])
+def test_matmuls_of_one_operand_count_together_where_launches_are_combined(
+    columns: int, combines: bool, is_kernel: bool
+) -> None:
+    """Queries, keys and values are one launch."""
+    spec = dataclasses.replace(
+        CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 24, combo_kernel_bytes=1
+    )
+    operands = [torch.randn(4, 64), *[torch.randn(count, 64) for count in (columns, 8, 8)]]
+    graph = make_fx(lambda x, *weights: [functional.linear(x, weight) for weight in weights])(*operands)
+    program = fxwrap.lower(graph, operands, options=Options(devices=[spec], combo_kernels=combines))
     assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel

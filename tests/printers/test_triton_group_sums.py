@@ -108,8 +108,8 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
         for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
     ]  # fmt: skip
     tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
-    int4_tiles = [(16, 4, True), (64, 4, True)] if rows else [(4, 4, True), (8, 1, True)]
-    assert tiles == [*int4_tiles, (16, 8, True), (64, 4, False) if rows else (16, 4, True)]
+    int4_tiles = [(16, 4, True), (32, 4, True)] if rows else [(4, 1, True), (4, 1, True)]
+    assert tiles == [*int4_tiles, (16, 2, True), (64, 4, False) if rows else (16, 4, True)]
 
 
 def test_all_stages_of_many_rows_fit_shared_memory() -> None:

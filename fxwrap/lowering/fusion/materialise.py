@@ -148,16 +148,18 @@ def plan_materialisation(
     mutations: Iterable[tuple[Definition, int]],
     hint: Callable[[Size], int],
     specs: Mapping[str, DeviceSpec],
+    matmuls: Collection[Definition] = (),
 ) -> MaterialisationPlan:
     """Decides which definitions are materialised; drops those that nothing reads.
 
     The `external` definitions must be materialised; `mutations` are stored definitions and the positions at which they
     are overwritten. `hint` returns a typical value of a size; `specs` are those of the device types with kernels.
+    `matmuls` are the reductions that kernels compute with epilogues.
     """
     overwritten_at: dict[Definition, list[int]] = {}
     for definition, position in mutations:
         overwritten_at.setdefault(definition, []).append(position)
-    planner = _MaterialisationPlanner(chains, external, overwritten_at, hint, specs)
+    planner = _MaterialisationPlanner(chains, external, overwritten_at, hint, specs, frozenset(matmuls))
     for use in planner.live_uses():
         planner.plans[use.definition] = planner.plan(use)
     return MaterialisationPlan(planner.plans, frozenset(external), chains.labels, chains.tracer)
@@ -170,6 +172,7 @@ class _MaterialisationPlanner:
     overwritten_at: Mapping[Definition, Sequence[int]]
     hint: Callable[[Size], int]
     specs: Mapping[str, DeviceSpec]
+    matmuls: frozenset[Definition]
     plans: dict[Definition, DefinitionPlan] = field(default_factory=dict)
     consumers: dict[Definition, list[DefUse]] = field(default_factory=dict)
 
@@ -238,7 +241,7 @@ class _MaterialisationPlanner:
         if cost > _MAX_INLINED_COST or len(plan.reads) > _MAX_READS:
             return False
         elements = self._count(plan.definition.sizes)
-        if self._is_reduction_epilogue(plan, elements):
+        if self._is_matmul_epilogue(use, plan, elements) or self._is_reduction_epilogue(plan, elements):
             return False
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
@@ -307,6 +310,35 @@ class _MaterialisationPlanner:
             isinstance(item, Reduced) and (self._count(item.source.reduced) < elements or has_byte_weights(item))
             for item in consumers
         )
+
+    def _is_matmul_epilogue(self, use: DefUse, plan: DefinitionPlan, elements: int) -> bool:
+        """Whether a definition maps a matmul's results, which nothing else reads, one to one, but a consumer does not.
+
+        The matmul's kernel stores it in place of these, so that equal epilogues make kernels of matmuls equal.
+        """
+        matmul, *others = sorted(plan.reads, key=lambda other: other not in self.matmuls) or [plan.definition]
+        if matmul not in self.matmuls or matmul in self.external or self._count(matmul.sizes) != elements:
+            return False
+        if plan.definition.dtype.itemsize > matmul.dtype.itemsize:
+            return False
+        if not all(isinstance(other, Stored) for other in others):
+            return False
+        if all(self._iterations(consumer) == elements for consumer in self.consumers[plan.definition]):
+            return False
+        readers = self.consumers[matmul]
+        while len(readers) == 1 and readers[0] is not use:
+            readers = self.consumers[readers[0].definition]
+        return readers == [use] and self._reads_once(plan.definition, matmul)
+
+    def _reads_once(self, definition: Definition, other: Definition) -> bool:
+        """Whether each element of a definition is computed from another element of one that it reads."""
+        trace = self.chains.tracer.trace_inlining(definition, self._access_of)
+        points = {at for read, at in trace.reads if read is other}
+        axes = {axis for axis in trace.axes if axis.size != 1}
+        return len(points) == 1 and axes <= {axis for at in points for index in at for axis in index.axes()}
+
+    def _access_of(self, definition: Definition) -> Access:
+        return "fetched" if self.plans[definition].materialised else "inlined"
 
     def _is_reduction_epilogue(self, plan: DefinitionPlan, elements: int) -> bool:
         """Whether a definition maps the results of a reduction, one to one, to the operand of another reduction.

@@ -68,23 +68,26 @@ _WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64
 """By the number of rows, the best one of these for matrices of many columns."""
 
 _GROUP_SUM_TILES = (
-    (64, 4, 4, 3), (16, 16, 4, 3), (16, 16, 4, 4), (32, 4, 4, 3), (32, 8, 4, 3), (32, 16, 8, 3), (32, 4, 2, 4),
+    (32, 4, 4, 3), (16, 16, 4, 3), (32, 8, 4, 3), (64, 4, 4, 3), (16, 8, 2, 4), (16, 16, 4, 4), (32, 16, 8, 3),
+    (32, 4, 2, 3),
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
-The first of these is the best one of many columns, the second of few.
+The first of these is the best one of up to 8 rows and many columns, the second of few, the third of more rows.
 """
 
 _LONG_ROW_GROUPS = 128
 """The number of groups of 64 elements from which on a row is long: a program has many steps."""
 
-_ROW_GROUP_SUM_TILES = ((8, 16, 1, 1), (4, 64, 4, 1), (8, 32, 2, 3), (8, 64, 4, 1), (4, 16, 1, 3), (4, 32, 2, 1))
-"""The same of one row whose products are summed without dots; sums of several matrices share the columns out.
+_ROW_GROUP_SUM_TILES = (
+    (4, 16, 1, 1), (4, 16, 1, 3), (8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 4, 1), (8, 64, 4, 1), (4, 32, 2, 1),
+)  # fmt: skip
+"""The same of one row whose products are summed without dots, which are faster for few columns with long rows.
 
-Dots are faster for few columns with long rows.
+The first of these is the best one of many columns, the second of few.
 """
 
-_SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
+_SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
 
 The first of these is the best one of many columns, the second of few.
@@ -198,9 +201,9 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
-    wanted = _GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
-    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
+    wanted = _GROUP_SUM_TILES[2 if padded > _FEWEST_ROWS else 0 if _is_wide(contraction, hint) else 1]
+    tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     candidates = []
     digits = hint(contraction.summed_count) // (count * size)
     for columns, groups, warps, stages in tiles:
@@ -222,14 +225,11 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
     if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
         return []
     wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
-    tiles = [
-        (max(block // len(contraction.sums), 2), max(groups * _MIN_GROUP_BYTES // size, 1), warps, stages)
-        for block, groups, warps, stages in sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
-    ]  # fmt: skip
+    tiles = sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     return [
         Configuration(
             y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,
-            p=form.groups, p_block=math.gcd(groups, count),
+            p=form.groups, p_block=math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count),
         )
         for block, groups, warps, stages in tiles if columns % block == 0
     ]  # fmt: skip

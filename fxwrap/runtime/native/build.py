@@ -83,6 +83,7 @@ KERNEL_FLAGS = (
     *("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fwrapv"),
     *_WIDEST_VECTORS,
 )
+_INTERFACE_HEADERS = ("bridge.h", "kernel_failure.h")
 _KERNEL_HEADER = "kernel.h"
 _KERNEL_HEADERS = ("kernel_failure.h", _KERNEL_HEADER, "contractions.h")
 PLATFORM = (platform.system(), platform.machine())
@@ -419,8 +420,8 @@ def _bridge_digest() -> str:
 
 @cache
 def _interface_digest() -> str:
-    """Returns the hash of the header by which compiled programs reach every version of the bridge."""
-    return native_digest((_PROGRAM_HEADERS / "bridge.h").read_text(encoding="utf-8"))
+    """Returns the hash of the headers of programs: by the first, they reach every version of the bridge."""
+    return native_digest(*[(_PROGRAM_HEADERS / name).read_text(encoding="utf-8") for name in _INTERFACE_HEADERS])
 
 
 @cache
