@@ -44,7 +44,7 @@ _BRIDGE_UNITS = (
         *("cuda/streams.cpp", "cuda/stream_operators.cpp", "cuda/driver.cpp", "cuda/launch.cpp"),
         *("libraries/plans.cpp", "libraries/cublas.cpp", "libraries/matmuls.cpp"),
         *("libraries/cudnn.cpp", "libraries/convolutions.cpp", "libraries/attention.cpp", "libraries/cpu_addmm.cpp"),
-        "libraries/prepacked.cpp",
+        *("libraries/prepacked.cpp", "libraries/grouped_matmuls.cpp"),
     ),
 )
 _BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
@@ -64,7 +64,7 @@ _HEADERS = (
     "engine/observer.h",
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
-    *("libraries/operators.h", "libraries/prepacked.h"),
+    *("libraries/operators.h", "libraries/prepacked.h", "libraries/grouped_matmuls.h"),
 )
 _PROGRAM_HEADERS = _SOURCE_FOLDER / "bridge"
 """The folder of the headers that emitted programs and kernels include: `bridge.h` and `kernel.h`."""
