@@ -64,7 +64,7 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
     """Returns a printer of kernels whose compilers start while the rest of the graph is lowered, where they can.
 
     Kernels with scalars are compiled with the complete program, which has typical values, and so are kernels that may
-    become parts of combo kernels.
+    become parts of combo kernels, or launched before their predecessors have ended.
     """
     specs = options.device_specs()
     printed_before = set[PrintedKernel]()
@@ -75,6 +75,8 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
         start = None if language is None else language.kernels.compile_ahead
         has_scalars = not all(entry.startswith("*") for entry in printed.signature)
         if start is None or spec is None or has_scalars or printed in printed_before:
+            return printed
+        if options.dependent_launch and spec.supports_dependent_launch:
             return printed
         printed_before.add(printed)
         buffers = (*request.kernel.inputs, *request.kernel.outputs)

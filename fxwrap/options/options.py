@@ -32,8 +32,8 @@ FIRST_CALL: Literal["first_call"] = "first_call"
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
-    "reduce-overhead": {"cuda_graphs": True},
-    "max-autotune": {"autotune": True, "cuda_graphs": True},
+    "reduce-overhead": {"cuda_graphs": True, "dependent_launch": True},
+    "max-autotune": {"autotune": True, "cuda_graphs": True, "dependent_launch": True},
     "max-autotune-no-cudagraphs": {"autotune": True},
 }
 """The options of each `mode` of torch.compile."""
@@ -92,8 +92,8 @@ class Options:
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
         dependent_launch: whether a generated kernel may start, and read weights, before the kernel launched before it
-            has ended (programmatic dependent launch), on GPUs of compute capability 9.0 or more. Emitted FX graphs
-            launch one kernel after the other.
+            has ended (programmatic dependent launch), on GPUs of compute capability 9.0 or more. Modes with CUDA graphs
+            turn it on. Emitted FX graphs launch one kernel after the other.
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
             `DeviceSpec.collective_bytes_per_s`.
         collective_speeds: the latency of collectives in seconds, and their bytes per second, by the name of a process

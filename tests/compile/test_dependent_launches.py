@@ -14,7 +14,7 @@ import fxwrap
 from fxwrap.compile import Compiled
 from fxwrap.devices import DEVICE_SPECS
 from fxwrap.lines import Launch
-from fxwrap.options import Emitter
+from fxwrap.options import MODES, Emitter
 from fxwrap.torch_compat import FakeTensorMode
 
 
@@ -55,6 +55,14 @@ def test_the_flag_of_a_launch_in_emitted_code() -> None:
     text = program("python", dependent_launch=True).source
     assert len(re.findall(r"\('dependent', True\)", text)) == 1
     assert len(re.findall(r"^ +kernel_\w+_dependent\(", text, re.M)) == 1
+
+
+def test_modes_that_capture_graphs_ask_for_dependent_launches() -> None:
+    chosen = {mode: fxwrap.Options.from_mapping(mode=mode) for mode in MODES}
+    assert {mode for mode, options in chosen.items() if options.dependent_launch} == {"reduce-overhead", "max-autotune"}
+    assert all(options.dependent_launch == options.cuda_graphs for options in chosen.values())
+    compiled = program("python", **MODES["reduce-overhead"])
+    assert [line.dependent for line in launches(compiled)] == [False, True]
 
 
 @pytest.mark.parametrize("emitter", ["cpp", "python"])

@@ -133,6 +133,24 @@ def test_no_thread_loads_many_bytes_early() -> None:
     assert [line.split(" ")[0] for line in early_lines(wide) if "tl.load" in line] == ["a_early", "b_early"]
 
 
+def test_an_address_of_many_operations() -> None:
+    """The work is linear in their number, though each uses the one before twice."""
+    steps = "".join([f"    v{number + 1} = v{number} + v{number}\n" for number in range(40)])
+    source = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr):
+    p0 = tl.arange(0, X_BLOCK)
+    v0 = tl.load(in0_ptr + p0)
+{steps}    tl.store(out0_ptr + p0, tl.load(in1_ptr + v40))
+"""
+    signature = ("*i64", "*f32", "*f32")
+    printed = waiting(PrintedKernel("triton", source, signature, (("X_BLOCK", 64),)), (0, 1))
+    assert early_lines(printed.source)[-1] == "in1_early = tl.load(in1_ptr + v40_early)"
+
+
 def test_a_combo_kernel_selects_its_weights_before_it_waits() -> None:
     printed = [flat(scaled(size)) for size in (100, 200)]
     combo = combine_triton_kernels(printed, [False, False, False], "combo")

@@ -79,6 +79,7 @@ class _Prelude:
         self.loaded: dict[int, str] = {}  # by the identity of the load
         self.loaded_bytes = 0.0
         self.read: set[int] = set()
+        self.varies: dict[_Definition, frozenset[tuple[str, int]]] = {}
         self.prefix = self._pure_prefix()
         self.definitions: _Definitions = {}
         for statement in kernel.body[: self.prefix]:
@@ -207,9 +208,15 @@ class _Prelude:
                     raise _NotEarlyError
                 ranges |= {(ast.unparse(subscripts[id(item)].slice) if id(item) in subscripts else "", size)}
             elif isinstance(item, ast.Name) and (definition := definitions.get(item.id)) is not None:
-                if definition.statement is not None:
-                    ranges |= self._ranges(definition.statement.value, definition.before)
+                ranges |= self._ranges_of(definition)
         return ranges
+
+    def _ranges_of(self, definition: _Definition) -> frozenset[tuple[str, int]]:
+        if definition.statement is None:
+            return frozenset()
+        if definition not in self.varies:
+            self.varies[definition] = self._ranges(definition.statement.value, definition.before)
+        return self.varies[definition]
 
     # --- the text -----------------------------------------------------------------------------------------------------
 

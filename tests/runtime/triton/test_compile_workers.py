@@ -236,6 +236,7 @@ def test_large_kernels_without_scalars_compile_while_the_graph_is_lowered(monkey
 
     assert len(starts(Options())) == 1, "small kernels may become parts of combo kernels"
     assert len(starts(Options(combo_kernels=False))) == 2
+    assert starts(Options(combo_kernels=False, dependent_launch=True)) == [], "the program decides what they read early"
 
 
 def _is_running(number: int) -> bool:
