@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
+from types import FunctionType
 
 import pytest
 import torch
@@ -83,3 +85,36 @@ def test_fx_graphs_of_a_dependent_program_launch_its_kernels_in_order() -> None:
     lines = [line for line in imported.lines() if isinstance(line, Launch)]
     assert [line.dependent for line in lines] == [False, False]
     assert [item.source for item in imported.kernels] == [item.source for item in compiled.program.kernels]
+
+
+def chain(x: Tensor, big: Tensor, small: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Long and short kernels in turn, each of which needs all of the result before it; two inputs are updated."""
+    for weight in weights:
+        big.add_((x * weight).sum() * 1e-3)
+        small.mul_(0.5).add_(big.view(x.shape[0], -1).sum(1) * weight)
+        x = torch.softmax(small + x, 0) + weight
+    return x, small.sum() + big.view(x.shape[0], -1).amax(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"emitter": "cpp"}, {"emitter": "python"}, {"cuda_graphs": True}], ids=str)
+def test_a_chain_of_long_and_short_kernels_has_the_same_bits(options: dict[str, object]) -> None:
+    count, generator = 2048, torch.Generator("cuda").manual_seed(1)
+    weights = [torch.rand(count, device="cuda", generator=generator) for _ in range(4)]
+    compiled = [
+        torch.compile(fresh(chain), backend="fxwrap", options={**options, "dependent_launch": on}, fullgraph=True)
+        for on in (False, True)
+    ]
+    for _ in range(30):
+        inputs = [torch.rand(size, device="cuda", generator=generator) for size in (count, count**2, count)]
+        results = []
+        for function in compiled:
+            x, big, small = [item.clone() for item in inputs]
+            outputs = [item.clone() for item in function(x, big, small, weights)]
+            results.append([*outputs, big, small])
+        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def fresh(function: Callable[..., object]) -> Callable[..., object]:
+    """The function with a code object of its own, for which torch.compile compiles anew."""
+    return FunctionType(function.__code__.replace(co_name=f"{function.__name__}_again"), function.__globals__)
