@@ -63,12 +63,12 @@ SIDES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "inductor max-autotune": ("inductor", {"mode": "max-autotune"}),
     "fxwrap": ("fxwrap", {}),
     "fxwrap reduce-overhead": ("fxwrap", {"mode": "reduce-overhead"}),
-    "fxwrap dependent": ("fxwrap", {"options": {"cuda_graphs": True, "dependent_launch": True}}),
+    "fxwrap ordered": ("fxwrap", {"options": {"cuda_graphs": True}}),
     "fxwrap generated": ("fxwrap", {"options": {"cuda_graphs": True, "matmul_kernels": "generated"}}),
     "fxwrap max-autotune": ("fxwrap", {"mode": "max-autotune"}),
 }
 """The backend of each side, and the keywords of `torch.compile`; "generated" has all matmuls as kernels, untimed,
-and "dependent" launches that start before their predecessors have ended."""
+and "ordered" no launch that starts before its predecessor has ended."""
 
 SHAPES = {
     "cuda": {"width": 4096, "hidden": 14336, "heads": 32, "key_heads": 8, "vocabulary": 32000, "layers": [8]},

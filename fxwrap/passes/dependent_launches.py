@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fxwrap.devices import TRITON
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
-from fxwrap.printers import add_dependent_launch
+from fxwrap.printers import add_dependent_launch, is_waiting
 from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import (
     Block,
@@ -47,8 +47,11 @@ def insert_dependent_launches(program: Program, device_types: Collection[str]) -
 
 @dataclass
 class _DependentLaunches:
-    """Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals`
-    has, for each kernel of a chain, whether the next launch may start after its wait."""
+    """The pass over one program.
+
+    Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals` has,
+    for each kernel of a chain, whether the next launch may start after its wait.
+    """
 
     original: Program
     device_types: frozenset[str]
@@ -56,7 +59,10 @@ class _DependentLaunches:
     signals: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        printed = [item for item in self.original.kernels if item.language == TRITON.name and is_printed(item.source)]
+        printed = [
+            item for item in self.original.kernels
+            if item.language == TRITON.name and is_printed(item.source) and not is_waiting(item.source)
+        ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
 
     def program(self) -> Program:

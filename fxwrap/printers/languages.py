@@ -26,6 +26,7 @@ from fxwrap.printers.triton import (
     print_triton,
     streaming_configurations,
 )
+from fxwrap.printers.triton import is_waiting as is_waiting
 from fxwrap.regions import Region
 from fxwrap.symbolic import Size
 

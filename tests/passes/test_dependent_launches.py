@@ -35,6 +35,7 @@ def program_of(lines: str, language: str = "triton", functions: str = "") -> Pro
 def transformed(lines: str, language: str = "triton", functions: str = "") -> Program:
     """The program with dependent launches, which is valid and has a text that parses to it."""
     program = verify(insert_dependent_launches(verify(program_of(lines, language, functions)), ["cuda"]))
+    assert insert_dependent_launches(program, ["cuda"]) is program
     assert parse_program(print_program(program), CORE_LINES) == program
     return program
 

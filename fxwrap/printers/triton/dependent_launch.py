@@ -51,6 +51,11 @@ def add_dependent_launch(
     return _Prelude(kernel, frozenset(unwritten), warps).text(signals_early)
 
 
+def is_waiting(source: str) -> bool:
+    """Whether a kernel's source has the instructions."""
+    return f"    {_WAIT}()\n" in source
+
+
 class _NotEarlyError(Exception):
     """A value that cannot be computed before the wait."""
 

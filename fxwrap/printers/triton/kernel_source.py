@@ -17,7 +17,7 @@ from fxwrap.devices.kernel_names import find_function_name
 PURE_FUNCTIONS = frozenset({
     "abs", "arange", "broadcast", "broadcast_to", "cast", "cdiv", "div_rn", "expand_dims", "exp", "exp2", "fma",
     "full", "join", "log", "log2", "maximum", "minimum", "num_programs", "permute", "program_id", "reshape",
-    "split", "sqrt", "static_range", "trans", "where", "zeros",
+    "split", "sqrt", "trans", "where", "zeros",
 })  # fmt: skip
 """Functions of `triton.language` whose results depend on their operands alone, and need no other thread."""
 
