@@ -101,6 +101,8 @@ class DeviceSpec:
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
             that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
+        widening_gemm_dtypes: dtypes in which a library multiplies matrices to float32 results, which is faster than
+            matmuls of matrices that are cast to float32.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
@@ -169,6 +171,7 @@ class DeviceSpec:
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    widening_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
