@@ -103,6 +103,10 @@ class DeviceSpec:
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
         widening_gemm_dtypes: dtypes in which a library multiplies matrices to float32 results, which is faster than
             matmuls of matrices that are cast to float32.
+        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call,
+            takes less time than the launches that a grouped matmul saves; 0 never stacks them.
+        sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
+            on sorted rows, for whose numbers the host waits once.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
@@ -172,6 +176,8 @@ class DeviceSpec:
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     widening_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    stacked_expert_bytes: int = 0
+    sorted_expert_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -310,6 +316,8 @@ CUDA = DeviceSpec(
     generated_unaligned_products=((torch.bfloat16, 1024),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
+    stacked_expert_bytes=32 << 20,
+    sorted_expert_dtypes=_HALF | {torch.float32},
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
     streaming_attention_backward_width=64,
