@@ -177,6 +177,18 @@ def test_a_dependent_launch_passes_its_attribute_to_chips_that_have_it(driver: F
     override_driver_library(build())
 
 
+def test_a_driver_without_attributes_launches_one_kernel_after_the_other(driver: FakeDriver, tmp_path: Path) -> None:
+    library = tmp_path / "libold_driver.so"
+    library.write_bytes(build().read_bytes().replace(b"cuLaunchKernelEx\0", b"cuLaunchKernelE_\0"))
+    old = FakeDriver(library)
+    instance = launcher_class()(f"kernel_of_tests_{next(COUNTS)}", "*f32", Fallback(), dependent=True)
+    instance.add_variant("kernel", 128, 0, bytes([F32_ALIGNED]), bytes([WHOLE]), 0, 5, None)
+    instance((2, 3, 4), old.tensor(4))
+    override_driver_library(build())
+    assert [line.partition(" block")[0] for line in old.log()] == ["push 100", "launch 5 grid 2,3,4"]
+    assert driver.log() == []
+
+
 def test_driver_errors_are_raised_with_their_message(driver: FakeDriver) -> None:
     launch, _ = launcher("*f32", (bytes([F32_ALIGNED]), bytes([WHOLE]), 5))
     x = driver.tensor(4)
