@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fxwrap.devices import CPU, CUDA, DeviceSpec
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.lines import ExternCall, Launch, StartCollective, WaitCollective
 from fxwrap.torch_compat import process_group
 from fxwrap.wrapper_ir import LineBase, Program, TensorType, Value, defined, used
@@ -44,11 +44,11 @@ class Cluster:
         return 15e-6 + 6e-6 * math.ceil(math.log2(_hosts(ranks)))
 
     def spec(self) -> DeviceSpec:
-        """Returns the CPU, whose fake tensors stand for the GPU's, with the collectives of this cluster."""
+        """Returns the capabilities of a GPU for the CPU's fake tensors, with the collectives of this cluster."""
         ranks = range(self.ranks)
         return dataclasses.replace(
-            CPU, collective_latency_s=self.latency(ranks), collective_bytes_per_s=self.bandwidth(ranks),
-            coalesced_collectives=CUDA.coalesced_collectives,
+            CUDA, device_type="cpu", supports_multiple_devices=False, supports_streams=False, memory_spaces=("",),
+            collective_latency_s=self.latency(ranks), collective_bytes_per_s=self.bandwidth(ranks),
         )  # fmt: skip
 
 

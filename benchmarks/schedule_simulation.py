@@ -1,16 +1,16 @@
 """Simulates training steps on 8 to 4,096 ranks, before and after bucketing and overlap.
 
 The graph is traced with fake process groups of that size, and the passes of a compile bucket and overlap it. It is that
-of Llama 70B layers with sharded parameters or, with `--parallelism`, a whole step of a model of `distributed.py`. The
-cost model is that of `schedule_costs.py`.
+of Llama 70B layers with sharded parameters or, with `--parallelism`, a whole step of a model of `distributed.py`. Both
+programs have combo kernels. The cost model is that of `schedule_costs.py`.
 
     python -m benchmarks.schedule_simulation [--ranks 8 64] [--layers 24] [--tokens 4096 1024] [--slack 0.0] [--record]
     python -m benchmarks.schedule_simulation --parallelism TP FSDP+TP --ranks 4 8 --layers 8 --tokens 4096 --exposed
 
-A step is forward, backward and the update of AdamW. Prints for each size the number of collectives, the compute and
-communication time, the time of the step before and after, its ratio to the lower bound max(compute, communication),
-and the peak memory without inputs. `--exposed` also prints the collectives that the step waits for, the longest waits
-first, with the lines beside them.
+A step is forward, backward and the update of AdamW. Prints for each size the number of collectives and of launches, the
+compute and communication time, the time of the step before and after, its ratio to the lower bound max(compute,
+communication), and the peak memory without inputs. `--exposed` also prints the collectives that the step waits for, the
+longest waits first, with the lines beside them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ from benchmarks.distributed import train_step
 from benchmarks.distributed_models import MODELS, PARALLELISMS
 from benchmarks.results import Report, add_record_option
 from benchmarks.schedule_costs import Cluster, Exposed, Simulated, simulate
+from fxwrap.devices import DeviceSpec
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.options import Options
+from fxwrap.passes import fold_views
 from fxwrap.passes.bucket_collectives import bucket_collectives
+from fxwrap.passes.coalesce_copies import coalesce_program_copies
+from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.overlap_collectives import overlap_collectives
 from fxwrap.training.state import create_optimizer_state, find_state
 from fxwrap.training.trace import trace_step
-from fxwrap.wrapper_ir import LineBase, defined, live_bytes
+from fxwrap.wrapper_ir import LineBase, Program, defined, live_bytes
 
 C10D = torch.ops._c10d_functional
 LENGTH = 1024
@@ -187,10 +191,12 @@ def model_graph(name: str, model: argparse.Namespace) -> GraphModule:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A program before and after the passes: simulated times, and peak memory without inputs in bytes."""
+    """A program before and after the passes: simulated times, launches, and peak memory without inputs in bytes."""
 
     before: Simulated
     after: Simulated
+    launches_before: int
+    launches_after: int
     peak_before: int
     peak_after: int
 
@@ -208,14 +214,21 @@ def compare(cluster: Cluster, trace: Callable[[], GraphModule], slack: float = 0
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=cluster.ranks)
     try:
         spec = cluster.spec()
-        program = fxwrap.lower(trace(), options=Options(devices=(spec,), layout="preserve"))
+        lowered = fxwrap.lower(trace(), options=Options(devices=(spec,), layout="preserve", cpu_kernels="triton"))
+        program = fold_views(coalesce_program_copies(lowered))
         overlapped = overlap_collectives(bucket_collectives(program, {"cpu": spec}), slack=slack)
-        fxwrap.verify(overlapped)
-        before, after = simulate(program, cluster), simulate(overlapped, cluster)
+        programs = [_combined(item, spec) for item in (program, overlapped)]
+        before, after = [simulate(item, cluster) for item in programs]
     finally:
         torch.distributed.destroy_process_group()
-    peaks = [live_bytes(item, include_inputs=False).peak for item in (program, overlapped)]
-    return Comparison(before, after, *peaks)
+    launches = [sum(isinstance(line, Launch) for line in item.body.lines) for item in programs]
+    peaks = [live_bytes(item, include_inputs=False).peak for item in programs]
+    return Comparison(before, after, *launches, *peaks)
+
+
+def _combined(program: Program, spec: DeviceSpec) -> Program:
+    max_large = {"cpu": spec.combo_large_kernels}
+    return fxwrap.verify(combine_kernels(program, {"cpu": spec.combo_kernel_bytes}, max_large=max_large))
 
 
 def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int | float | None]:
@@ -223,6 +236,7 @@ def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int 
     before, after, bound = comparison.before, comparison.after, comparison.bound
     return {
         "ranks": ranks, "tokens": tokens, "collectives before": before.collectives, "after": after.collectives,
+        "launches before": comparison.launches_before, "launches": comparison.launches_after,
         "compute": round(before.compute * 1e3, 1), "communication": round(after.communication * 1e3, 1),
         "step before": round(before.total * 1e3, 1), "step": round(after.total * 1e3, 1),
         "exposed": round((after.total - before.compute) / after.total, 3),

@@ -15,10 +15,13 @@ from fxwrap.torch_compat import is_python_operator, operator_overload, torch_sch
 from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
-_WEIGHT_OPERATORS = ("prepacked_linear", "biased_linear", "frozen_convolution")
-_ALSO_NATIVE = frozenset({f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS)})
+_WEIGHT_OPERATORS = ("prepacked_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm")
+_GROUP_OPERATORS = ("to_host", "grouped_matmul", "grouped_products")
+_ALSO_NATIVE = frozenset({
+    f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS, *_GROUP_OPERATORS)
+})  # fmt: skip
 """Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`,
-`libraries/prepacked.cpp`)."""
+`libraries/prepacked.cpp`, `libraries/grouped_matmuls.cpp`)."""
 
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""

@@ -34,7 +34,7 @@ from fxwrap.passes.coalesce_copies import coalesce_program_copies
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.passes.graph_capture import CaptureChecker
-from fxwrap.passes.out_variants import use_out_variants
+from fxwrap.passes.out_variants import run_collectives_in_place, use_out_variants
 from fxwrap.passes.overlap_collectives import overlap_collectives
 from fxwrap.passes.partition import partition
 from fxwrap.passes.profile_ranges import insert_profile_ranges
@@ -145,6 +145,11 @@ def _is_functional(options: Options) -> bool:
     return effective_emitter(options) == "fx" and options.fx_form == "functional"
 
 
+def _emits_graph(options: Options) -> bool:
+    """Whether there is an emitted graph, in which passes find functional collectives as in a graph of ATen."""
+    return effective_emitter(options) == "fx" or bool(options.passes_at(FX_EMITTED))
+
+
 def _pass_point(point: str, description: str) -> CompileStep:
     """Returns the row of a pass point, in whose place the user's passes run."""
     return Step(point, description, lambda state, _context: state, "passes")
@@ -168,12 +173,12 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
         "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
     ),
     Step(
-        "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
-        "combo_kernels", lambda options: options.combo_kernels,
-    ),
-    Step(
         "overlap_collectives", "start collectives earlier and await them later", _overlap_collectives,
         "overlap_collectives", lambda options: options.overlap_collectives,
+    ),
+    Step(
+        "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
+        "combo_kernels", lambda options: options.combo_kernels,
     ),
     Step(
         "symmetric_buffers", "allocate the buffers of all_reduces over symmetric memory", _allocate_symmetric_buffers,
@@ -186,6 +191,10 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "accumulate_in_place", "let matmuls add in place to tensors that nothing reads later",
         _transform(accumulate_in_place), enabled=lambda options: not _is_functional(options),
+    ),
+    Step(
+        "collectives_in_place", "let all_reduces and broadcasts run in operands that nothing reads later",
+        _transform(run_collectives_in_place), enabled=lambda options: not _emits_graph(options),
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),
@@ -216,7 +225,8 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
 """The steps up to the final program."""
 
 _PLANNING_STEPS = frozenset({
-    "coalesce_copies", "fold_views", "reuse_memory", "use_out_variants", "plan_memory", "insert_device_guards",
+    "coalesce_copies", "fold_views", "collectives_in_place", "reuse_memory", "use_out_variants", "plan_memory",
+    "insert_device_guards",
 })  # fmt: skip
 """The steps after which an imported program has views, memory and guards as a compiled one."""
 

@@ -90,7 +90,8 @@ class DeviceSpec:
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's: of one row, or with a matrix of at least `generated_matmul_bytes`.
+            library's: of one row, or with a matrix of at least `generated_matmul_bytes`. Matrices that multiply the
+            same rows count together where their launches are combined.
         generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
             as those of quantised weights.
         generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
@@ -100,6 +101,10 @@ class DeviceSpec:
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
             that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
+        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call,
+            takes less time than the launches that a grouped matmul saves; 0 never stacks them.
+        sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
+            on sorted rows, for whose numbers the host waits once.
         prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
             layout.
         biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
@@ -111,7 +116,8 @@ class DeviceSpec:
         streaming_attention_backward_width: the widest heads with which that is so.
         streaming_attention_mask_rows: by dtype, the largest number of query rows and of keys with which forward and
             backward of training are faster than a library's attention with a mask that needs no gradient.
-        streaming_attention_dropout: whether formulas with dropout, whose mask is in memory, are faster as kernels, too.
+        streaming_attention_dropout_sizes: the same as for forward and backward together for formulas with dropout,
+            whose mask is in memory.
         decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
             which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
@@ -167,6 +173,8 @@ class DeviceSpec:
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
+    stacked_expert_bytes: int = 0
+    sorted_expert_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
@@ -174,7 +182,7 @@ class DeviceSpec:
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
     streaming_attention_mask_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    streaming_attention_dropout: bool = False
+    streaming_attention_dropout_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
@@ -276,7 +284,7 @@ CPU = DeviceSpec(
     prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
-    streaming_attention_dropout=True,
+    streaming_attention_dropout_sizes=((torch.float32, 512),),
     decoding_attention_rows=((torch.float32, 8), (torch.bfloat16, 8)),
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
@@ -305,10 +313,13 @@ CUDA = DeviceSpec(
     generated_unaligned_products=((torch.bfloat16, 1024),),
     generated_grouped_rows=((torch.bfloat16, 4),),
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),
+    stacked_expert_bytes=32 << 20,
+    sorted_expert_dtypes=_HALF | {torch.float32},
     streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
     streaming_attention_backward_width=64,
     streaming_attention_mask_rows=((torch.bfloat16, 512),),
+    streaming_attention_dropout_sizes=((torch.bfloat16, 512),),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,

@@ -167,7 +167,9 @@ class AttentionRewriter:
         if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
             raise UnsupportedScoresError(_WIDE)
         dropout = formula.dropout
-        if dropout is not None and not (spec.streaming_attention_dropout and is_contiguous(self.fakes[dropout.mask])):
+        if dropout is not None and not (
+            self._reaches(formula, spec.streaming_attention_dropout_sizes) and is_contiguous(self.fakes[dropout.mask])
+        ):
             raise UnsupportedScoresError(DROPOUT)
 
     def _replace_gradients(
@@ -249,9 +251,8 @@ class AttentionRewriter:
 
     def _reaches(self, formula: AttentionFormula, least_sizes: Sequence[tuple[torch.dtype, int]]) -> bool:
         """Whether the scores have as many rows and keys as a dtype needs; symbolic ones count as their hints."""
-        fake = self.fakes[formula.query_key]
-        least = dict(least_sizes).get(fake.dtype)
-        return least is not None and min(map(size_hint, fake.shape[-2:])) >= least
+        least = dict(least_sizes).get(self.fakes[formula.output].dtype)
+        return least is not None and min(map(size_hint, self.fakes[formula.query_key].shape[-2:])) >= least
 
     def _library_call(
         self, before: Node, tensors: Sequence[Node], scale: float, is_transposed: bool, name: str

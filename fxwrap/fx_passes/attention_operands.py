@@ -2,7 +2,9 @@
 
 The operands of a matmul are (products, rows, width) and (products, width, keys), for which models merge batch and
 heads. A kernel reads any strides, so its operands are the tensors before that merge: before copies, transpositions of
-keys, repetitions of key heads, and factors, by which the scores are multiplied instead.
+keys, repetitions of key heads, and factors, by which the scores are multiplied instead. Queries and keys that are cast
+from the dtype of the values to float32 are read before that cast: kernels compute scores in float32, where products of
+half-precision numbers are exact.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
-from fxwrap.fx_passes.attention_nodes import folded_number, keeps_order, sizes_of, swaps_last_two
+from fxwrap.fx_passes.attention_nodes import folded_number, is_cast, keeps_order, sizes_of, swaps_last_two
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.grouped_queries import repeated_heads
 from fxwrap.fx_passes.prepared_graph import NodeValues
+from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
@@ -100,7 +103,9 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
     key = _stages(formula.query_key.args[-1], -2, fakes)
     value = [item for item in _stages(formula.output.args[1], -1, fakes) if not item.factors]
     backward = formula.backward
-    if backward is not None:
+    if backward is None:
+        query, key = _in_dtype(fakes[value[0].node].dtype, query, key, fakes)
+    else:
         query, key, value = [
             [item for item in stages if item.is_plain or (item.group == backward.group and not item.factors)]
             for stages in (query, key, value)
@@ -116,6 +121,29 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
         ungrouped = [[item for item in stages if item.group == 1] for stages in (query, key, value)]
         chosen = [_choose(stages, leading, fakes) for stages in ungrouped]
     return AttentionOperands(chosen[0], chosen[1], chosen[2], *leading)
+
+
+def _in_dtype(
+    dtype: torch.dtype, query: list[Stage], key: list[Stage], fakes: NodeValues
+) -> tuple[list[Stage], list[Stage]]:
+    """Returns the stages of a dtype if both operands have some after they are continued before their casts."""
+    narrow = []
+    for stages in (query, key):
+        source = _before_cast(stages[-1], dtype, fakes)
+        continued = [*stages, *([] if source is None else _continued(source, fakes))]
+        fitting = [item for item in continued if fakes[item.node].dtype == dtype]
+        narrow.append([item for item in fitting if item.group == 1 or stages is key])
+    return (narrow[0], narrow[1]) if all(narrow) else (query, key)
+
+
+def _before_cast(stage: Stage, dtype: torch.dtype, fakes: NodeValues) -> Stage | None:
+    """Returns the tensor of half precision that a tensor in float32 is cast from, if it has that dtype."""
+    source = stage.node.args[0] if is_cast(stage.node, fakes) else None
+    if not isinstance(source, Node) or dtype not in HALF_PRECISION:
+        return None
+    before, after = fakes[source], fakes[stage.node]
+    is_exact = before.dtype == dtype and after.dtype == torch.float32 and before.device == after.device
+    return replace(stage, node=source) if is_exact else None
 
 
 def plain_stage(node: Node, operands: AttentionOperands, fakes: NodeValues) -> Stage:
@@ -143,7 +171,12 @@ def _has_contiguous_rows(stage: Stage, fakes: NodeValues) -> bool:
 
 def _stages(node: Any, width_dim: int, fakes: NodeValues) -> list[Stage]:
     """Returns an operand of a matmul, and the tensors that it is computed from without arithmetic but factors."""
-    stages = [Stage(node, width_dim)]
+    return _continued(Stage(node, width_dim), fakes)
+
+
+def _continued(stage: Stage, fakes: NodeValues) -> list[Stage]:
+    """Returns a stage, and those before it."""
+    stages = [stage]
     while (before := _before(stages[-1], fakes)) is not None:
         stages.append(before)
     return stages
@@ -161,8 +194,8 @@ def _before(stage: Stage, fakes: NodeValues) -> Stage | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or not isinstance(fakes.get(source), FakeTensor):
         return None
-    if keeps_order(node, fakes):
-        return replace(stage, node=source) if _same_matrices(node, source, fakes) else None
+    if keeps_order(node, fakes) and _same_matrices(node, source, fakes):
+        return replace(stage, node=source)
     if swaps_last_two(node, fakes):
         return replace(stage, node=source, width_dim=-3 - stage.width_dim)
     factor = _factor(node, source, fakes)

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_nodes import element_count, is_tensor
-from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.effects import has_effect, name_of
 from fxwrap.fx_passes.expert_conditions import ExpertCondition, expert_condition
 from fxwrap.fx_passes.expert_gradients import GradientSum, gradient_sums, stacks_of
 from fxwrap.fx_passes.graph_copy import expression_of, expressions_of, items_of
@@ -58,10 +58,23 @@ class ExpertBody:
         assert self.terminal is not None
         return self.terminal.args[0]  # type: ignore[return-value]
 
-    def is_closed(self, stacks: Collection[Node]) -> bool:
-        """Whether nothing else reads what the body computes, but the calls that stack gradients of all experts."""
-        inner = {*self.nodes, *self.guards, self.terminal, *self.gradients, *stacks}
-        return all(user in inner for node in (*self.nodes, *self.guards) for user in node.users)
+    def outer_users(self, node: Node, stacks: Collection[Node]) -> list[Node]:
+        """Returns the readers of a call that are neither of the body nor stack gradients of all experts."""
+        inner = (self.terminal, *self.gradients, *stacks)
+        return [user for user in node.users if user not in self.nodes and user not in self.guards and user not in inner]
+
+
+@dataclass(frozen=True)
+class ExpertResult:
+    """A result of each expert that something else reads, such as the gradient of its own weight.
+
+    Fields:
+        nodes: the call of each body, whose result has no rows.
+        users: its readers outside of the bodies.
+    """
+
+    nodes: tuple[Node, ...]
+    users: Sequence[Node]
 
 
 @dataclass(frozen=True)
@@ -73,12 +86,14 @@ class ExpertLoop:
         order: the numbers of the experts in the order in which they change the result.
         externals: for an operand of the first body from outside, the operand of each body in its place.
         gradients: the sums of gradients over the experts.
+        results: what else is read of each expert.
     """
 
     bodies: Sequence[ExpertBody]
     order: Sequence[int]
     externals: Mapping[Node, tuple[Node, ...]]
     gradients: Sequence[GradientSum] = ()
+    results: Sequence[ExpertResult] = ()
 
     @property
     def indices(self) -> Node:
@@ -159,6 +174,8 @@ class _Collector:
             body.is_valid = body.is_valid and body.terminal is None
             body.terminal = node
             return
+        if not selects and self._is_outside(body, node):
+            return
         self._owners[node] = body
         if not isinstance(fake, torch.Tensor | tuple | list):
             body.guards.append(node)
@@ -173,6 +190,14 @@ class _Collector:
         if name_of(node) == "select_backward":
             return not depends_on_rows(self._fakes[node], body)
         return name_of(node) in _TERMINALS and node.args[0] in body.nodes
+
+    def _is_outside(self, body: ExpertBody, node: Node) -> bool:
+        """Whether a call reads results of an expert without rows, such as gradients, with other tensors, or writes."""
+        tensors = [item for item in node.all_input_nodes if is_tensor(item, self._fakes)]
+        fakes = [self._fakes[item] for item in (node, *tensors) if item in self._fakes]
+        if not tensors or any(depends_on_rows(fake, body) for fake in fakes):
+            return False
+        return has_effect(node) or not all(item in body.nodes for item in tensors)
 
     def _is_trivial(self, body: ExpertBody, node: Node) -> bool:
         """Whether a call asserts what is true of the number of rows: it is between 0 and the number of indices."""
@@ -202,7 +227,7 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
         return None
     ordered = [bodies[number] for number in range(len(bodies))]
     stacks = stacks_of([body.nodes for body in ordered])
-    if not all(body.is_valid and body.terminal is not None and body.is_closed(stacks) for body in ordered):
+    if not all(body.is_valid and body.terminal is not None for body in ordered):
         return None
     order = _order(ordered)
     descriptions = [_Description(body, fakes) for body in ordered]
@@ -214,7 +239,25 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
         if externals.setdefault(operands[0], operands) != operands:
             return None
     gradients = gradient_sums([body.gradients for body in ordered], stacks, fakes)
-    return None if gradients is None else ExpertLoop(ordered, order, externals, gradients)
+    results = _results(ordered, stacks, fakes)
+    if gradients is None or results is None:
+        return None
+    return ExpertLoop(ordered, order, externals, gradients, results)
+
+
+def _results(bodies: Sequence[ExpertBody], stacks: Collection[Node], fakes: NodeValues) -> list[ExpertResult] | None:
+    """Returns the results of each expert that something else reads; None if these have rows."""
+    results = []
+    for nodes in zip(*[body.nodes for body in bodies], strict=True):
+        pairs = list(zip(bodies, nodes, strict=True))
+        users = {user: None for body, node in pairs for user in body.outer_users(node, stacks)}
+        if not users:
+            continue
+        if any(not is_tensor(node, fakes) or depends_on_rows(fakes[node], body) for body, node in pairs):
+            return None
+        results.append(ExpertResult(nodes, list(users)))
+    guards = [(body, node) for body in bodies for node in body.guards]
+    return None if any(body.outer_users(node, stacks) for body, node in guards) else results
 
 
 def _order(bodies: Sequence[ExpertBody]) -> list[int] | None:

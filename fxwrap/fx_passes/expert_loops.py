@@ -10,6 +10,7 @@ experts of a token in one kernel, in an order that is always the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,19 +20,21 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_nodes import sizes_of
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, expert_loops, row_dimension
+from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, ExpertResult, expert_loops, row_dimension
 from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
-from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, coordinate, stacked_operand, sums_rows
+from fxwrap.fx_passes.expert_gradients import GradientSum
+from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, StackedOperand, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.fx_passes.graph_copy import (
     GraphCopy,
-    expression_of,
+    bytes_of,
     expressions_of,
     is_contiguous,
     storages_of,
     written_storages,
 )
-from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedRows, Terminal
+from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedMethod, GroupedRows, Terminal
+from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.options import Options
 from fxwrap.torch_compat import sums_empty_groups
@@ -42,21 +45,37 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
     if "aten._grouped_mm.default" in context.extern_operators:
         return graph
     graph = simplify_gradients_of_writes(graph)
-    specs = context.options.device_specs()
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    loops = [_grouped_loop(loop, graph.fakes, specs) for loop in expert_loops(graph)]
-    chosen = _separate(
-        [loop for loop in loops if loop is not None and not _is_mutated(loop.loop, positions, graph.fakes)]
-    )
+    loops = [_grouped_loop(loop, graph, context) for loop in expert_loops(graph)]
+    chosen = _separate([loop for loop in loops if loop is not None and _is_movable(loop.loop, positions, graph.fakes)])
     if not chosen:
         return graph
     copy = GraphCopy(graph)
     for loop in chosen:
         rows = GroupedRows(copy, loop, graph.fakes)
         copy.substitute(loop.loop.result, rows.result(), "fused", loop.loop.inner_nodes())
-        for total in sorted(loop.loop.gradients, key=lambda total: positions[total.root]):
-            copy.substitute(total.root, rows.gradient(total), "fused", total.inner_nodes)
+        for _, item in sorted([(_position(item, positions), item) for item in _results(loop)], key=itemgetter(0)):
+            if isinstance(item, GradientSum):
+                copy.substitute(item.root, rows.gradient(item), "fused", item.inner_nodes)
+            else:
+                for node, result in zip(item.nodes, rows.results(item, first_user(item, positions)), strict=True):
+                    copy.substitute(node, result, "fused")
     return group_expert_loops(copy.finish(), context)
+
+
+def _results(loop: GroupedLoop) -> list[ExpertResult | GradientSum]:
+    """Returns the further results of a loop."""
+    return [*loop.loop.results, *loop.loop.gradients]
+
+
+def first_user(result: ExpertResult, positions: Mapping[Node, int]) -> Node:
+    """Returns the first call that reads a result of an expert."""
+    return min(result.users, key=positions.__getitem__)
+
+
+def _position(item: ExpertResult | GradientSum, positions: Mapping[Node, int]) -> int:
+    """Returns the position of the call before which a result is computed."""
+    return positions[item.root if isinstance(item, GradientSum) else first_user(item, positions)]
 
 
 def _separate(loops: Sequence[GroupedLoop]) -> list[GroupedLoop]:
@@ -70,15 +89,23 @@ def _separate(loops: Sequence[GroupedLoop]) -> list[GroupedLoop]:
     return chosen
 
 
-def _is_mutated(loop: ExpertLoop, positions: Mapping[Node, int], fakes: NodeValues) -> bool:
-    """Whether a call between the first and the last one of a loop writes a tensor that the loop reads."""
+def _is_movable(loop: ExpertLoop, positions: Mapping[Node, int], fakes: NodeValues) -> bool:
+    """Whether the calls of a loop can be computed where its results are.
+
+    No call between the first and the last one writes a tensor that the loop reads, and each result is read after those
+    of all experts.
+    """
+    for item in loop.results:
+        last = max(positions[node] for node in (*item.nodes, loop.result))
+        if positions[first_user(item, positions)] <= last:
+            return False
     roots = [loop.result, *[total.root for total in loop.gradients]]
     inner = [*loop.inner_nodes(), *roots, *[node for total in loop.gradients for node in total.inner_nodes]]
-    places = [positions[node] for node in inner]
+    places = [positions[node] for node in (*inner, *[first_user(item, positions) for item in loop.results])]
     between = list(positions)[min(places) : max(places) + 1]
     written = written_storages(between, fakes)
     read = {storage for node in inner for item in node.all_input_nodes for storage in storages_of(fakes.get(item))}
-    return not written.isdisjoint(read)
+    return written.isdisjoint(read)
 
 
 def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> GraphModule:
@@ -90,45 +117,71 @@ def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> G
     return joint if grouped is graph else grouped.graph_module
 
 
-def _grouped_loop(loop: ExpertLoop, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> GroupedLoop | None:
-    """Returns a loop with what its operands and its last calls are, if grouped matmuls can compute it."""
-    body = loop.bodies[0]
+def _grouped_loop(loop: ExpertLoop, graph: PreparedGraph, context: FxPassContext) -> GroupedLoop | None:
+    """Returns a loop with what its operands and its last calls are, if it can be computed for all rows at once."""
+    body, fakes = loop.bodies[0], graph.fakes
     stacked = {}
     for node, operands in loop.externals.items():
         if any(item is not node for item in operands):
             operand = stacked_operand(operands, fakes)
-            if operand is None or expression_of(fakes[operand.stacked].shape[operand.dim]) != len(loop.bodies):
+            if operand is None:
                 return None
             stacked[node] = operand
     terminals = _terminals(loop, fakes)
     if terminals is None or not RowCheck(body, stacked, fakes).holds(terminals[loop.last_call].read):
         return None
-    if not all(is_contiguous(fakes[total.root]) for total in loop.gradients):
+    contiguous = [total.root for total in loop.gradients] + [node for item in loop.results for node in item.nodes]
+    if not all(is_contiguous(fakes[node]) for node in contiguous):
         return None
     matmuls = [node for node in body.nodes if name_of(node) in MATMULS and node.args[-1] in stacked]
     sums = [node for node in body.nodes if sums_rows(node, body, fakes)]
-    if not matmuls or not all(_has_grouped_matmul(node, fakes, specs) for node in matmuls):
+    spec = context.options.device_specs().get(fakes[loop.indices].device.type)
+    if spec is None or not matmuls:
         return None
-    return GroupedLoop(loop, stacked, terminals) if all(_has_grouped_sum(node, fakes, specs) for node in sums) else None
+    method = _method(matmuls, sums, stacked, graph, spec, context)
+    return None if method is None else GroupedLoop(loop, stacked, terminals, method)
 
 
-def _has_grouped_matmul(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+def _method(
+    matmuls: Sequence[Node], sums: Sequence[Node], stacked: Mapping[Node, StackedOperand], graph: PreparedGraph,
+    spec: DeviceSpec, context: FxPassContext,
+) -> GroupedMethod | None:  # fmt: skip
+    """Returns how a device multiplies the rows of all experts in less time than a loop; None if it cannot."""
+    fakes = graph.fakes
+    has_grouped = [*[_has_grouped_matmul(node, fakes, spec) for node in matmuls],
+                   *[_has_grouped_sum(node, fakes, spec) for node in sums]]  # fmt: skip
+    separate = [item for item in stacked.values() if item.is_separate]
+    if all(has_grouped) and all(is_contiguous(fakes[item.sources[0]]) for item in separate):
+        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.stacked_expert_bytes:
+            return GroupedMethod.LIBRARY
+        matrices = [stacked[node.args[-1]] for node in matmuls if stacked[node.args[-1]].is_separate]  # type: ignore[index]
+        frozen = frozen_nodes(graph, context) if context.options.freeze and spec.stacked_expert_bytes else set()
+        if not sums and all(frozen.issuperset(item.sources) and _are_matrices(item, fakes) for item in matrices):
+            return GroupedMethod.FROZEN
+    dtypes = {fakes[node].dtype for node in (*matmuls, *sums)}
+    return GroupedMethod.EACH if dtypes <= spec.sorted_expert_dtypes else None
+
+
+def _are_matrices(operand: StackedOperand, fakes: NodeValues) -> bool:
+    """Whether operands are tensors of each expert's own, perhaps transposed."""
+    return not operand.views or operand.is_transposed(fakes)
+
+
+def _has_grouped_matmul(node: Node, fakes: NodeValues, spec: DeviceSpec) -> bool:
     """Whether the library has a grouped matmul for the operands: of its dtypes, with aligned rows."""
     left, right = [fakes[item] for item in node.args[-2:]]  # type: ignore[index]
-    spec = specs.get(right.device.type)
-    if spec is None or right.dtype not in spec.grouped_gemm_dtypes or fakes[node].dtype != right.dtype:
+    if right.dtype not in spec.grouped_gemm_dtypes or fakes[node].dtype != right.dtype:
         return False
     return is_contiguous(left) and all(_is_aligned(fake) for fake in (right, fakes[node]))
 
 
-def _has_grouped_sum(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
+def _has_grouped_sum(node: Node, fakes: NodeValues, spec: DeviceSpec) -> bool:
     """Whether the library has a grouped matmul along the rows of the operands: of its dtypes, with aligned rows.
 
     Rows of each operand must be contiguous: libraries on GPUs have empty groups in this layout alone.
     """
     operands = [fakes[item] for item in node.args if isinstance(item, Node)]
-    spec = specs.get(operands[0].device.type)
-    if spec is None or operands[0].dtype not in spec.grouped_gemm_dtypes or not sums_empty_groups(operands[0].device):
+    if operands[0].dtype not in spec.grouped_gemm_dtypes or not sums_empty_groups(operands[0].device):
         return False
     units = [0, 1] if len(operands) > 1 else [1]
     has_rows = all(fake.stride(dim) == 1 for fake, dim in zip(operands, units, strict=True))

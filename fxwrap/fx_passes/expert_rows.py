@@ -16,7 +16,7 @@ from torch.fx import Node
 from fxwrap.fx_passes.attention_nodes import permutation
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, depends_on_rows, row_dimension
-from fxwrap.fx_passes.graph_copy import expressions_of
+from fxwrap.fx_passes.graph_copy import expression_of, expressions_of, same_layout
 from fxwrap.fx_passes.prepared_graph import NodeValues, Target
 from fxwrap.symbolic import product
 from fxwrap.torch_compat import OpOverload
@@ -28,6 +28,8 @@ _VIEWS = frozenset({
     "to_copy", "transpose", "unbind", "unsqueeze",
 })  # fmt: skip
 """Operators that neither move an element to another row nor, if the row's dimension is there after, lose one."""
+_COPIES = frozenset({"to_copy"})
+"""Views of slices that compute new tensors: a stack of their results is written by the same kernels."""
 _RESHAPES = frozenset({"view", "unsafe_view", "reshape"})
 _REDUCTIONS = frozenset({"amax", "amin", "log_softmax", "mean", "softmax", "sum"})
 """Operators that compute along the dimensions of their second argument."""
@@ -37,38 +39,82 @@ MATMULS = frozenset({"mm", "addmm"})
 
 @dataclass(frozen=True)
 class StackedOperand:
-    """Slices of a tensor, one for each expert: the tensor, its dimension of experts, and the views of each slice.
+    """One operand for each expert: slices of a tensor, or tensors of their own, of one shape and layout.
 
-    A view is the call of the first expert.
+    Fields:
+        sources: the tensor that has all slices, or the tensor of each expert.
+        dim: the dimension of experts of a tensor that has all slices; 0 for the stack of tensors.
+        views: the views of each slice or tensor: the calls of the first expert.
     """
 
-    stacked: Node
+    sources: tuple[Node, ...]
     dim: int
     views: tuple[Node, ...] = ()
 
+    @property
+    def is_separate(self) -> bool:
+        """Whether each expert has a tensor of its own."""
+        return len(self.sources) > 1
+
+    def is_transposed(self, fakes: NodeValues) -> bool:
+        """Whether the operands are the transposed matrices of `sources`."""
+        return [permutation(view, fakes) for view in self.views] == [[1, 0]]
+
 
 def stacked_operand(nodes: Sequence[Node], fakes: NodeValues) -> StackedOperand | None:
-    """Returns the operands of all experts, in order, as slices of one tensor."""
+    """Returns the operands of all experts, in order, as slices of one tensor, or else as tensors of one layout."""
+    slices = _slices(nodes, fakes)
+    if slices is not None:
+        return slices
+    first = nodes[0]
+    if _are_alike(nodes) and name_of(first) not in _COPIES and _shifted(first, fakes) is not None:
+        inner = stacked_operand([item for node in nodes for item in node.all_input_nodes], fakes)
+        return None if inner is None else StackedOperand(inner.sources, inner.dim, (*inner.views, first))
+    tensors = [fakes.get(node) for node in nodes]
+    if not all(isinstance(fake, torch.Tensor) and _is_like(fake, tensors[0]) for fake in tensors):
+        return None
+    return StackedOperand(tuple(nodes), 0)
+
+
+def _is_like(fake: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors have one dtype, device and layout, of static sizes."""
+    is_static = all(type(size) is int for size in fake.shape)
+    return is_static and (fake.dtype, fake.device) == (other.dtype, other.device) and same_layout(fake, other)
+
+
+def _are_alike(nodes: Sequence[Node]) -> bool:
+    """Whether nodes are calls of one operator with one tensor each, and equal further arguments."""
+    first = nodes[0]
+    return all(
+        node.target == first.target and node.kwargs == first.kwargs and node.args[1:] == first.args[1:]
+        and len(node.all_input_nodes) == 1 and node.args[0] is node.all_input_nodes[0] for node in nodes
+    )  # fmt: skip
+
+
+def _slices(nodes: Sequence[Node], fakes: NodeValues) -> StackedOperand | None:
+    """Returns operands that are slices of one tensor, in order, or equal views of such slices."""
     first = nodes[0]
     arguments: Sequence[Sequence[Any]] = [node.args for node in nodes]
     if any(node.target != first.target or node.kwargs != first.kwargs for node in nodes) or not arguments[0]:
         return None
     sources = [item[0] for item in arguments]
     same_source = isinstance(sources[0], Node) and all(source is sources[0] for source in sources)
-    numbers = [item[-1] for item in arguments]
-    if same_source and numbers == list(range(len(nodes))):
-        source = sources[0]
+    if same_source and [item[-1] for item in arguments] == list(range(len(nodes))):
+        source, dim = sources[0], None
         if name_of(first) == "select":
-            return StackedOperand(source, arguments[0][1] % fakes[source].ndim)
+            dim = arguments[0][1]
         if first.target is operator.getitem and name_of(source) == "unbind":
             dim = source.args[1] if len(source.args) > 1 else 0
-            return StackedOperand(source.args[0], dim % fakes[source.args[0]].ndim)
-    if any(item[1:] != arguments[0][1:] for item in arguments) or not all(isinstance(item, Node) for item in sources):
+            source = source.args[0]
+        if dim is not None:
+            count = fakes[source].shape[dim]
+            return StackedOperand((source,), dim % fakes[source].ndim) if expression_of(count) == len(nodes) else None
+    if not _are_alike(nodes):
         return None
-    inner = stacked_operand(sources, fakes)
+    inner = _slices(sources, fakes)
     if inner is None or _shifted(first, fakes) is None:
         return None
-    return StackedOperand(inner.stacked, inner.dim, (*inner.views, first))
+    return StackedOperand(inner.sources, inner.dim, (*inner.views, first))
 
 
 def _shifted(view: Node, fakes: NodeValues) -> tuple[Target, tuple[Any, ...]] | None:
@@ -123,12 +169,12 @@ def _are_ints(numbers: Sequence[object]) -> bool:
 
 
 def stacked_views(operand: StackedOperand, fakes: NodeValues) -> Iterator[tuple[Target, tuple[Any, ...], Node | None]]:
-    """Yields the calls that make an operand of all experts: target, arguments after the operand, and their origin.
+    """Yields the calls that view the slices of all experts: target, arguments after the operand, and their origin.
 
     The result has the experts along dimension 0.
     """
     if operand.dim:
-        rank = fakes[operand.stacked].ndim
+        rank = fakes[operand.sources[0]].ndim
         rest = [dim for dim in range(rank) if dim != operand.dim]
         yield _aten.permute.default, ([operand.dim, *rest],), None
     for view in operand.views:

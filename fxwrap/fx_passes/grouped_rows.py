@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.expert_bodies import ExpertLoop, depends_on_rows
+from fxwrap.fx_passes.expert_bodies import ExpertLoop, ExpertResult, depends_on_rows
 from fxwrap.fx_passes.expert_conditions import are_in_range
 from fxwrap.fx_passes.expert_gradients import ExpertGradient, GradientSum
 from fxwrap.fx_passes.expert_rows import (
@@ -48,6 +49,14 @@ class Terminal:
     leading: int = 0
 
 
+class GroupedMethod(Enum):
+    """How rows of all experts are multiplied by the matrices of their experts."""
+
+    LIBRARY = "grouped matmuls of the library; matrices of each expert's own are stacked in each call"
+    FROZEN = "grouped matmuls of the library, with stacks of frozen matrices that are kept"
+    EACH = "a matmul for each expert, whose number of rows the host waits for"
+
+
 @dataclass(frozen=True)
 class GroupedLoop:
     """A loop that grouped matmuls can compute: its operands that differ between experts, and how it ends.
@@ -58,6 +67,7 @@ class GroupedLoop:
     loop: ExpertLoop
     stacked: Mapping[Node, StackedOperand]
     terminals: Mapping[Node, Terminal]
+    method: GroupedMethod
 
 
 class GroupedRows:
@@ -77,6 +87,7 @@ class GroupedRows:
         self._length = copy.fakes[self._indices].numel()
         self._values: dict[Node, Node] = {}
         self._stacks: dict[Node, Node] = {}
+        self._host_ends: Node | None = None
         self._positions: Node | None = None
         self._sort()
 
@@ -105,6 +116,16 @@ class GroupedRows:
         if not same_strides(self._copy.fakes[result], fake):
             result = self._call(_aten.clone.default, result, memory_format=torch.contiguous_format)
         return result
+
+    def results(self, result: ExpertResult, root: Node) -> list[Node]:
+        """Returns a result of each expert, before the call `root`."""
+        self._root = root
+        stack = self._value(result.nodes[0])
+        slices = [self._call(_aten.select.int, stack, 0, number) for number in range(self._count)]
+        fakes = [(self._copy.fakes[item], self._fakes[node]) for item, node in zip(slices, result.nodes, strict=True)]
+        if all(same_strides(*pair) for pair in fakes):
+            return slices
+        return [self._call(_aten.clone.default, item, memory_format=torch.contiguous_format) for item in slices]
 
     def _gradient(self, gradient: ExpertGradient, root: Node) -> Node:
         """Returns the gradients of all experts: added to each other, or those of slices in one tensor."""
@@ -235,10 +256,35 @@ class GroupedRows:
         """Returns rows multiplied by the matrix of their expert."""
         *bias, left, right = node.args
         assert isinstance(left, Node) and isinstance(right, Node)
-        product = self._call(_aten._grouped_mm.default, self._values[left], self._stack(right), self._ends, origin=node)
-        for item in bias:
+        method, rows = self._grouped.method, self._values[left]
+        biases: list[Node] = []
+        if method is GroupedMethod.EACH:
+            biases = [self._stack(item) for item in bias if isinstance(item, Node) and item in self._grouped.stacked]
+            arguments = [*self._matrices(right), biases[0] if biases else None, self._ends_on_host()]
+            product = self._call(torch.ops.fxwrap.grouped_matmul.default, rows, *arguments, origin=node)
+        elif method is GroupedMethod.FROZEN and self._grouped.stacked[right].is_separate:
+            arguments = [*self._matrices(right), self._ends]
+            product = self._call(torch.ops.fxwrap.frozen_grouped_mm.default, rows, *arguments, origin=node)
+        else:
+            product = self._call(_aten._grouped_mm.default, rows, self._stack(right), self._ends, origin=node)
+        for item in bias if not biases else ():
             product = self._call(_aten.add.Tensor, product, self._operand(item, 2), origin=node)
         return product
+
+    def _matrices(self, node: Node) -> tuple[list[Node], bool]:
+        """Returns the matrices of the experts, or one stack of them, and whether they are transposed."""
+        operand = self._grouped.stacked[node]
+        if not operand.is_separate:
+            return [self._stack(node)], False
+        transposed = operand.is_transposed(self._fakes)
+        nodes = operand.sources if transposed else self._loop.externals[node]
+        return [self._copy.node_map[item] for item in nodes], transposed
+
+    def _ends_on_host(self) -> Node:
+        """Returns the ends of the groups in memory of the host, which waits for them once."""
+        if self._host_ends is None:
+            self._host_ends = self._call(torch.ops.fxwrap.to_host.default, self._ends)
+        return self._host_ends
 
     def _sum_of_rows(self, node: Node) -> Node:
         """Returns the sums over the rows of each expert: a grouped matmul along the rows, of ones where rows are added.
@@ -246,15 +292,18 @@ class GroupedRows:
         Ones are columns of aligned rows, of which one is read.
         """
         operands = [self._values[item] for item in node.args if isinstance(item, Node)]
+        target, ends = _aten._grouped_mm.default, self._ends
+        if self._grouped.method is GroupedMethod.EACH:
+            target, ends = torch.ops.fxwrap.grouped_products.default, self._ends_on_host()
         if name_of(node) == "mm":
-            return self._call(_aten._grouped_mm.default, *operands, self._ends, origin=node)
+            return self._call(target, *operands, ends, origin=node)
         (rows,) = operands
         fake = self._copy.fakes[rows]
         count = self._copy.size_arguments(self._before, [self._length])
         columns = MATRIX_ALIGNMENT // fake.dtype.itemsize
         ones = self._call(_aten.full.default, [*count, columns], 1, dtype=fake.dtype, device=fake.device, origin=node)
         ones = self._call(_aten.t.default, ones, origin=node)
-        sums = self._call(_aten._grouped_mm.default, ones, rows, self._ends, origin=node)
+        sums = self._call(target, ones, rows, ends, origin=node)
         keeps = len(node.args) > 2 and node.args[2]
         if keeps:
             return self._call(_aten.slice.Tensor, sums, 1, 0, 1, origin=node)
@@ -308,7 +357,8 @@ class GroupedRows:
         """Returns an operand of all experts, which are dimension 0."""
         if node not in self._stacks:
             operand = self._grouped.stacked[node]
-            stack = self._copy.node_map[operand.stacked]
+            sources = [self._copy.node_map[item] for item in operand.sources]
+            stack = self._call(_aten.stack.default, sources) if operand.is_separate else sources[0]
             for target, arguments, origin in stacked_views(operand, self._fakes):
                 keywords = {} if origin is None else origin.kwargs
                 stack = self._call(target, stack, *arguments, origin=origin, **keywords)

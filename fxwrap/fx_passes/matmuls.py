@@ -72,6 +72,23 @@ def matmuls_of(graph: PreparedGraph, context: FxPassContext) -> list[Matmul]:
     return [matmul for matmul in matches if matmul is not None]
 
 
+def matrix_bytes(node: Node, fakes: NodeValues) -> int | None:
+    """Returns the bytes of all matrices that the left operand of a matmul multiplies, if they have static sizes."""
+    left = _left_operand(node)
+    if left is None:
+        return None
+    matrices = [fakes.get(user.args[-1]) for user in left.users if _left_operand(user) is left]  # type: ignore[arg-type]
+    static = [
+        item for item in matrices if isinstance(item, FakeTensor) and all(type(size) is int for size in item.shape)
+    ]
+    return sum(map(bytes_of, static)) if len(static) == len(matrices) else None
+
+
+def _left_operand(node: Node) -> Node | None:
+    left = node.args[-2] if node.target in MATMULS else None
+    return left if isinstance(left, Node) else None
+
+
 # --- outer products ---------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from fxwrap.fx_passes.effects import (
     mutated_operands,
     operator_label,
 )
+from fxwrap.fx_passes.matmuls import matrix_bytes
 from fxwrap.loop_ir import FLOAT8, KERNEL_DTYPES, Scalar
 from fxwrap.lowering.builder import (
     Builder,
@@ -203,8 +204,8 @@ class DefinitionBuilder:
         positional, keywords = arguments
         call = OperatorCall(
             schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
-            self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared,
-            self.in_memory,
+            self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared, self.in_memory,
+            matrix_bytes(node, self.builder.fakes) if self.options.combo_kernels and spec.combo_kernel_bytes else None,
         )  # fmt: skip
         try:
             return schema, (RULES.get(schema.name) or MATMUL_RULES[schema.name])(call), reads

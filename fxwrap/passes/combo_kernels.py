@@ -29,8 +29,10 @@ def combine_kernels(
     Kernels without loop IR, as those of a parsed program, are not combined. Launches move to a common position that
     their dependences allow: a late one if their results are larger than the memory that is freed after them, else an
     early one. Each program selects its kernel, which among many costs more than a launch of a large kernel: these are
-    combined apart from small ones, and few at a time. Programs that use streams, and blocks inside lines, are
-    unchanged. Takes n log n in the number of lines a combo kernel.
+    combined apart from small ones, and few at a time. Starts of collectives and waits stay where overlap put them, and
+    no large launch passes one: it would wait for the collectives of the others, or no longer run beside its own.
+    Programs that use streams, and blocks inside lines, are unchanged. Takes n log n in the number of lines a combo
+    kernel.
 
     Args:
         program: the program. It is not changed.
@@ -157,13 +159,16 @@ class _KernelCombining:
         return program.replace(kernels=tuple([self.kernels[name] for name in names]))
 
     def _combine_in_region(self, number: int) -> None:
-        schedule = UnitSchedule(self.regions.regions[number])
-        units_by_key: dict[_LaunchKey, list[SchedulingUnit]] = {}
+        schedule = UnitSchedule(self.regions.regions[number], fixed_waits=True)
+        groups: dict[tuple[_LaunchKey, int], list[SchedulingUnit]] = {}
+        passed = 0  # the starts and waits before a unit
         for unit in schedule.units:
-            candidate = self.candidates.get(id(unit.lines[0]))
+            line = unit.lines[0]
+            passed += line.is_async_start or line.is_async_wait
+            candidate = self.candidates.get(id(line))
             if candidate is not None and len(unit.lines) == 1:
-                units_by_key.setdefault(candidate.key, []).append(unit)
-        for key, units in units_by_key.items():
+                groups.setdefault((candidate.key, passed if candidate.key.is_large else 0), []).append(unit)
+        for (key, _), units in groups.items():
             max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
             if key.is_large:
                 max_launches = min(max_launches, self.max_large[key.device.type])

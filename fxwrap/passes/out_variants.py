@@ -1,8 +1,8 @@
-"""Replacement of operators by out variants, whose results a memory plan can assign."""
+"""Out variants of operators, whose results a memory plan can assign, and in-place forms of collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fxwrap.lines import Alloc, ExternCall, Free, Mutate, StartCollective, WaitCollective
 from fxwrap.passes.bucket_collectives import unused_name
@@ -54,19 +54,33 @@ torch has out variants without lists only, and with them a wait for one slice of
 """
 
 
+def run_collectives_in_place(program: Program) -> Program:
+    """Returns the program with all_reduces and broadcasts in their operands, if no later line uses these, or in copies.
+
+    Their functional forms copy each operand, also one that nothing uses later. Only for results that the program frees
+    and whose type is contiguous. Results are bitwise equal. Linear in the number of lines.
+    """
+    return _with_variants(program, _IN_PLACE)
+
+
 def use_out_variants(program: Program) -> Program:
     """Returns the program with out variants of matmuls and collectives that write to `memory.alloc` lines.
 
-    Collectives with an in-place form instead run in their operand, if no later line uses it, or in a copy. All_gathers
-    and reduce_scatters write a list of `memory.alloc` lines. Only for results that the program frees and whose type is
-    contiguous. Results are bitwise equal. Linear in the number of lines.
+    Collectives with an in-place form instead run in place (`run_collectives_in_place`). All_gathers and reduce_scatters
+    write a list of `memory.alloc` lines. Only for results that the program frees and whose type is contiguous. Results
+    are bitwise equal. Linear in the number of lines.
     """
+    return _with_variants(program, {*OUT_VARIANTS, *_IN_PLACE, *_INTO_TENSORS})
+
+
+def _with_variants(program: Program, operators: Collection[str]) -> Program:
+    """Returns the program with variants of these operators that write memory of the program."""
     names = {value.name for line in program.lines() for value in defined(line)}
-    functions = tuple([(name, _use_out_variants_in(block, names)) for name, block in program.functions])
-    return program.replace(body=_use_out_variants_in(program.body, names), functions=functions)
+    functions = tuple([(name, _with_variants_in(block, names, operators)) for name, block in program.functions])
+    return program.replace(body=_with_variants_in(program.body, names, operators), functions=functions)
 
 
-def _use_out_variants_in(block: Block, names: set[str]) -> Block:
+def _with_variants_in(block: Block, names: set[str], operators: Collection[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
     buffers: dict[str, Value] = {}  # of collectives, by the names of their results
     uses = _Uses(block)
@@ -74,11 +88,13 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
     postponed: list[Free] = []  # of results of such collectives, which use all their buffers until the last wait
     lines: list[LineBase] = []
     for position, line in enumerate(block.lines):
-        inner = {name: _use_out_variants_in(nested, names) for name, nested in blocks(line)}
-        if isinstance(line, ExternCall) and (result := _replaceable_result(line, freed)) is not None:
+        inner = {name: _with_variants_in(nested, names, operators) for name, nested in blocks(line)}
+        if isinstance(line, ExternCall) and line.target in operators and (result := _replaceable_result(line, freed)):
             lines.append(Alloc(result, origin=line.origin))
             lines.append(line.replace(results=(), target=OUT_VARIANTS[line.target], outs=(result,)))
-        elif isinstance(line, StartCollective) and (pairs := _written_pairs(line, freed)):
+        elif (
+            isinstance(line, StartCollective) and line.operator in operators and (pairs := _written_pairs(line, freed))
+        ):
             for operand, result in pairs:
                 if operand is not None and operand.type == result.type and operand.name not in buffers:
                     is_last = uses.ends_with(position, operand.name) and [item for item, _ in pairs].count(operand) == 1
@@ -111,7 +127,7 @@ def _use_out_variants_in(block: Block, names: set[str]) -> Block:
 
 def _replaceable_result(line: ExternCall, freed: set[str]) -> Value | None:
     """Returns the result of a call that an allocation of the block can replace, or None."""
-    if line.target not in OUT_VARIANTS or line.outs or line.stream != 0 or line.effect_set:
+    if line.outs or line.stream != 0 or line.effect_set:
         return None
     return _freed_result(line.results, line.aliases, freed)
 
@@ -151,7 +167,7 @@ def _written_pairs(line: StartCollective, freed: set[str]) -> list[tuple[Value |
 
     Each is with the operand that its buffer holds first, if the collective runs in place.
     """
-    if line.operator not in (*_IN_PLACE, *_INTO_TENSORS) or line.stream != 0 or any(line.aliases):
+    if line.stream != 0 or any(line.aliases):
         return []
     results = values_in(line.results)
     operands: list[Value] | list[None] = [None] * len(results)

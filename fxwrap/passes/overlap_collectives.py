@@ -41,12 +41,14 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
     for the collective before, for the one before that, and so on, so that the next buckets of parameters are gathered
     ahead, and each wait moves down in the same way. Where few lines are left between a start and its wait, lines before
     the start that it does not depend on run after it, such as the gradients of weights beside an all_reduce of the
-    gradient of an activation, with the starts that need them. Lines whose results are in memory at its peak run beside
-    later collectives, if that lowers the peak. Between two starts, lines run in the order of the collectives whose
-    results they need: updates of parameters, in the order in which their gradients are scattered. The peak memory
-    exceeds that of the program by at most `slack`, a fraction. All decisions follow from the program; symbols count
-    with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other; all other collectives keep
-    their order in their group. Programs that use streams, and blocks inside lines, are unchanged.
+    gradient of an activation, with the starts that need them. Where few lines are left even so, starts that have enough
+    lines after the wait follow it, since collectives that run at once share the links. Lines whose results are in
+    memory at its peak run beside later collectives, if that lowers the peak. Between two starts, lines run in the order
+    of the collectives whose results they need: updates of parameters, in the order in which their gradients are
+    scattered. The peak memory exceeds that of the program by at most `slack`, a fraction. All decisions follow from the
+    program; symbols count with one fixed value. All_gathers, all_reduces and reduce_scatters may pass each other; all
+    other collectives keep their order in their group. Programs that use streams, and blocks inside lines, are
+    unchanged.
     """
     if ir.uses_streams(program) or not any(line.is_async_start for line in program.body.lines):
         return program
@@ -65,8 +67,9 @@ def overlap_collectives(program: Program, *, slack: float = 0.0) -> Program:
         return program
     lowered = _with_lower_peak(regions, moves, orders)
     delayed = _with_delayed_lines(regions, moves, lowered, allowed - regions.unowned_bytes)
-    sorted_ = _with_ready_lines_first(regions, delayed, regions.peak(delayed))
-    for changed in (sorted_, delayed):
+    spaced = _with_later_starts(regions, moves, delayed, allowed - regions.unowned_bytes)
+    sorted_ = _with_ready_lines_first(regions, spaced, regions.peak(spaced))
+    for changed in (sorted_, spaced):
         result = regions.apply_order(changed)
         if _peak(result, hints) <= allowed:
             return drop_repeated_waits(result)
@@ -93,16 +96,37 @@ def _with_delayed_lines(
     rounds = [(cover, number, move) for cover in _COVERS for number, move in enumerate(moves)]
     for cover, number, move in rounds:
         for start in move.starts:
-            lines = move.independent_before(start, cover)
-            while lines:
-                before = dict(move.schedule.at)
-                move.delay(lines, start)
-                order = move.schedule.order()
-                if regions.peak([*result[:number], order, *result[number + 1 :]]) <= allowed:
-                    result[number] = order
-                    break
-                move.schedule.at = before
-                lines = lines[(len(lines) + 1) // 2 :]
+            _delay(regions, result, number, move, move.independent_before(start, cover), start, allowed)
+    return result
+
+
+def _delay(
+    regions: SchedulingRegions, orders: list[Sequence[int]], number: int, move: _RegionOverlap, units: Sequence[int],
+    after: int, allowed: int,
+) -> None:  # fmt: skip
+    """Moves units of a region behind another one: the last ones, as many as memory allows."""
+    while units:
+        before = dict(move.schedule.at)
+        move.delay(units, after)
+        order = move.schedule.order()
+        if regions.peak([*orders[:number], order, *orders[number + 1 :]]) <= allowed:
+            orders[number] = order
+            return
+        move.schedule.at = before
+        units = units[(len(units) + 1) // 2 :]
+
+
+def _with_later_starts(
+    regions: SchedulingRegions, moves: Sequence[_RegionOverlap], orders: Sequence[Sequence[int]], allowed: int
+) -> Sequence[Sequence[int]]:
+    """Returns orders in which other starts follow the waits for collectives with few lines beside them.
+
+    So these share the links with no others that can start later, as far as memory allows.
+    """
+    result = list(orders)
+    for number, move in enumerate(moves):
+        for wait in sorted(move.waits, key=move.schedule.at.__getitem__, reverse=True):
+            _delay(regions, result, number, move, move.starts_to_follow(wait), wait, allowed)
     return result
 
 
@@ -315,6 +339,27 @@ class _RegionOverlap:
                 continue
             last[name] = result[position] = [position, *last.get(name, ())]
         return result
+
+    def starts_to_follow(self, wait: int) -> list[int]:
+        """Returns the starts that can follow a wait for a collective with few lines beside it, in their order.
+
+        They have enough lines beside them afterwards. The order of collectives of one kind does not change.
+        """
+        at, schedule, units = self.schedule.at, self.schedule, self.units
+        awaited = [item for item in schedule.before(wait) if units[item].lines[0].is_async_start]
+        if not any(self._missing(item, _COVERS[0]) > 0 for item in awaited):
+            return []
+        earlier = sorted([item for item in self.starts if at[item] < at[wait]], key=at.__getitem__)[-_AHEAD[0] :]
+        fixed = {None, *[functional_name(units[item].lines[0]) for item in awaited]}
+        result: list[int] = []
+        for start in reversed(earlier):
+            line, end = units[start].lines[0], schedule.latest(start)
+            beside = sum([self.costs[item] for item in at if at[wait] < at[item] < end])
+            if functional_name(line) in fixed or beside < _SUFFICIENT_COVER * self._bytes(line):
+                fixed.add(functional_name(line))
+            else:
+                result.append(start)
+        return result[::-1]
 
     def movable_past(self, position: int) -> list[int]:
         """Returns units with work up to the unit at a position that can run after it, those with large results first.

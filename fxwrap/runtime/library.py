@@ -29,6 +29,14 @@ from fxwrap.runtime.device_operators import (
     synchronize_device,
     wait_event,
 )
+from fxwrap.runtime.grouped_matmuls import (
+    grouped_matmul,
+    grouped_matmul_fake,
+    grouped_products,
+    grouped_products_fake,
+    to_host,
+    to_host_fake,
+)
 from fxwrap.runtime.kernel_operators import (
     cpp_kernel,
     cpp_kernel_fake,
@@ -41,6 +49,8 @@ from fxwrap.runtime.prepacked_weights import (
     biased_linear,
     frozen_convolution,
     frozen_convolution_fake,
+    frozen_grouped_mm,
+    frozen_grouped_mm_fake,
     linear_fake,
     prepacked_linear,
 )
@@ -215,6 +225,18 @@ _OPERATORS = (
         "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
         "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         frozen_convolution, frozen_convolution_fake,
+    ),
+    _Operator(
+        "frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor",
+        frozen_grouped_mm, frozen_grouped_mm_fake,
+    ),
+    _Operator("to_host(Tensor tensor) -> Tensor", to_host, to_host_fake),
+    _Operator(
+        "grouped_matmul(Tensor rows, Tensor[] matrices, bool transposed, Tensor? biases, Tensor ends) -> Tensor",
+        grouped_matmul, grouped_matmul_fake,
+    ),
+    _Operator(
+        "grouped_products(Tensor left, Tensor right, Tensor ends) -> Tensor", grouped_products, grouped_products_fake
     ),
     _Operator("synchronize(int place) -> ()", synchronize, has_side_effect=True),
     _Operator("synchronize_device(Device? device=None) -> ()", synchronize_device, has_side_effect=True),

@@ -80,6 +80,30 @@ def linear_fake(left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | 
     return left.new_empty(left.shape[0], weight.shape[0 if transposed else 1])
 
 
+def frozen_grouped_mm(
+    rows: torch.Tensor, matrices: Sequence[torch.Tensor], transposed: bool, ends: torch.Tensor
+) -> torch.Tensor:
+    """Returns rows times the matrix of their group, by the device's library; the stack of the matrices is kept.
+
+    Args:
+        rows: of shape (rows, terms), sorted by group.
+        matrices: for each group, of shape (terms, columns), or (columns, terms) if `transposed`.
+        transposed: whether the matrices are transposed.
+        ends: the position after the last row of each group, of int32 on the device.
+    """
+    (stack,) = _form(matrices, ("stack", len(matrices)), lambda: (torch.stack(tuple(matrices)),))
+    assert stack is not None
+    with torch.no_grad():
+        return torch.nn.functional.grouped_mm(rows, stack.mT if transposed else stack, offs=ends)
+
+
+def frozen_grouped_mm_fake(
+    rows: torch.Tensor, matrices: Sequence[torch.Tensor], transposed: bool, _ends: torch.Tensor
+) -> torch.Tensor:
+    """The fake implementation: rows of the result are aligned."""
+    return rows.new_empty(rows.shape[0], matrices[0].shape[0 if transposed else 1])
+
+
 def frozen_convolution(
     image: torch.Tensor,
     weight: torch.Tensor,

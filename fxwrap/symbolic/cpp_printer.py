@@ -24,23 +24,23 @@ _FLOAT_CALLS = {
     "int_true_div": "fxwrap::truediv",
     "float_true_div": "fxwrap::truediv",
     "float_pow": "fxwrap::power",
-    "trunc_to_float": "std::trunc",
-    **{name: f"std::{name}" for name in OPAQUE_FUNCTIONS},
+    "trunc_to_float": "fxwrap::trunc",
+    **{name: f"fxwrap::{name}" for name in OPAQUE_FUNCTIONS},
 }
 _ROUNDINGS = {
-    "trunc_to_int": "std::trunc",
-    "floor_to_int": "std::floor",
-    "ceil_to_int": "std::ceil",
-    "round_to_int": "std::nearbyint",
+    "trunc_to_int": "fxwrap::trunc",
+    "floor_to_int": "fxwrap::floor",
+    "ceil_to_int": "fxwrap::ceil",
+    "round_to_int": "fxwrap::nearbyint",
 }
 _OPERATORS = {"and": ("&&", Precedence.AND), "or": ("||", Precedence.OR)}
 _BITWISE = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 _SPECIALS = {
     "true": "true",
     "false": "false",
-    "inf": "std::numeric_limits<double>::infinity()",
-    "int_inf": "std::numeric_limits<int64_t>::max()",
-    "nan": "std::numeric_limits<double>::quiet_NaN()",
+    "inf": "fxwrap::infinity",
+    "int_inf": "INT64_MAX",
+    "nan": "fxwrap::not_a_number",
 }
 
 
@@ -53,14 +53,15 @@ def cpp_prelude() -> str:
 class CppPrinter(ExpressionPrinter):
     """Prints expressions as C++17 over `int64_t`, `double` and `bool` variables, below `cpp_prelude()`.
 
-    Integer division has Python's floor semantics; integers must fit 64 bits. Division by zero throws
-    `std::domain_error`, a float too large for an integer `std::overflow_error`. Integers that are combined with a float
-    are rounded to double, which above 2**53 can differ from Python's exact comparison and division.
+    Integer division has Python's floor semantics; integers must fit 64 bits. Division by zero throws a `KernelFailure`
+    of the kind ZeroDivisionError, a float too large for an integer one of the kind OverflowError. Integers that are
+    combined with a float are rounded to double, which above 2**53 can differ from Python's exact comparison and
+    division.
     """
 
     def integer(self, value: int) -> str:
         if value == -(2**63):
-            return "std::numeric_limits<int64_t>::min()"
+            return "INT64_MIN"
         return f"INT64_C({value})" if abs(value) >= 2**31 else str(value)
 
     def real(self, value: float) -> str:

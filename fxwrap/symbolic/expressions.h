@@ -1,15 +1,22 @@
-#include <cmath>
+// The functions of symbolic expressions. Of the C++ standard library they include cstdint alone, and throw none of its
+// classes: <cmath> and <stdexcept> take a compiler many times as long as a program does.
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <limits>
-#include <stdexcept>
-#include <string>
+
+#include "kernel_failure.h"
+
+extern "C" double strtod(const char*, char**) noexcept;
 
 namespace fxwrap {
 
+constexpr double infinity = __builtin_inf(), not_a_number = __builtin_nan("");
+
+#define MATH(name) inline double name(double number) { return __builtin_##name(number); }
+MATH(trunc) MATH(floor) MATH(ceil) MATH(nearbyint) MATH(acos) MATH(asin) MATH(asinh) MATH(atan) MATH(cos) MATH(cosh)
+MATH(exp) MATH(log) MATH(log2) MATH(sin) MATH(sinh) MATH(sqrt) MATH(tan) MATH(tanh)
+#undef MATH
+
 inline void check_divisor(bool nonzero) {
-  if (!nonzero) throw std::domain_error("division or modulo by zero");
+  if (!nonzero) throw KernelFailure{"ZeroDivisionError", "division or modulo by zero"};
 }
 
 // Python's floor division and modulo; -1 apart, because INT64_MIN / -1 traps.
@@ -44,7 +51,7 @@ inline double truediv(double base, double divisor) {
 }
 
 inline int64_t natural_power(int64_t base, int64_t exponent) {
-  if (exponent < 0) throw std::domain_error("exponent of a natural power is negative");
+  if (exponent < 0) throw KernelFailure{"TypeError", "exponent of a natural power is negative"};
   uint64_t result = 1, factor = static_cast<uint64_t>(base);
   for (; exponent != 0; exponent >>= 1, factor *= factor)
     if (exponent & 1) result *= factor;
@@ -53,28 +60,31 @@ inline int64_t natural_power(int64_t base, int64_t exponent) {
 
 inline double power(double base, double exponent) {
   check_divisor(base != 0 || exponent >= 0);
-  return std::pow(base, exponent);
+  return __builtin_pow(base, exponent);
 }
 
 template <typename T> inline T max(T first, T second) { return second > first ? second : first; }
 template <typename T> inline T min(T first, T second) { return second < first ? second : first; }
 
 inline int64_t to_int(double number) {
-  if (!(number >= -9223372036854775808.0 && number < 9223372036854775808.0))
-    throw std::overflow_error("cannot convert " + std::to_string(number) + " to a 64-bit integer");
+  if (!(number >= -9223372036854775808.0 && number < 9223372036854775808.0)) {
+    static thread_local char message[400];
+    __builtin_snprintf(message, sizeof message, "cannot convert %f to a 64-bit integer", number);
+    throw KernelFailure{"OverflowError", message};
+  }
   return static_cast<int64_t>(number);
 }
 
 // Decimal rounding through the exact decimal expansion, as Python does for digits >= 0.
 inline double round_decimal(double number, int64_t digits) {
-  if (!std::isfinite(number)) return number;
+  if (!__builtin_isfinite(number)) return number;
   if (digits < 0) {
-    double scale = std::pow(10.0, static_cast<double>(-digits));
-    return std::nearbyint(number / scale) * scale;
+    double scale = __builtin_pow(10.0, static_cast<double>(-digits));
+    return nearbyint(number / scale) * scale;
   }
   char text[720];
-  std::snprintf(text, sizeof text, "%.*f", static_cast<int>(digits < 340 ? digits : 340), number);
-  return std::strtod(text, nullptr);
+  __builtin_snprintf(text, sizeof text, "%.*f", static_cast<int>(digits < 340 ? digits : 340), number);
+  return strtod(text, nullptr);
 }
 
 }  // namespace fxwrap

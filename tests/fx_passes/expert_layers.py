@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxwrap.devices import CPU
+
 EXPERTS, CHOSEN, WIDTH, INNER = 3, 2, 16, 24
+SORTING = dataclasses.replace(
+    CPU, sorted_expert_dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}), stacked_expert_bytes=1
+)
+"""A CPU on which loops without grouped matmuls become matmuls of each expert on sorted rows, as on GPUs."""
 Rows = tuple[Any, ...]
 """The indices of an expert's rows: tokens and, where there are several choices, the positions among these."""
 
 
+class Expert(nn.Module):
+    """One expert with weights of its own, perhaps with biases."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, INNER, bias), nn.Linear(WIDTH, INNER, bias)
+        self.down = nn.Linear(INNER, WIDTH, bias)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        result: Tensor = self.down(functional.silu(self.gate(rows)) * self.up(rows))
+        return result
+
+
 class Experts(nn.Module):
-    """A layer of experts. The parameters choose how its loop is written."""
+    """A layer of experts. The parameters choose how its loop is written; weights may be modules for each expert."""
 
     def __init__(self, select: str = "where", weights: str = "stacked", store: str = "index_add") -> None:
         super().__init__()
         self.select, self.weights, self.store = select, weights, store
+        if weights in ("modules", "biased modules"):
+            self.experts = nn.ModuleList([Expert(weights == "biased modules") for _ in range(EXPERTS)])
+            return
         self.up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) / 4)
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 4)
         self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
@@ -30,8 +53,11 @@ class Experts(nn.Module):
         mask = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0) if self.select == "one_hot" else None
         for number in range(EXPERTS):
             rows, factor = self._rows(number, chosen, factors, mask)
-            up, down = pairs[number] if pairs else (self.up[number], self.down[number])
-            values = self._expert(tokens, rows[0], up, down, number) * factor
+            if "modules" in self.weights:
+                values = self.experts[number](tokens[None, rows[0]].reshape(-1, WIDTH)) * factor
+            else:
+                up, down = pairs[number] if pairs else (self.up[number], self.down[number])
+                values = self._expert(tokens, rows[0], up, down, number) * factor
             result = self._store(result, rows[0], values.to(result.dtype))
         return result
 

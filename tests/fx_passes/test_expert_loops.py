@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,23 @@ from torch.fx import Graph, GraphModule, Interpreter
 from torch.nn import functional
 
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
-from tests.fx_passes.expert_layers import EXPERTS, INNER, Experts, MaskedWrites, inputs_of, routed
+from fxwrap.lines import ExternCall
+from tests.fx_passes.expert_layers import EXPERTS, INNER, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
+_ON_HOST = torch.ops.fxwrap.grouped_matmul.default
 
 
-def _graph(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Any, Callable]:
+def _graph(
+    function: Callable[..., Any], inputs: tuple[Tensor, ...], options: Options | None = None
+) -> tuple[Any, Callable]:
     """Returns the prepared graph of a function's calls, and the function that Dynamo traced."""
     prepared = []
 
     def compile_graph(module: GraphModule, _examples: list[Any]) -> Any:
-        prepared.append(prepare_graph(module, None, Options()))
+        prepared.append(prepare_graph(module, None, options or Options()))
         return Interpreter(prepared[-1].graph_module).run
 
     backend = aot_autograd(fw_compiler=compile_graph)
@@ -34,8 +40,8 @@ def _graph(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[An
     return prepared, traced
 
 
-def _grouped(prepared: list[Any]) -> int:
-    return sum(node.target is _GROUPED for graph in prepared for node in graph.nodes)
+def _grouped(prepared: list[Any], target: object = _GROUPED) -> int:
+    return sum(node.target is target for graph in prepared for node in graph.nodes)
 
 
 def _loops(prepared: list[Any]) -> int:
@@ -84,6 +90,18 @@ def test_numbers_of_tokens(emitter: str) -> None:
         _check(compiled, layer, inputs_of(count))
 
 
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_numbers_of_tokens_of_modules(emitter: str) -> None:
+    torch.manual_seed(0)
+    layer = Experts("where", "biased modules")
+    compiled = torch.compile(
+        routed(layer), backend="fxwrap", options={"emitter": emitter, "devices": (SORTING,)}, fullgraph=True,
+        dynamic=emitter == "python",
+    )  # fmt: skip
+    for count in (10, 33) if emitter == "python" else (10,):
+        _check(compiled, layer, inputs_of(count, dtype=torch.float32))
+
+
 def test_indices_that_are_no_expert() -> None:
     """As those of experts of other ranks: their rows are in no group, and change nothing."""
     torch.manual_seed(0)
@@ -110,8 +128,9 @@ def _changed(number: int) -> Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
         chosen = chosen.byte() if number == 7 else chosen
         for expert in range(EXPERTS):
             token, position = torch.where(chosen == (expert if number != 0 else expert % 3 * 2))
-            rows = functional.linear(tokens[token], layer.up[expert if number != 1 else 0 if expert else 1])
-            rows = rows[:, :INNER].relu()
+            rows = functional.linear(tokens[token], layer.up[expert])[:, :INNER].relu()
+            if number == 1:
+                rows = rows - rows.sum(0)
             if number == 2:
                 rows = rows.cumsum(0)  # a row depends on others
             if number == 3 and expert == 2:
@@ -134,14 +153,68 @@ def test_other_loops_stay(number: int) -> None:
     layer, function = Experts().bfloat16(), _changed(number)
     run = routed(lambda tokens, chosen, factors: function(tokens, chosen, factors, layer))
     prepared, traced = _graph(run, inputs_of(10))
-    assert not _grouped(prepared)
+    assert _loops(prepared) == EXPERTS
     inputs = inputs_of(10)
     torch.testing.assert_close(traced(*inputs), run(*inputs))
 
 
-def test_dtypes_without_grouped_matmuls() -> None:
-    prepared, _ = _graph(routed(Experts()), inputs_of(10, dtype=torch.float32))
-    assert not _grouped(prepared) and _loops(prepared) == EXPERTS
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", ["addmm", "sliced", "modules", "biased modules"])
+def test_matmuls_of_each_expert_on_sorted_rows(weights: str, dtype: torch.dtype) -> None:
+    """Without a grouped matmul of the library: for other dtypes, and for weights of each expert's own."""
+    torch.manual_seed(0)
+    layer = Experts("one_hot", weights, "assign").to(dtype)
+    prepared, traced = _graph(routed(layer), inputs_of(10, dtype=dtype), Options(devices=(SORTING,)))
+    is_library = dtype is torch.bfloat16 and "modules" not in weights
+    assert _grouped(prepared, _GROUPED if is_library else _ON_HOST) == (2 if weights == "addmm" else 3)
+    assert not _loops(prepared)
+    _check(traced, layer, inputs_of(10, dtype=dtype))
+
+
+@pytest.mark.parametrize(("limit", "stacks"), [(3 * 2 * INNER * WIDTH, 3), (3 * 2 * INNER * WIDTH - 1, 0)])
+def test_small_weights_of_modules_are_stacked(limit: int, stacks: int) -> None:
+    torch.manual_seed(0)
+    layer = Experts("one_hot", "modules").bfloat16()
+    spec = dataclasses.replace(CPU, stacked_expert_bytes=limit)
+    prepared, traced = _graph(routed(layer), inputs_of(10), Options(devices=(spec,)))
+    assert _grouped(prepared) == _grouped(prepared, torch.ops.aten.stack.default) == stacks
+    assert _loops(prepared) == (0 if stacks else EXPERTS)
+    _check(traced, layer, inputs_of(10))
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_frozen_weights_of_modules_are_stacked_once(emitter: str) -> None:
+    """The stack follows writes into a weight."""
+    torch.manual_seed(0)
+    layer, programs = Experts("one_hot", "biased modules").bfloat16(), []
+    options = {
+        "freeze": True, "emitter": emitter, "devices": (SORTING,),
+        "passes": (lambda program: programs.append(program) or program,),
+    }  # fmt: skip
+    compiled = torch.compile(routed(layer), backend="fxwrap", options=options, fullgraph=True)
+    _check(compiled, layer, inputs_of(10))
+    layer.experts[1].down.weight.mul_(-3)  # type: ignore[union-attr]
+    _check(compiled, layer, inputs_of(10))
+    targets = [line.target for line in programs[0].lines() if isinstance(line, ExternCall)]
+    assert targets.count("fxwrap.frozen_grouped_mm.default") == 3
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("form", ["stack", "matrices", "transposed"])
+def test_the_operators_of_groups(form: str, has_bias: bool) -> None:
+    """Groups may be empty; rows beyond the last group are in none."""
+    torch.manual_seed(0)
+    rows, weights, ends = torch.randn(9, 4), torch.randn(3, 4, 5), torch.tensor([2, 2, 7], dtype=torch.int32)
+    bias = torch.randn(3, 5) if has_bias else None
+    matrices = {"stack": [weights], "matrices": [*weights], "transposed": [item.t() for item in weights]}[form]
+    result = torch.ops.fxwrap.grouped_matmul(rows, matrices, form == "transposed", bias, ends)
+    groups = [0, 0, 2, 2, 2, 2, 2]
+    expected = torch.einsum("rk,rkn->rn", rows[:7], weights[groups]) + (0 if bias is None else bias[groups])
+    torch.testing.assert_close(result[:7], expected)
+    products = torch.ops.fxwrap.grouped_products(rows.t(), result, ends)
+    sums = [rows[:2].t() @ result[:2], torch.zeros(4, 5), rows[2:7].t() @ result[2:7]]
+    torch.testing.assert_close(products, torch.stack(sums))
 
 
 def test_a_saved_index_is_no_call() -> None:

@@ -18,12 +18,11 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.fx_passes.joint_graph import partitioner
 from fxwrap.lines import ExternCall
-from tests.fx_passes.expert_layers import EXPERTS, WIDTH, Experts, MaskedWrites, inputs_of, routed
+from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
+_ON_HOST = (torch.ops.fxwrap.grouped_matmul.default, torch.ops.fxwrap.grouped_products.default)
 _COUNT = 40
-_ROUNDING = 2.0**-8
-"""The relative rounding error of bfloat16."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +39,7 @@ def _traced(function: Callable[..., Tensor]) -> tuple[list[GraphModule], Callabl
         graphs.append(module)
         return make_boxed_func(Interpreter(module).run)
 
-    backend = aot_autograd(fw_compiler=compile_graph, partition_fn=partitioner(Options()))
+    backend = aot_autograd(fw_compiler=compile_graph, partition_fn=partitioner(Options(devices=(SORTING,))))
     return graphs, torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
 
@@ -62,20 +61,22 @@ def _check(traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor
     results, eager = _gradients(traced, layer, inputs), _gradients(routed(layer, known), layer, inputs)
     for mine, other, reference in zip(results, eager, exact, strict=True):
         errors = [float((item - reference).norm() / (reference.norm() + 1e-9)) for item in (mine, other)]
-        assert mine.shape == reference.shape and errors[0] <= 1.6 * max(errors[1], _ROUNDING), errors
+        rounding = torch.finfo(next(layer.parameters()).dtype).eps
+        assert mine.shape == reference.shape and errors[0] <= 1.6 * max(errors[1], rounding), errors
 
 
-def _counts(graphs: list[GraphModule]) -> list[int]:
+def _counts(graphs: list[GraphModule], targets: tuple[Any, ...] = (_GROUPED,)) -> list[int]:
     """Returns the grouped matmuls of each graph, which have no call whose size depends on data."""
     assert not [node for graph in graphs for node in graph.graph.nodes if "nonzero" in str(node.target)]
     assert not [node for graph in graphs for node in graph.graph.nodes if "unbacked_bindings" in node.meta]
-    return [sum(node.target is _GROUPED for node in graph.graph.nodes) for graph in graphs]
+    return [sum(node.target in targets for node in graph.graph.nodes) for graph in graphs]
 
 
 _FORMS = [
     ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
     ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("one_hot", "addmm", "index_add"),
-    ("masked",), ("where", "selected", "index_add"),
+    ("masked",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
+    ("one_hot", "biased modules", "assign"),
 ]  # fmt: skip
 
 
@@ -90,11 +91,14 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
     layer = _layer(form)
     graphs, traced = _traced(routed(layer))
     _check(traced, layer, inputs_of(_COUNT))
+    if len(form) > 1 and "modules" in form[1]:
+        assert _counts(graphs, _ON_HOST) == [3, 9 if "biased" in form[1] else 6]
+        return
     forward = 3 if "sliced" in form else 2
     assert _counts(graphs) == [forward, 2 * forward + ("bias" in form or "addmm" in form)]
 
 
-_WEIGHTS = ("stacked", "unbind", "sliced", "transposed", "reshaped", "addmm", "bias")
+_WEIGHTS = ("stacked", "unbind", "sliced", "transposed", "reshaped", "addmm", "bias", "modules", "biased modules")
 
 
 @pytest.mark.sampled(6)
@@ -107,10 +111,13 @@ def test_random_loops(seed: int) -> None:
     stores = ("index_add", "scatter_add", "index_put", "assign")
     store = choices.choice(stores if known else stores[:2])
     torch.manual_seed(seed)
-    layer = _layer((*form, store))
+    dtype = choices.choice((torch.bfloat16, torch.float16, torch.float32))
+    layer = _layer((*form, store)).to(dtype)
     graphs, traced = _traced(routed(layer, known))
-    _check(traced, layer, inputs_of(choices.choice((1, 7, _COUNT)), EXPERTS if known else EXPERTS + 3), known)
-    assert min(_counts(graphs)) >= 2
+    count = choices.choice((1, 7, _COUNT))
+    _check(traced, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3, dtype), known)
+    is_library = dtype is torch.bfloat16 and "modules" not in form[1]
+    assert min(_counts(graphs, (_GROUPED,) if is_library else _ON_HOST)) >= 2
 
 
 def test_an_expert_without_tokens_has_zero_gradients() -> None:
@@ -154,9 +161,10 @@ def test_two_loops_and_other_gradients() -> None:
     assert _counts(graphs) == [4, 8]
 
 
-def test_a_training_step() -> None:
+@pytest.mark.parametrize("weights", ["unbind", "modules"])
+def test_a_training_step(weights: str) -> None:
     torch.manual_seed(0)
-    layer = _layer(("one_hot", "unbind", "assign"))
+    layer = _layer(("one_hot", weights, "assign"))
     tokens, scores = inputs_of(_COUNT)
     losses = []
     for is_compiled in (True, False):
@@ -165,8 +173,10 @@ def test_a_training_step() -> None:
         train = _trainer(module, optimizer)
         step: Callable[..., Tensor] = train
         if is_compiled:
-            step = fxwrap.compile_step(train, (tokens, scores))
-            assert _calls(step.compiled.program, "_grouped_mm") == 5 and not _calls(step.compiled.program, "nonzero")
+            step = fxwrap.compile_step(train, (tokens, scores), options=Options(devices=(SORTING,)))
+            names = ("_grouped_mm",) if weights == "unbind" else ("grouped_matmul", "grouped_products")
+            assert sum(_calls(step.compiled.program, name) for name in names) == (5 if weights == "unbind" else 7)
+            assert not _calls(step.compiled.program, "nonzero")
         losses.append([float(step(tokens, scores)) for _ in range(3)])
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=1e-3)
 

@@ -22,6 +22,7 @@ import fxwrap
 from fxwrap.comparison import capture
 from fxwrap.devices import CPU
 from fxwrap.fx_passes.attention_nodes import folded_number
+from fxwrap.loop_ir import HALF_PRECISION
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.testing import assert_emitters_agree
 from tests.lowering.planned_programs import STRICT, Planned, check_graph, compared_with_evaluator, plan, printed_launch
@@ -53,6 +54,7 @@ class Formula:
         written_out: the softmax is its formula too.
         transposes: the result is (batch, rows, heads * width).
         merged: scores are (batch * heads, rows, keys).
+        widens: queries and keys of half precision are cast to float32 before they are multiplied.
     """
 
     heads: int
@@ -70,6 +72,7 @@ class Formula:
     written_out: bool
     transposes: bool
     merged: bool
+    widens: bool = False
 
     def inputs(self) -> list[Tensor]:
         """Returns random operands; no row is without a key."""
@@ -88,6 +91,8 @@ class Formula:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
         query, key, value = query.transpose(1, 2), self._repeated(key.transpose(1, 2)), self._repeated(value)
+        if self.widens and self.dtype in HALF_PRECISION:
+            query, key = query.float(), key.float()
         scale = self.width**0.5 if self.divides else self.width**-0.5
         if self.scale in ("query", "key"):
             scaled = query if self.scale == "query" else key
@@ -101,7 +106,7 @@ class Formula:
             scores = query @ key.transpose(-1, -2)
         if self.scale == "scores":
             scores = scores / scale if self.divides else scores * scale
-        weights = self._softmax(self._masked(scores, bias, mask))
+        weights = self._softmax(self._masked(scores, bias, mask)).to(value.dtype)
         if self.merged:
             weights = weights.view(-1, self.rows, self.keys)
         result = weights @ value
@@ -155,6 +160,7 @@ FORMULAS = st.builds(
     bias=st.none() | st.tuples(st.booleans(), st.booleans()),
     mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
     written_out=st.booleans(), transposes=st.booleans(), merged=st.booleans(),
+    widens=st.booleans(),
 )  # fmt: skip
 
 
@@ -297,6 +303,16 @@ def test_keys_of_groups_are_not_repeated() -> None:
     (kernel,) = planned.kernels.values()
     assert kernel.inputs[1].dtype is torch.float32
     assert len(kernel.inputs) == 3
+
+
+def test_queries_and_keys_in_float32_are_read_before_their_casts() -> None:
+    """The kernel is one of the dtype of the values, which is slower in float32 on some devices."""
+    spec = dataclasses.replace(ANY_SIZE, streaming_attention_sizes=((torch.bfloat16, 1),))
+    formula = Formula(2, 3, 5, 7, 4, 6, torch.bfloat16, False, "query", False, None, "lowest", False, True, False, True)
+    inputs = formula.inputs()
+    planned = check_graph(make_fx(formula)(*inputs), inputs, STRICT.replace(devices=(spec,)))
+    (kernel,) = planned.kernels.values()
+    assert [item.dtype for item in kernel.inputs if item.dtype.is_floating_point] == [torch.bfloat16] * 3
 
 
 @pytest.mark.sampled(2)

@@ -386,3 +386,17 @@ def test_matmuls_of_several_rows_are_kernels_from_a_size_on(rows: int, columns: 
     operands = [torch.randn(rows, 64), torch.randn(columns, 64)]
     program = lowered(functional.linear, operands, Options(devices=[spec])).program
     assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel
+
+
+@pytest.mark.parametrize(("columns", "combines", "is_kernel"), [(8, True, True), (8, False, False), (4, True, False)])
+def test_matmuls_of_one_operand_count_together_where_launches_are_combined(
+    columns: int, combines: bool, is_kernel: bool
+) -> None:
+    """Queries, keys and values are one launch."""
+    spec = dataclasses.replace(
+        CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 24, combo_kernel_bytes=1
+    )
+    operands = [torch.randn(4, 64), *[torch.randn(count, 64) for count in (columns, 8, 8)]]
+    graph = make_fx(lambda x, *weights: [functional.linear(x, weight) for weight in weights])(*operands)
+    program = fxwrap.lower(graph, operands, options=Options(devices=[spec], combo_kernels=combines))
+    assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel

@@ -220,6 +220,32 @@ def test_large_launches_are_combined_few_at_a_time() -> None:
     torch.testing.assert_close(list(outputs), list(each(*inputs)), rtol=1e-5, atol=1e-6)
 
 
+def reduced(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each result needs a collective of its own."""
+    c10d = torch.ops._c10d_functional
+    return tuple([c10d.wait_tensor(c10d.all_reduce(item, "sum", "0")).sin() * 2 for item in tensors])
+
+
+def test_large_launches_pass_no_collective() -> None:
+    """A combined one would wait for the last of them. Small ones take less time than a launch."""
+    program = lowered(reduced, *vectors(20, 24, 2000, 2001))
+    result = verify(combine_kernels(program, {"cpu": SMALL}, max_large={"cpu": 2}))
+    assert [[int(item.type.sizes[0]) for item in line.outs] for line in launches(result)] == [[20, 24], [2000], [2001]]
+    asynchronous = [str(line) for line in program.body.lines if line.is_async_start or line.is_async_wait]
+    assert asynchronous == [str(line) for line in result.body.lines if line.is_async_start or line.is_async_wait]
+
+
+def test_launches_are_combined_after_overlap() -> None:
+    """The launches wait for collectives that overlap first made run at once."""
+    inputs = vectors(20, 24, 30)
+    compiled = compile_graph(graph(reduced, *inputs), options=OPTIONS.replace(bucket_collectives=False))
+    names = [stage.pass_name for stage in compiled.stages]
+    assert names.index("overlap_collectives") < names.index("combo_kernels")
+    starts = [line.is_async_start for line in compiled.program.body.lines if line.is_async_start or line.is_async_wait]
+    assert starts == [True] * 3 + [False] * 3
+    assert len(launches(compiled.program)) == 1
+
+
 def test_a_combined_launch_has_a_tensor_limit() -> None:
     program = check(each, *vectors(*range(20, 30)), max_tensors=6)
     assert [len(line.outs) for line in launches(program)] == [3, 3, 3, 1]

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 import torch._dynamo.config
 import torch._dynamo.guards
+import torch._dynamo.symbolic_convert
+import torch._dynamo.utils
 import torch._export.utils
+import torch._functorch.config
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.fx._symbolic_trace
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
@@ -23,6 +27,26 @@ from tests.support.annotations import without_annotations
 # After each compile Dynamo empties the processor's caches to time the guards, for its log: 25 ms nobody here reads.
 assert callable(torch._dynamo.guards.profile_guard_manager)
 torch._dynamo.guards.profile_guard_manager = lambda *_guards: 0.0
+
+# For a line of its log that is off, Dynamo finds the name of each function by splitting its file into tokens; and for
+# metrics that nobody collects, it prints all settings after each compile: 3 ms.
+assert callable(torch._dynamo.symbolic_convert.get_funcname)
+torch._dynamo.symbolic_convert.get_funcname = lambda _file, _line: None
+for _name in ("_get_dynamo_config_for_logging", "_scrubbed_inductor_config_for_logging"):
+    assert callable(getattr(torch._dynamo.utils, _name))
+    setattr(torch._dynamo.utils, _name, lambda: None)
+
+# For random numbers by a setting that is off, AOTAutograd makes twelve empty tensors under its fake mode: 4 ms a graph.
+_reset_random_states = PhiloxStateTracker.reset
+_reset_random_states()
+
+
+def _reset_used_random_states() -> None:
+    if torch._functorch.config.functionalize_rng_ops:
+        _reset_random_states()
+
+
+PhiloxStateTracker.reset = staticmethod(_reset_used_random_states)
 
 # Garbage is collected by its amount (tests/conftest.py), not after each compile.
 assert torch._dynamo.config.run_gc_after_compile

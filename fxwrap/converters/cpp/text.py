@@ -295,7 +295,7 @@ class CppUnit:
         for symbol in size.free_symbols:
             self.symbol(symbol.name)
         text = self._printer.print(size)
-        self._uses_helpers = self._uses_helpers or "::" in text or "INT64_C" in text
+        self._uses_helpers = self._uses_helpers or "::" in text or "INT64_" in text
         return text
 
     def sizes(self, sizes: Sequence[Size]) -> str:

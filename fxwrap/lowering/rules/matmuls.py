@@ -94,9 +94,10 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
     if right is None or len(right.sizes) != 2:
         return call.spec.generates_matmul(left.dtype, rows)
     products, columns = right.sizes
-    return call.spec.generates_matmul(
-        left.dtype, rows, product(right.sizes) * right.dtype.itemsize
-    ) or call.spec.generates_unaligned_matmul(left.dtype, rows, columns, products)
+    matrix_bytes = call.matrix_bytes or product(right.sizes) * right.dtype.itemsize
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes) or call.spec.generates_unaligned_matmul(
+        left.dtype, rows, columns, products
+    )
 
 
 def _has_short_sums(call: OperatorCall, left: Definition) -> bool:

@@ -65,7 +65,8 @@ class OperatorCall:
     gradient is None. `spec` describes the type of `device`; `may_be_zero` returns whether the ranges of symbols allow a
     size to be 0; `matmul_kernels` is the option of that name; `tunes_matmuls` is whether kernels of matmuls on the
     device are timed beside the library's calls; `shared` has definitions that several calls of the graph read, and
-    `in_memory` those that kernels load instead of computing them again.
+    `in_memory` those that kernels load instead of computing them again. `matrix_bytes` are those of the matrices that
+    the left operand of a matmul multiplies in launches that may be combined; None where that is unknown.
     """
 
     name: str
@@ -80,6 +81,7 @@ class OperatorCall:
     tunes_matmuls: bool = False
     shared: MutableMapping[Hashable, Definition] = field(default_factory=dict, repr=False)
     in_memory: MutableSet[Definition] = field(default_factory=set, repr=False)
+    matrix_bytes: int | None = None
 
     @property
     def operator(self) -> str:

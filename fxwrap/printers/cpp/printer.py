@@ -60,12 +60,11 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
     ]
     head = f'extern "C" void {make_function_name(name)}({", ".join(parameters)}) {{'
     body = "\n".join(writer.lines)
-    includes = INCLUDE + ("#include <cmath>\n#include <limits>\n" if "std::" in body else "")
     signature = (
         *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],
         *[types[0] for types, _ in symbols],
     )
-    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
+    return PrintedKernel("cpp", f"{INCLUDE}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
 
 
 def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:

@@ -196,6 +196,21 @@ def test_an_unknown_operator_is_named_in_the_error() -> None:
         to_cpp(program)(torch.rand(5))
 
 
+def test_arithmetic_that_fails_raises_pythons_error() -> None:
+    program = parse("""program @divide(s0: int, s1: int, f0: float) {
+  control.return(floordiv(s0, s1), floor_to_int(f0))
+}
+""")
+    for emitted in (to_python(program), to_cpp(program)):
+        assert emitted(-7, 2, 2.5) == (-4, 2)
+        with pytest.raises(ZeroDivisionError, match="division or modulo by zero"):
+            emitted(-7, 0, 2.5)
+        with pytest.raises(OverflowError, match="cannot convert"):
+            emitted(-7, 2, math.inf)
+    # Headers of the standard library take a compiler several times as long as the program does.
+    assert {*re.findall("#include (.*)", to_cpp(program).source)} == {'"bridge.h"', '"kernel_failure.h"', "<cstdint>"}
+
+
 def test_a_registered_handler_emits_an_extension_line() -> None:
     program = SAMPLES["extension"].program()
 

@@ -24,6 +24,7 @@
 #include "engine/call.h"
 #include "engine/observer.h"
 #include "graph_capture/replay.h"
+#include "libraries/grouped_matmuls.h"
 #include "libraries/prepacked.h"
 
 namespace at {
@@ -251,6 +252,7 @@ class TorchEngine final : public Engine {
   Problem operator_problem(const std::string& name, const std::string& overload, const std::string& schema) override {
     register_stream_operators();
     register_prepacked_operators();
+    register_grouped_matmuls();
     const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!handle.has_value()) {
       return {"is not registered in this process", "Pass the library that registers it as an option, or load it first"};

@@ -6,6 +6,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/cudnn_convolution_add_relu.h>
@@ -13,6 +14,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mkldnn_reorder_conv2d_weight.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/stack.h>
 
 #include <bit>
 #include <functional>
@@ -133,6 +135,13 @@ Tensor biased_linear(const Tensor& left, const Tensor& weight, const Tensor& bia
   return call("mkldnn::_linear_pointwise", "", {left, columns, bias, "none", c10::List<optional<at::Scalar>>(), ""}).toTensor();
 }
 
+Tensor frozen_grouped_mm(const Tensor& rows, std::vector<Tensor> matrices, bool transposed, const Tensor& ends) {
+  const at::NoGradGuard no_grad;
+  const Variant variant{int64_t(matrices.size())};
+  const Tensor stack = forms().find(matrices, variant, [&] { return Form{at::stack(matrices), {}, {}}; }).packed;
+  return at::_grouped_mm(rows, transposed ? stack.mT() : stack, ends);
+}
+
 struct Geometry {
   at::IntArrayRef stride, padding, dilation;
   int64_t groups;
@@ -236,6 +245,8 @@ void register_prepacked_operators() {
     add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor", "prepacked_linear",
         &prepacked_linear);
     add("biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", "biased_linear", &biased_linear);
+    add("frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor", "frozen_grouped_mm",
+        &frozen_grouped_mm);
     add("frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
         "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
         "frozen_convolution", &frozen_convolution);

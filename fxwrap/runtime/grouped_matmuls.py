@@ -1,0 +1,99 @@
+"""Matmuls of groups of rows, one after the other, for dtypes and operands that torch's grouped matmul lacks.
+
+The numbers of rows of the groups are in memory of the host, so that a call waits for no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor in memory of the host, which waits for it."""
+    return tensor.to("cpu", copy=True)
+
+
+def to_host_fake(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake implementation."""
+    return tensor.new_empty(tensor.shape, device="cpu")
+
+
+def grouped_matmul(
+    rows: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    transposed: bool,
+    biases: torch.Tensor | None,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Returns rows times the matrix of their group, plus its bias; rows beyond the last group have any value.
+
+    Args:
+        rows: of shape (rows, terms), sorted by group.
+        matrices: one of shape (terms, columns) for each group, or of (columns, terms) if `transposed`; or one tensor
+            that has all of them along dimension 0.
+        transposed: whether matrices are transposed.
+        biases: of shape (groups, columns), or None.
+        ends: the position after the last row of each group, of int32 on the CPU.
+    """
+    with torch.no_grad():
+        items = matrices[0].unbind() if len(matrices) == 1 else matrices
+        result = rows.new_empty(rows.shape[0], items[0].shape[0 if transposed else 1])
+        lengths = _lengths(ends)
+        lengths.append(rows.shape[0] - sum(lengths))
+        groups = zip(items, _split(rows, lengths), _split(result, lengths), strict=False)
+        for group, (matrix, own, part) in enumerate(groups):
+            if not lengths[group]:
+                continue
+            right = matrix.t() if transposed else matrix
+            if biases is None:
+                torch.mm(own, right, out=part)
+            else:
+                torch.addmm(biases[group], own, right, out=part)
+        return result
+
+
+def grouped_matmul_fake(
+    rows: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    transposed: bool,
+    _biases: torch.Tensor | None,
+    _ends: torch.Tensor,
+) -> torch.Tensor:
+    """The fake implementation."""
+    return rows.new_empty(rows.shape[0], matrices[0].shape[-2 if transposed else -1])
+
+
+def grouped_products(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns for each group the matmul of its columns of `left` and its rows of `right`: zeros without any.
+
+    Args:
+        left: of shape (rows of the results, terms).
+        right: of shape (terms, columns of the results).
+        ends: the position after the last term of each group, of int32 on the CPU.
+    """
+    with torch.no_grad():
+        results = left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
+        lengths = _lengths(ends)
+        lengths.append(right.shape[0] - sum(lengths))
+        for result, one, other in zip(results.unbind(), _split(left, lengths, 1), _split(right, lengths), strict=False):
+            torch.mm(one, other, out=result)
+        return results
+
+
+def grouped_products_fake(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The fake implementation."""
+    return left.new_empty(ends.shape[0], left.shape[0], right.shape[1])
+
+
+def _lengths(ends: torch.Tensor) -> list[int]:
+    """Returns the number of rows of each group."""
+    positions = ends.tolist()
+    return [end - begin for begin, end in zip([0, *positions[:-1]], positions, strict=True)]
+
+
+def _split(tensor: torch.Tensor, lengths: list[int], dim: int = 0) -> Sequence[torch.Tensor]:
+    """Returns parts of a tensor along a dimension."""
+    parts: Sequence[torch.Tensor] = torch.ops.aten.split_with_sizes.default(tensor, lengths, dim)
+    return parts
