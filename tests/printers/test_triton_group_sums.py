@@ -189,16 +189,20 @@ def row_sums(kernel: Kernel) -> Configuration:
 
 
 @pytest.mark.parametrize(("columns", "groups"), [(4, 1), (8, 4)])
+@pytest.mark.parametrize("loads_first", [False, True])
 @pytest.mark.parametrize("text", ["", COMPUTED_ROW], ids=["plain", "computed"])
-def test_one_row_needs_no_dot(columns: int, groups: int, text: str) -> None:
-    """The row is loaded once for the columns of a program, and before anything else is computed, their weights are."""
+def test_one_row_needs_no_dot(columns: int, groups: int, loads_first: bool, text: str) -> None:
+    """The row is loaded once for the columns of a program; a step has one column after another, or all loads first."""
     kernel = parse_kernel(text) if text else int4(0)
-    source = check(kernel, replace(row_sums(kernel), y_block=columns, p_block=groups), tolerance=2e-3)
+    item = replace(row_sums(kernel), y_block=columns, p_block=groups, loads_first=loads_first)
+    source = check(kernel, item, tolerance=2e-3)
     assert "tl.dot" not in source and source.count("biased_floats(bitwise") == 2 * columns
-    (row,) = [line for line in source.splitlines() if "tl.load(x_ptr" in line]
-    loop = source[source.index("for start") :]
-    loads, _, steps = loop[: loop.index("= tl.sum(total, 0")].partition("tl.split(")
-    assert row in loads and loads.count("tl.load(w_ptr") == columns and "tl.load" not in steps
+    loop = source[source.index("for start") : source.index("= tl.sum(total, 0")]
+    before, _, steps = loop.partition("tl.split(")
+    assert before.count("tl.load(x_ptr") == 1 and "tl.load(x_ptr" not in steps
+    first, then = [part.count("tl.load(w_ptr") for part in (before, steps)]
+    assert (first, then) == ((columns, 0) if loads_first else (0, columns))
+    assert not loads_first or "tl.load" not in steps
 
 
 def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
@@ -211,5 +215,7 @@ def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
     assert binary.asm["ttgir"].count("ttg.convert_layout") <= 4, "the row is converted, not the weights"
+    assert not any(item.loads_first for item in configurations(one)[:1]), "no GPU has measured it"
+    ptx = compiled(print_triton(one, replace(without_stages, loads_first=True))).asm["ptx"]
     loads, barrier = [item.start() for item in re.finditer(r"ld\.global", ptx)], ptx.index("bar.sync")
     assert len(loads) >= 16 and max(loads) < barrier, "a step waits for memory once"

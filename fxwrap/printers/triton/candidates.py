@@ -87,6 +87,9 @@ _ROW_GROUP_SUM_TILES = (
 The first of these is the best one of many columns, the second of few.
 """
 
+_LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
+"""The same of steps that load first: candidates of autotuning, which no default is among before GPUs have shown it."""
+
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
 
@@ -226,12 +229,13 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
         return []
     wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
     tiles = sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
+    forms = [*[(tile, False) for tile in tiles], *[(tile, True) for tile in _LOADS_FIRST_TILES]]
     return [
         Configuration(
             y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,
-            p=form.groups, p_block=math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count),
+            p=form.groups, p_block=math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count), loads_first=loads_first,
         )
-        for block, groups, warps, stages in tiles if columns % block == 0
+        for (block, groups, warps, stages), loads_first in forms if columns % block == 0
     ]  # fmt: skip
 
 

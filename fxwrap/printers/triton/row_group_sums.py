@@ -105,18 +105,22 @@ class RowGroupSumPrinter(GroupSumPrinter):
         self._emit_epilogue(inside | products | {*self.form.totals} | self.fused, varying)
 
     def _emit_step(self, inside: Sequence[int], varying: tuple[bool, ...], sums: dict[int, GroupSum]) -> None:
-        """Prints a step: all loads, which are under way together, the row, and the sums of one column after another."""
-        loads, count = self._early_loads(inside), self.configuration.y_block
+        """Prints a step: the row, and loads and sums of one column after another, or all loads before these.
+
+        Loads that come first are under way together; other ones wait for memory one after another, in fewer registers.
+        """
+        loads = self._early_loads(inside) if self.configuration.loads_first else []
         of_row = [position for position in inside if varying[position] and not self._has_columns(position)]
         of_column = [position for position in inside if self._has_columns(position)]
         names = self._emit_loads([position for position in of_row if position in loads])
-        names_by_column = []
-        for number in range(count):
+        names_by_column: dict[int, dict[int, str]] = {}
+        for number in range(self.configuration.y_block if loads else 0):
             self._emit_column(f"{self.first} + {number}")
-            names_by_column.append(self._emit_loads([position for position in of_column if position in loads]))
+            names_by_column[number] = self._emit_loads([position for position in of_column if position in loads])
         self._emit_inside([position for position in of_row if position not in names], sums)
-        for number, names in enumerate(names_by_column):
+        for number in range(self.configuration.y_block):
             self._emit_column(f"{self.first} + {number}")
+            names = names_by_column.get(number, {})
             self.text |= names
             self._emit_inside([position for position in of_column if position not in names], sums)
             selected = f"{self.lanes} == {number}"
