@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -39,13 +39,15 @@ def environment_text() -> str:
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of the packages that can change emitted code, by name; "absent" for a missing one."""
-    return {name: _version(name) for name in PACKAGES}
+    return {name: version(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str:
+@cache
+def version(package: str) -> str:
+    """Returns the version of a package, which is fixed for the process; "absent" for a missing one."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "absent"
 
 

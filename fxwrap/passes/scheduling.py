@@ -221,7 +221,7 @@ class SchedulingRegions:
         self.regions = [
             build_units(region, root_of, functions, has_symbols, commutes) for region in split_regions(lines)
         ]  # fmt: skip
-        self.values = ir.symbol_values(program, hints)
+        self.values = ir.hints_with_fallback(program, hints)
         self.sizes = _owned_sizes(program, self.values)
         self.uses = Counter([root for units in self.regions for unit in units for root in unit.accessed])
         """The number of units that use each root."""

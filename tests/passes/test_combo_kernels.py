@@ -208,6 +208,21 @@ def test_unknown_sizes_are_not_combined() -> None:
     assert combine_kernels(program, {"cpu": SMALL}) is program
 
 
+def test_launches_beside_unknown_sizes_are_combined() -> None:
+    """A size that is read from data counts in estimates of the peak of memory as an assumed one."""
+
+    def selected(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        return (x[x > 1.0].cos(), *each(y, z))
+
+    compiled: list[Compiled] = []
+    inputs = vectors(20, 24, 30)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        results = torch.compile(selected, backend=recording_backend(compiled, OPTIONS), fullgraph=True)(*inputs)
+    torch.testing.assert_close(list(results), list(selected(*inputs)))
+    (program,) = [item.program for item in compiled]
+    assert any(launch.kernel.startswith("combo_") for launch in launches(program))
+
+
 def test_large_launches_are_combined_few_at_a_time() -> None:
     """Apart from small ones: to select one of few kernels costs less than a launch, also for a large kernel."""
     inputs = vectors(20, 24, 30, *range(2000, 2005))

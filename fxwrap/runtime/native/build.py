@@ -25,10 +25,17 @@ import torch
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.compiler_runs import count_finished_kernels
-from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.compiler import (
+    Compiler,
+    find_compiler,
+    find_executable,
+    include_flags,
+    parallel_map,
+    precompile_headers,
+    run_compiler,
+)
 from fxwrap.runtime.native.packaged import find_packaged_entry, torch_identity
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge, find_prebuilt_kernel, register_prebuilt_kernels
-from fxwrap.runtime.native.precompiled_headers import include_flags, precompile_headers
 from fxwrap.runtime.native.progress import report_build
 
 _SOURCE_FOLDER = Path(__file__).parent
@@ -416,7 +423,7 @@ def _toolchain_key(compiler: Compiler) -> str:
     return "\n".join(
         (
             *compiler.command,
-            shutil.which(compiler.command[0]) or "",
+            find_executable(compiler.command[0]),
             compiler.version,
             *compiler.runtime,
             *compiler.kernel_flags,

@@ -107,6 +107,25 @@ def test_a_failed_build_shows_the_command_and_is_cleaned_up(own_cache: None) -> 
     assert program_files() == before
 
 
+def test_a_command_is_searched_again_when_it_is_gone_or_path_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first" / "tool", tmp_path / "second" / "tool"
+    for path in (first, second):
+        path.parent.mkdir()
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{first.parent}{os.pathsep}{second.parent}")
+    assert driver.find_executable("tool") == driver.find_executable("tool") == str(first)
+    first.unlink()
+    assert driver.find_executable("tool") == str(second)
+    monkeypatch.setenv("PATH", str(first.parent))
+    assert driver.find_executable("tool") == ""
+    first.write_text("#!/bin/sh\n")
+    first.chmod(0o755)
+    assert driver.find_executable("tool") == str(first)
+
+
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler --flag")
     with pytest.raises(NativeBuildError, match=r"cannot run the C\+\+ compiler 'no-such-compiler'.*Python emitter"):
