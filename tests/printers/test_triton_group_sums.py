@@ -112,6 +112,16 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     assert tiles == [*int4_tiles, (16, 2, True), (64, 4, False) if rows else (16, 4, True)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "few", "many"), [(8, (16, 16), (32, 4)), (16, (32, 8), (32, 8)), (32, (16, 16), (64, 4))]
+)
+def test_tiles_of_several_rows_follow_rows_and_columns(rows: int, few: tuple[int, int], many: tuple[int, int]) -> None:
+    kernel = large(rows)
+    for columns, wanted in ((4096, few), (16384, many)):
+        first = configurations(kernel, lambda size, columns=columns: columns if size == 4096 else size)[0]
+        assert (first.y_block, first.p_block) == wanted, columns
+
+
 def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     kernel = large(64)
     known = [item for item in configurations(kernel) if item.p]

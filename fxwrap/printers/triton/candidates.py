@@ -73,7 +73,8 @@ _GROUP_SUM_TILES = (
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
-The first of these is the best one of up to 8 rows and many columns, the second of few, the third of more rows.
+The first of these is the best one of up to 8 rows and many columns, the second of few columns, the third of up to 16
+rows, and the fourth of several sums or more rows, and many columns.
 """
 
 _LONG_ROW_GROUPS = 128
@@ -205,7 +206,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
-    wanted = _GROUP_SUM_TILES[2 if padded > _FEWEST_ROWS else 0 if _is_wide(contraction, hint) else 1]
+    is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
+    if padded == 2 * _FEWEST_ROWS and has_one_sum:
+        wanted = _GROUP_SUM_TILES[2]
+    else:
+        wanted = _GROUP_SUM_TILES[1 if not is_wide else 0 if padded == _FEWEST_ROWS and has_one_sum else 3]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     candidates = []
     digits = hint(contraction.summed_count) // (count * size)
