@@ -112,6 +112,16 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     assert tiles == [*int4_tiles, (16, 2, True), (64, 4, False) if rows else (16, 4, True)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "few", "many"), [(8, (16, 16), (32, 4)), (16, (32, 8), (32, 8)), (32, (16, 16), (64, 4))]
+)
+def test_tiles_of_several_rows_follow_rows_and_columns(rows: int, few: tuple[int, int], many: tuple[int, int]) -> None:
+    kernel = large(rows)
+    for columns, wanted in ((4096, few), (16384, many)):
+        first = configurations(kernel, lambda size, columns=columns: columns if size == 4096 else size)[0]
+        assert (first.y_block, first.p_block) == wanted, columns
+
+
 def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     kernel = large(64)
     known = [item for item in configurations(kernel) if item.p]
@@ -189,14 +199,20 @@ def row_sums(kernel: Kernel) -> Configuration:
 
 
 @pytest.mark.parametrize(("columns", "groups"), [(4, 1), (8, 4)])
+@pytest.mark.parametrize("loads_first", [False, True])
 @pytest.mark.parametrize("text", ["", COMPUTED_ROW], ids=["plain", "computed"])
-def test_one_row_needs_no_dot(columns: int, groups: int, text: str) -> None:
-    """The row is loaded once for the columns of a program; lanes sum groups of one column after another."""
+def test_one_row_needs_no_dot(columns: int, groups: int, loads_first: bool, text: str) -> None:
+    """The row is loaded once for the columns of a program; a step has one column after another, or all loads first."""
     kernel = parse_kernel(text) if text else int4(0)
-    source = check(kernel, replace(row_sums(kernel), y_block=columns, p_block=groups), tolerance=2e-3)
-    assert "tl.dot" not in source and source.count("biased_floats(bitwise") == 2
-    row, columns_loop = source.index("tl.load(in0_ptr") if "in0_ptr" in source else 0, source.index("tl.static_range")
-    assert row < columns_loop
+    item = replace(row_sums(kernel), y_block=columns, p_block=groups, loads_first=loads_first)
+    source = check(kernel, item, tolerance=2e-3)
+    assert "tl.dot" not in source and source.count("biased_floats(bitwise") == 2 * columns
+    loop = source[source.index("for start") : source.index("= tl.sum(total, 0")]
+    before, _, steps = loop.partition("tl.split(")
+    assert before.count("tl.load(x_ptr") == 1 and "tl.load(x_ptr" not in steps
+    first, then = [part.count("tl.load(w_ptr") for part in (before, steps)]
+    assert (first, then) == ((columns, 0) if loads_first else (0, columns))
+    assert not loads_first or "tl.load" not in steps
 
 
 def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
@@ -209,3 +225,7 @@ def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
     assert binary.asm["ttgir"].count("ttg.convert_layout") <= 4, "the row is converted, not the weights"
+    assert not any(item.loads_first for item in configurations(one)[:1]), "no GPU has measured it"
+    ptx = compiled(print_triton(one, replace(without_stages, loads_first=True))).asm["ptx"]
+    loads, barrier = [item.start() for item in re.finditer(r"ld\.global", ptx)], ptx.index("bar.sync")
+    assert len(loads) >= 16 and max(loads) < barrier, "a step waits for memory once"

@@ -73,7 +73,8 @@ _GROUP_SUM_TILES = (
 )  # fmt: skip
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
-The first of these is the best one of up to 8 rows and many columns, the second of few, the third of more rows.
+The first of these is the best one of up to 8 rows and many columns, the second of few columns, the third of up to 16
+rows, and the fourth of several sums or more rows, and many columns.
 """
 
 _LONG_ROW_GROUPS = 128
@@ -86,6 +87,9 @@ _ROW_GROUP_SUM_TILES = (
 
 The first of these is the best one of many columns, the second of few.
 """
+
+_LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
+"""The same of steps that load first: candidates of autotuning, which no default is among before GPUs have shown it."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -202,7 +206,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
-    wanted = _GROUP_SUM_TILES[2 if padded > _FEWEST_ROWS else 0 if _is_wide(contraction, hint) else 1]
+    is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
+    if padded == 2 * _FEWEST_ROWS and has_one_sum:
+        wanted = _GROUP_SUM_TILES[2]
+    else:
+        wanted = _GROUP_SUM_TILES[1 if not is_wide else 0 if padded == _FEWEST_ROWS and has_one_sum else 3]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     candidates = []
     digits = hint(contraction.summed_count) // (count * size)
@@ -226,12 +234,13 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
         return []
     wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
     tiles = sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
+    forms = [*[(tile, False) for tile in tiles], *[(tile, True) for tile in _LOADS_FIRST_TILES]]
     return [
         Configuration(
             y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,
-            p=form.groups, p_block=math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count),
+            p=form.groups, p_block=math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count), loads_first=loads_first,
         )
-        for block, groups, warps, stages in tiles if columns % block == 0
+        for (block, groups, warps, stages), loads_first in forms if columns % block == 0
     ]  # fmt: skip
 
 

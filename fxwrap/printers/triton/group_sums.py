@@ -62,6 +62,7 @@ class GroupSumPrinter(DotPrinter):
         super().__init__(kernel, configuration, limits, parameters, self.form.contraction)
         self.of_group = kernel.varying_along(self.form.groups)
         self.fused = self._fused_products()
+        self.contiguous: dict[tuple[int, int], str] = {}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -280,6 +281,10 @@ class GroupSumPrinter(DotPrinter):
 
     def _load_pair(self, pair: tuple[int, int], operation: Load) -> None:
         """Prints one load of contiguous elements, and splits these into pairs."""
+        self._split_pair(pair, self.contiguous.get(pair) or self._load_contiguous(pair, operation))
+
+    def _load_contiguous(self, pair: tuple[int, int], operation: Load) -> str:
+        """Prints one load of contiguous elements; returns their name."""
         r = self.tile.reduced
         assert r is not None, "elements of groups are along reduced axes"
         dimension, first = self.tile.dimensions[r], self.kernel.operations[pair[0]]
@@ -297,6 +302,14 @@ class GroupSumPrinter(DotPrinter):
             arguments.append(f'eviction_policy="{policy}"')
         wide = self.names.create_name(first.buffer)
         self._line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
+        return wide
+
+    def _split_pair(self, pair: tuple[int, int], wide: str) -> None:
+        """Prints the split of contiguous elements into pairs."""
+        r = self.tile.reduced
+        first = self.kernel.operations[pair[0]]
+        assert r is not None and isinstance(first, Load), "elements of groups are along reduced axes"
+        own = self._index_dimensions(first.index)
         sizes = [item.block_constant if number in own else "1" for number, item in enumerate(self.tile.dimensions)]
         shape = [*sizes[: r + 1], str(_PAIR), *sizes[r + 1 :]]
         order = [number for number in range(len(shape)) if number != r + 1] + [r + 1]

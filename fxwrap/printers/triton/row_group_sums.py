@@ -6,12 +6,13 @@ groups and of the elements of these. Elements of the row are loaded and converte
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from fxwrap.loop_ir import (
     GroupSum,
+    IndirectIndex,
     Kernel,
     Load,
     find_contraction,
@@ -56,14 +57,17 @@ class RowGroupSumPrinter(GroupSumPrinter):
     result_block = "py"
 
     def _emit_program_offsets(self) -> None:
-        """Prints the first column of the program."""
+        """Prints the first column of the program, and the numbers of its columns."""
         assert not self.whole.outer and not self.masks, "configurations have whole blocks of columns alone"
         if self.use_int64:
             self._emit_int64_symbols()
         self._enter(self.result_block)
         self.first = self._stable_name("first")
         cast = ".to(tl.int64)" if self.use_int64 else ""
-        self._line(f"{self.first} = {self.parameters.program}{cast} * {self._dimension('y').block_constant}")
+        block = self._dimension("y").block_constant
+        self._line(f"{self.first} = {self.parameters.program}{cast} * {block}")
+        self.lanes = self._stable_name("lanes")
+        self._line(f"{self.lanes} = tl.arange(0, {block})[None, :]")
 
     def _emit_looped(self) -> None:
         kernel, (p, y, r) = self.kernel, [self._dimension(name) for name in "pyr"]
@@ -77,8 +81,6 @@ class RowGroupSumPrinter(GroupSumPrinter):
         for position in sorted(inside):
             if not varying[position] and not self._has_columns(position):
                 self._operation(position, looped=True)
-        lanes, column = self._stable_name("lanes"), self._stable_name("column")
-        self._line(f"{lanes} = tl.arange(0, {y.block_constant})[None, :]")
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[position])]
@@ -94,20 +96,63 @@ class RowGroupSumPrinter(GroupSumPrinter):
         )
         self._emit_block_offsets(p, start)
         self._emit_block_offsets(r, "")
-        self._emit_inside([at for at in sorted(inside) if varying[at] and not self._has_columns(at)], sums)
-        self._line(f"for {column} in tl.static_range({y.block_constant}):")
-        self.depth += 1
-        self._emit_column(f"{self.first} + {column}")
-        self._emit_inside([at for at in sorted(inside) if self._has_columns(at)], sums)
-        for position in self.form.totals:
-            (name,) = self.results[position]
-            self._line(f"{name} = tl.where({lanes} == {column}, {self._added(position, name)}, {name})")
-        self.depth -= 2
+        self._emit_step(sorted(inside), varying, sums)
+        self.depth -= 1
         self.side = self.origin = ""
         for position in self.form.totals:
             (name,) = self.results[position]
             self._line(f"{name} = tl.sum({name}, 0, keep_dims=True)")
         self._emit_epilogue(inside | products | {*self.form.totals} | self.fused, varying)
+
+    def _emit_step(self, inside: Sequence[int], varying: tuple[bool, ...], sums: dict[int, GroupSum]) -> None:
+        """Prints a step: the row, and loads and sums of one column after another, or all loads before these.
+
+        Loads that come first are under way together; other ones wait for memory one after another, in fewer registers.
+        """
+        loads = self._early_loads(inside) if self.configuration.loads_first else []
+        of_row = [position for position in inside if varying[position] and not self._has_columns(position)]
+        of_column = [position for position in inside if self._has_columns(position)]
+        names = self._emit_loads([position for position in of_row if position in loads])
+        names_by_column: dict[int, dict[int, str]] = {}
+        for number in range(self.configuration.y_block if loads else 0):
+            self._emit_column(f"{self.first} + {number}")
+            names_by_column[number] = self._emit_loads([position for position in of_column if position in loads])
+        self._emit_inside([position for position in of_row if position not in names], sums)
+        for number in range(self.configuration.y_block):
+            self._emit_column(f"{self.first} + {number}")
+            names = names_by_column.get(number, {})
+            self.text |= names
+            self._emit_inside([position for position in of_column if position not in names], sums)
+            selected = f"{self.lanes} == {number}"
+            for position in self.form.totals:
+                (name,) = self.results[position]
+                self._line(f"{name} = tl.where({selected}, {self._added(position, name)}, {name})")
+
+    def _early_loads(self, positions: Collection[int]) -> list[int]:
+        """Returns the loads of elements at indices that no other operation computes."""
+        return [
+            position for position in sorted(positions)
+            if isinstance(item := self.kernel.operations[position], Load) and item.mask is None
+            and not any(isinstance(atom, IndirectIndex) for atom in item.index.atoms())
+        ]  # fmt: skip
+
+    def _emit_loads(self, positions: Sequence[int]) -> dict[int, str]:
+        """Prints loads; returns the names of elements that need no split."""
+        names: dict[int, str] = {}
+        for position in positions:
+            operation = self.kernel.operations[position]
+            assert isinstance(operation, Load), "loads alone"
+            pair = self._pair(position, operation) if self.is_summed[position] else None
+            if pair is None:
+                self.results.pop(position, None)
+                self._operation(position, looped=True)
+                names[position] = self._name(position, operation.buffer)
+                if self.text[position] != names[position]:
+                    self._line(f"{names[position]} = {self.text[position]}")
+                    self.text[position] = names[position]
+            elif position == min(pair):
+                self.contiguous[pair] = self._load_contiguous(pair, operation)
+        return names
 
     def _emit_epilogue(self, done: Collection[int], varying: tuple[bool, ...]) -> None:
         """Prints the operations after the loop, and those of a column that these use, for all columns."""
