@@ -138,7 +138,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_finish() -> None:
     """Leaves modules and collected tests out of garbage collections, of which there are few."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(500_000, 20, 20)
 
 
 # The longest tests run first, or one core would wait for the other at the end.

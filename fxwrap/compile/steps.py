@@ -145,6 +145,11 @@ def _is_functional(options: Options) -> bool:
     return effective_emitter(options) == "fx" and options.fx_form == "functional"
 
 
+def _emits_graph(options: Options) -> bool:
+    """Whether there is an emitted graph, in which passes find functional collectives as in a graph of ATen."""
+    return effective_emitter(options) == "fx" or bool(options.passes_at(FX_EMITTED))
+
+
 def _pass_point(point: str, description: str) -> CompileStep:
     """Returns the row of a pass point, in whose place the user's passes run."""
     return Step(point, description, lambda state, _context: state, "passes")
@@ -189,7 +194,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     ),
     Step(
         "collectives_in_place", "let all_reduces and broadcasts run in operands that nothing reads later",
-        _transform(run_collectives_in_place), enabled=lambda options: not _is_functional(options),
+        _transform(run_collectives_in_place), enabled=lambda options: not _emits_graph(options),
     ),
     Step(
         "reuse_memory", "let later allocations reuse freed memory", _transform(reuse_memory),

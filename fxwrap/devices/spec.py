@@ -116,7 +116,8 @@ class DeviceSpec:
         streaming_attention_backward_width: the widest heads with which that is so.
         streaming_attention_mask_rows: by dtype, the largest number of query rows and of keys with which forward and
             backward of training are faster than a library's attention with a mask that needs no gradient.
-        streaming_attention_dropout: whether formulas with dropout, whose mask is in memory, are faster as kernels, too.
+        streaming_attention_dropout_sizes: the same as for forward and backward together for formulas with dropout,
+            whose mask is in memory.
         decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
             which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
         library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
@@ -181,7 +182,7 @@ class DeviceSpec:
     streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     streaming_attention_backward_width: int = 512
     streaming_attention_mask_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    streaming_attention_dropout: bool = False
+    streaming_attention_dropout_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
     library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
     packed_gemm_bytes: int = 0
@@ -283,7 +284,7 @@ CPU = DeviceSpec(
     prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),
     streaming_attention_sizes=((torch.float32, 512),),
     streaming_attention_backward_sizes=((torch.float32, 512),),
-    streaming_attention_dropout=True,
+    streaming_attention_dropout_sizes=((torch.float32, 512),),
     decoding_attention_rows=((torch.float32, 8), (torch.bfloat16, 8)),
     library_attention_sizes=((torch.bfloat16, 512),),
     asserts_raise=True,
@@ -318,6 +319,7 @@ CUDA = DeviceSpec(
     streaming_attention_backward_sizes=((torch.bfloat16, 32),),
     streaming_attention_backward_width=64,
     streaming_attention_mask_rows=((torch.bfloat16, 512),),
+    streaming_attention_dropout_sizes=((torch.bfloat16, 512),),
     library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
     packed_gemm_bytes=2 << 20,
     combo_kernel_bytes=4 << 20,

@@ -167,7 +167,9 @@ class AttentionRewriter:
         if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
             raise UnsupportedScoresError(_WIDE)
         dropout = formula.dropout
-        if dropout is not None and not (spec.streaming_attention_dropout and is_contiguous(self.fakes[dropout.mask])):
+        if dropout is not None and not (
+            self._reaches(formula, spec.streaming_attention_dropout_sizes) and is_contiguous(self.fakes[dropout.mask])
+        ):
             raise UnsupportedScoresError(DROPOUT)
 
     def _replace_gradients(

@@ -8,6 +8,7 @@ gradients of scores are a matrix that the backward's kernel stores; else the bia
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous
 from fxwrap.fx_passes.library_attention import WHOLE, is_readable, result_fakes, without_broadcasts
-from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     arguments_by_name,
     flex_attention_backward_operator,
@@ -33,8 +34,14 @@ from fxwrap.torch_compat import (
 
 _aten = torch.ops.aten
 
-_FORWARD = _aten._scaled_dot_product_efficient_attention.default
-_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
+_FORWARDS: Mapping[Target, Target] = {
+    backward.default: forward.default
+    for forward, backward in (
+        (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward),
+        (_aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_cudnn_attention_backward),
+    )
+}
+"""The libraries' attention with a bias, by its backward. cuDNN has no gradient of a bias."""
 _GRAD_BIAS = 3
 """The position of the gradient of the bias in the results of a backward."""
 
@@ -61,11 +68,12 @@ class _Call:
     @classmethod
     def of(cls, backward: Node) -> _Call | None:
         """Returns the call of a backward with a bias and without dropout; None for other nodes."""
-        if backward.target is not _BACKWARD:
+        target = _FORWARDS.get(backward.target)
+        if target is None:
             return None
         arguments = arguments_by_name(backward)
         forward = _source(arguments["out"])
-        if forward is None or forward.target is not _FORWARD or arguments["attn_bias"] is None:
+        if forward is None or forward.target is not target or arguments["attn_bias"] is None:
             return None
         same = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
         of_forward = {"dropout_p": 0.0, **arguments_by_name(forward)}
@@ -87,6 +95,12 @@ class _Call:
     def grad_bias(self) -> Node | None:
         """The gradient of the bias, if it is trained."""
         return self.gradients.get(_GRAD_BIAS)
+
+    @property
+    def grad_output(self) -> Node:
+        """The gradient of the output."""
+        node: Node = self.arguments.get("grad_out") or self.arguments["grad_out_"]
+        return node
 
     @property
     def operands(self) -> tuple[Node, Node, Node]:
@@ -129,7 +143,7 @@ def replace_biased_attention(graph: PreparedGraph, context: FxPassContext) -> Pr
 
 def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
     """Whether a device's kernels compute a call, and are measured to be faster."""
-    preserved = {str(_FORWARD), str(_BACKWARD), "aten.scaled_dot_product_attention.default"}
+    preserved = {str(call.forward.target), str(call.backward.target), "aten.scaled_dot_product_attention.default"}
     query, key, value = tensors = [fakes[item] for item in call.operands]
     spec = context.options.device_specs().get(query.device.type)
     if spec is None or flex_scatter_operator() is None or not preserved.isdisjoint(context.extern_operators):
@@ -193,7 +207,7 @@ def _replace(copy: GraphCopy, call: _Call, fakes: NodeValues) -> None:
     functions = {"scores": relative, "joint": joint, "mask": mask_mod}
     modules = {key: copy.attribute(before, f"{name}_{key}", module) for key, module in functions.items()}
     block_mask = (*[None] * 10, WHOLE, WHOLE, modules["mask"])
-    gradient = copy.node_map[call.arguments["grad_out_"]]
+    gradient = copy.node_map[call.grad_output]
     arguments = (*operands, output, total, gradient, None, modules["scores"], modules["joint"], block_mask, scale,
                  options, (bias, maxima), ())  # fmt: skip
     matrices: tuple[Any, ...] = () if dtype is None else (joint.graph.output_node().args[0][-1].meta["val"],)  # type: ignore[index, union-attr]

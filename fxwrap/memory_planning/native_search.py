@@ -120,9 +120,10 @@ class NativeBlocks:
         self._library.fxwrap_blocks_improve(self._handle, steps, _seconds_until(deadline))
 
 
-def native_search() -> NativeSearch | None:
-    """Returns the native search, built now unless it is in the cache; None where it cannot be built."""
-    library = load_planner()
+def native_search(builds: bool = True) -> NativeSearch | None:
+    """Returns the native search. If it is not compiled yet, it is compiled now; without `builds` that is None, as
+    where it cannot be compiled."""
+    library = load_planner(builds)
     return None if library is None else NativeSearch(library)
 
 

@@ -40,7 +40,7 @@ UNFINISHED_ENTRIES = "unfinished"
 HASH_TABLE = "files.json"
 """The file with an entry's name, and the sizes and hashes of its compiled code."""
 
-_HASHED_SUFFIXES = (".so", ".o")
+_HASHED_SUFFIXES = (".so", ".o", ".gch")
 _MAX_FILE_BYTES = 1 << 32
 _OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

@@ -34,8 +34,9 @@ from tests.support.long_form import long_only, sample_size
 
 _SIZES = tuple([(dtype, 1) for dtype in DTYPES])
 ANY_SIZE = dataclasses.replace(
-    CPU, streaming_attention_sizes=_SIZES, streaming_attention_backward_sizes=_SIZES, library_attention_sizes=()
-)
+    CPU, streaming_attention_sizes=_SIZES, streaming_attention_backward_sizes=_SIZES, library_attention_sizes=(),
+    streaming_attention_dropout_sizes=_SIZES,
+)  # fmt: skip
 OPTIONS = STRICT.replace(devices=(ANY_SIZE,))
 """Attention of any size becomes kernels."""
 

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fxwrap
-from fxwrap.devices import CUDA
 from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention
 from fxwrap.fx_passes.joint_graph import JOINT_GRAPH_PASSES
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
@@ -69,7 +68,7 @@ def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: 
 
 
 def test_off_where_it_is_not_measured() -> None:
-    spec = dataclasses.replace(ANY_SIZE, streaming_attention_dropout=False)
+    spec = dataclasses.replace(ANY_SIZE, streaming_attention_dropout_sizes=())
     run, programs = _compiled(_dropped, spec)
     operands = _operands(torch.float32)
     torch.testing.assert_close(_step(run, operands), _step(_dropped, operands))
@@ -87,15 +86,13 @@ def _graph_for_gpus(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> 
     return output, torch.bmm(of_scores, key.mT), torch.bmm(query.mT, of_scores), of_value
 
 
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_masks_on_gpus(is_replaced: bool) -> None:
-    """`native_dropout` draws the mask with eager's numbers from a tensor that nothing computes; off by default."""
+@pytest.mark.parametrize(("length", "is_replaced"), [(512, True), (128, False)])
+def test_masks_on_gpus(length: int, is_replaced: bool) -> None:
+    """`native_dropout` draws the mask with eager's numbers from a tensor that nothing computes."""
     with FakeTensorMode():
-        inputs = [torch.empty(6, 64, 32, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        inputs = [torch.empty(6, length, 32, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
         graph = make_fx(_graph_for_gpus)(*inputs)
-    assert not CUDA.streaming_attention_dropout
-    spec = dataclasses.replace(CUDA, streaming_attention_dropout=is_replaced)
-    text = str(fxwrap.lower(graph, inputs, options=fxwrap.Options(devices=(spec,))))
+    text = str(fxwrap.lower(graph, inputs))
     assert text.count("aten.native_dropout.default(") == 1
     assert ("flex_attention_grad_key_value" in text) == is_replaced
     assert ("aten.empty.memory_format(" in text) == is_replaced

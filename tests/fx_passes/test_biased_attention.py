@@ -159,3 +159,30 @@ def test_joint_graphs_for_gpus(width: int, length: int, trains_bias: bool, is_re
     assert [target in targets for target in _LIBRARY] == [not is_replaced] * 2
     names = [str(target) for target in targets]
     assert [name in names for name in ("flex_attention", "flex_attention_backward")] == [is_replaced] * 2
+
+
+def _masked_by_cudnn(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Returns the output and gradients as autograd calls cuDNN, which has no gradient of a mask."""
+    wide = mask.expand(*query.shape[:3], key.shape[2])
+    out, total, *sequences, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention.default(
+        query, key, value, wide, True, scale=0.3
+    )
+    saved = (out.detach(), total, seed, offset, wide, *sequences)
+    backward = _aten._scaled_dot_product_cudnn_attention_backward.default
+    return (out, *backward(grad, query, key, value, *saved, 0.0, False, scale=0.3))
+
+
+@pytest.mark.parametrize(("length", "is_replaced"), [(512, True), (520, False)])
+def test_masks_that_cudnn_adds(length: int, is_replaced: bool) -> None:
+    """It is torch's choice on some GPUs; the layouts of the results stay."""
+    with FakeTensorMode():
+        operands = [torch.empty(BATCH, length, HEADS, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        inputs = [*[item.transpose(1, 2) for item in operands], operands[0].new_empty(BATCH, 1, 1, length)]
+        before = make_fx(_masked_by_cudnn)(*inputs)
+    layouts = [node.meta["val"].stride() for node in before.graph.output_node().args[0]]  # type: ignore[union-attr]
+    joint = recognize_attention_in_joint_graph(before, fxwrap.Options())
+    names = [str(node.target) for node in joint.graph.nodes]
+    assert ("flex_attention_backward" in names) == is_replaced == ("flex_attention" in names)
+    assert any(name.startswith("aten._scaled_dot_product_cudnn") for name in names) != is_replaced
+    results: Any = joint.graph.output_node().args[0]
+    assert [node.meta["val"].stride() for node in results] == layouts

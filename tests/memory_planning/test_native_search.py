@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -111,10 +114,34 @@ def test_plans_are_the_same_without_a_compiler(native: NativeSearch, monkeypatch
     buffers = packed_problem(KINDS["shrunk"], 120, seed=1).buffers
     expected = assign_offsets(buffers)
     assert expected.algorithm == "search"
+    monkeypatch.setattr(planning, "find_planner", fail)
     monkeypatch.setattr(planning, "build_planner", fail)
-    planning.load_planner.cache_clear()
-    try:
+    with _forgotten_library():
         assert native_search() is None
         assert assign_offsets(buffers) == expected
+
+
+def test_only_a_search_with_a_time_limit_compiles_the_library(
+    native: NativeSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = packed_problem(KINDS["shrunk"], 120, seed=1).buffers
+    expected, library, builds = assign_offsets(buffers), planning.build_planner(), list[None]()
+
+    def build() -> Path:
+        builds.append(None)
+        return library
+
+    monkeypatch.setattr(planning, "find_planner", lambda: None)
+    monkeypatch.setattr(planning, "build_planner", build)
+    with _forgotten_library():
+        assert assign_offsets(buffers) == expected and not builds
+        assert assign_offsets(buffers, capacity=expected.peak).peak <= expected.peak and len(builds) == 1
+
+
+@contextmanager
+def _forgotten_library() -> Iterator[None]:
+    planning.load_planner.cache_clear()
+    try:
+        yield
     finally:
         planning.load_planner.cache_clear()

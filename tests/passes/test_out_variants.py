@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed._functional_collectives  # the rules for fake tensors of its operators
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.lines import Alloc, Free, PoolSlice, StartCollective
 from fxwrap.memory_planning import apply_plan, plan_memory, program_live_ranges
 from fxwrap.memory_planning.live_ranges import MemoryOwner
-from fxwrap.passes.out_variants import OUT_VARIANTS, use_out_variants
+from fxwrap.passes.out_variants import OUT_VARIANTS, run_collectives_in_place, use_out_variants
 from fxwrap.wrapper_ir import live_bytes, verify
 from tests.memory_planning.programs import cache_line, parsed
 
@@ -103,6 +105,32 @@ def test_collectives_run_in_their_operand_or_in_a_copy() -> None:
     assert [line.result.name for line in changed.lines() if isinstance(line, Alloc)] == ["u_buffer", "r_buffer"]
     freed = [line.root.name for line in changed.lines() if isinstance(line, Free)]
     assert freed == ["a", "b", "u_buffer", "r_buffer", "z"]
+
+
+def test_collectives_run_in_place_without_pools() -> None:
+    """The copy of a functional form is missing, at the peak too; matmuls and all_gathers return new memory."""
+    program = parsed(COLLECTIVES)
+    changed = verify(run_collectives_in_place(program))
+    assert str(changed) == str(use_out_variants(program))
+    assert live_bytes(changed).peak < live_bytes(program).peak
+    for text in (_MATMULS, COALESCED):
+        assert str(run_collectives_in_place(parsed(text))) == str(parsed(text))
+
+
+def test_compiled_programs_run_collectives_in_place() -> None:
+    """Emitted graphs keep the functional form, which users' patterns match."""
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        c10d = torch.ops._c10d_functional
+        summed: torch.Tensor = c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", "0")).cos()
+        return summed
+
+    graph = make_fx(reduced, tracing_mode="fake")(torch.rand(8))
+    for emitter, operator in (("python", "all_reduce_"), ("cpp", "all_reduce_"), ("fx", "all_reduce")):
+        options = fxwrap.Options(emitter=emitter, fuse=False, memory_planning="none")
+        program = fxwrap.compile_graph(graph, [torch.rand(8)], options=options).program
+        (start,) = [line for line in program.lines() if isinstance(line, StartCollective)]
+        assert start.operator == f"_c10d_functional.{operator}.default"
 
 
 def test_buffers_of_a_coalesced_collective_live_until_its_last_wait() -> None:

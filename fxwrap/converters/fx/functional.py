@@ -285,9 +285,20 @@ class FunctionalConverter(FxConverter):
         return arguments, {name: self.writer.argument(item) for name, item in line.keywords}
 
     def start_collective(self, line: lines.StartCollective) -> None:
-        if line.writes or line.outs:
+        target = torch_compat.functional_of_in_place(line.operator) if line.writes else None
+        if line.outs or (line.writes and target is None):
             raise self.unsupported(line, "the collective writes its operands; use the in-place form")
+        written = line.writes
+        if target is not None:
+            line = line.replace(operator=operator_name(target), writes=(), aliases=())
         super().start_collective(line)
+        for value, result in zip(written, ir.defined(line)):
+            self.store(value, self.writer.nodes[result.name])
+
+    def wait_collective(self, line: lines.WaitCollective) -> None:
+        super().wait_collective(line)
+        if self._memory[line.pending.name].root.name != line.pending.name:  # it ran in place
+            self.store(line.pending, self.writer.nodes[line.result.name])
 
     def mutate(self, line: lines.ExternCall | lines.Mutate) -> None:
         assert isinstance(line, lines.Mutate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -34,7 +35,7 @@ class StreamingConfiguration:
     `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
     `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
     Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
-    first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in use.
+    first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
     """
 
     row_block: int
@@ -61,7 +62,8 @@ def streaming_configurations(
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
     biases = _biases(kernel, parts)
-    table = (_HALF if is_half else _SINGLE)[matrices]
+    is_uneven = is_half and parts.bound is not None and _rows_are_uneven(kernel, parts)
+    table = (_UNEVEN if is_uneven else _HALF if is_half else _SINGLE)[matrices]
     if is_half and matrices == 2 and rows <= _FEW_ROWS:
         table = _DECODING
     elif is_half and matrices == 2 and any(isinstance(item, Load) for item in biases):
@@ -71,19 +73,43 @@ def streaming_configurations(
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
-    first, band = candidates[0], _band(kernel, parts, candidates[0].row_block, hint)
+    if is_uneven:
+        candidates = [replace(item, band=_band(kernel, parts, item, hint)) for item in candidates]
+    first = candidates[0]
+    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint)
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     return tuple(dict.fromkeys([*candidates, *other]))
 
 
-def _band(kernel: Kernel, parts: StreamingReduction, row_block: int, hint: Hint) -> int:
-    """Returns the number of heads whose programs run at the same time in any order; 1 where all visit as much."""
+def _band(kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint) -> int:
+    """Returns the number of heads whose programs run beside each other anyway.
+
+    That is 1 where all programs run at the same time, and where they are too short for the search of their head.
+    """
     blocks = row_blocks(kernel, parts)
-    programs = -(-hint(parts.row.size) // row_block) * hint(product([axis.size for axis in blocks]))
-    if parts.bound is None or programs <= 1:
+    programs = -(-hint(parts.row.size) // configuration.row_block) * hint(product([axis.size for axis in blocks]))
+    heads = hint(product([axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]))
+    visits = math.prod([hint(axis.size) for axis in parts.axes]) // configuration.key_block
+    if programs <= 1 or programs * heads <= _MULTIPROCESSORS or visits <= _FEW_VISITS:
         return 1
-    heads = [axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]
-    return max(min(_RUNNING_PROGRAMS // programs, hint(product(heads))), 1)
+    return max(min(_RUNNING_WARPS // (programs * configuration.num_warps), heads), 1)
+
+
+def _rows_are_uneven(kernel: Kernel, parts: StreamingReduction) -> bool:
+    """Whether rows visit different numbers of positions: all that compares both is one-sided, as a causal mask is.
+
+    A window, or equal documents, limit the positions on the other side, too.
+    """
+    streamed, found = frozenset(parts.axes), False
+    for position, operation in enumerate(kernel.operations):
+        both = parts.row in kernel.value_axes[position] and not streamed.isdisjoint(kernel.value_axes[position])
+        if both and isinstance(operation, Compute) and operation.name in ("eq", "ge", "gt", "le", "lt", "ne"):
+            sides = [kernel.value_axes[item] & {parts.row, *streamed} for item in operation.operands]
+            is_split = any(side == {parts.row} for side in sides) and any(side <= streamed for side in sides)
+            if not is_split or operation.name in ("eq", "ne"):
+                return False
+            found = True
+    return found
 
 
 def row_blocks(kernel: Kernel, parts: StreamingReduction) -> tuple[Axis, ...]:
@@ -116,8 +142,14 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
-_RUNNING_PROGRAMS = 256
-"""Programs that a large GPU runs at the same time, two on each multiprocessor."""
+_MULTIPROCESSORS = 132
+"""Multiprocessors of a large GPU."""
+
+_RUNNING_WARPS = 2048
+"""Warps of such kernels that a large GPU runs at the same time, and those that follow them."""
+
+_FEW_VISITS = 16
+"""Blocks in a program's lists of partial and full ones, with which the search of its head costs what a band saves."""
 
 _FEW_ROWS = 32
 """Rows that fill no block: queries of a decoding step."""
@@ -152,6 +184,11 @@ _HALF: Mapping[int, _Table] = {
 
 Registers are limited so that as many programs run beside each other as shared memory has space for.
 """
+
+_UNEVEN: Mapping[int, _Table] = {
+    **_HALF, 3: {**_HALF[3], 128: [(128, 64, 8, 3, 0), (64, 64, 4, 2, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0)]}
+}  # fmt: skip
+"""The tables where rows visit different numbers of blocks."""
 
 _SINGLE: Mapping[int, _Table] = {
     2: {64: [(64, 32, 4, 3, 0), (128, 32, 8, 3, 0), (32, 64, 4, 3, 0)], 128: [(32, 64, 4, 3, 0), (64, 32, 4, 2, 0)],

@@ -28,6 +28,7 @@ from fxwrap.runtime.compiler_runs import count_finished_kernels
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
 from fxwrap.runtime.native.packaged import find_packaged_entry, torch_identity
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge, find_prebuilt_kernel, register_prebuilt_kernels
+from fxwrap.runtime.native.precompiled_headers import include_flags, precompile_headers
 from fxwrap.runtime.native.progress import report_build
 
 _SOURCE_FOLDER = Path(__file__).parent
@@ -199,8 +200,22 @@ _UNIT = Path("kernels.cpp")
 
 def _unit_command(compiler: Compiler, source: NativeSource, path: Path) -> list[str]:
     own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
-    flags = (*_COMMON_FLAGS, *source.flags, *own, "-I", str(_PROGRAM_HEADERS))
+    flags = (*_COMMON_FLAGS, *source.flags, *own, *include_flags(_headers_name(compiler), _PROGRAM_HEADERS))
     return [*compiler.command, *flags, "-c", path.name, "-o", path.with_suffix(".o").name]
+
+
+def _headers_name(compiler: Compiler) -> str:
+    flags = (*KERNEL_FLAGS, *PROGRAM_FLAGS)
+    key = native_digest(_toolchain_key(compiler), _interface_digest(), _kernel_header(), *flags, cpu_description())
+    return f"headers-{key}"
+
+
+def precompile_program_headers(compiler: Compiler) -> None:
+    """Precompiles the headers of programs and kernels into the cache, if the compiler is GCC."""
+    kernel_flags = (*_COMMON_FLAGS, *KERNEL_FLAGS, *compiler.kernel_flags)
+    flags = {_INTERFACE_HEADERS[0]: (*_COMMON_FLAGS, *PROGRAM_FLAGS), _KERNEL_HEADER: kernel_flags}
+    texts = [_PROGRAM_HEADERS / name for name in {*_INTERFACE_HEADERS, *_KERNEL_HEADERS}]
+    precompile_headers(compiler, _headers_name(compiler), texts, flags)
 
 
 def precompile_cpp(source_text: str) -> None:
@@ -313,6 +328,7 @@ def build_bridge(in_background: bool = False) -> BridgeBuild:
         _link_bridge(compiler, objects, folder)
 
     folder = cache_folder.find_or_build_entry(_bridge_name(compiler), link)
+    precompile_program_headers(compiler)
     return BridgeBuild(folder, time.perf_counter() - start)
 
 

@@ -20,17 +20,27 @@ _LIBRARY = "libfxwrap_planner.so"
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-O2", "-DNDEBUG", "-ffp-contract=off")
 
 
+def find_planner() -> Path | None:
+    """Returns the library of memory planning's search if it need not be compiled: of the wheel, or in the cache.
+
+    Raises as `build_bridge`.
+    """
+    folder = find_packaged_entry(_packaged_planner(), (_LIBRARY,)) or cache_folder.find_entry(
+        _planner_name(find_compiler())
+    )
+    return None if folder is None else folder / _LIBRARY
+
+
 def build_planner() -> Path:
     """Returns the library of memory planning's search: of the wheel, in the cache, or built now.
 
     Raises as `build_bridge`.
     """
-    packaged = find_packaged_entry(_packaged_planner(), (_LIBRARY,))
-    if packaged is not None:
-        return packaged / _LIBRARY
+    library = find_planner()
+    if library is not None:
+        return library
     compiler = find_compiler()
-    name = f"planner-{native_entry_key(compiler, _sources_digest())}"
-    return cache_folder.find_or_build_entry(name, partial(_build, compiler)) / _LIBRARY
+    return cache_folder.find_or_build_entry(_planner_name(compiler), partial(_build, compiler)) / _LIBRARY
 
 
 def package_planner(target: Path) -> Path:
@@ -47,6 +57,10 @@ def _build(compiler: Compiler, folder: Path) -> None:
         run_compiler([*command, *compiler.runtime, "-o", _LIBRARY], folder)
         finish_file()
     unit.unlink()
+
+
+def _planner_name(compiler: Compiler) -> str:
+    return f"planner-{native_entry_key(compiler, _sources_digest())}"
 
 
 def _packaged_planner() -> str:

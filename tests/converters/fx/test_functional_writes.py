@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives  # the rules for fake tensors of its operators
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,6 +16,7 @@ import fxwrap
 from fxwrap.compile.steps import plan_program
 from fxwrap.errors import FxImportError, UnsupportedError
 from fxwrap.wrapper_ir import Program
+from tests.support.jobs import fake_job
 from tests.support.program_equality import assert_equal
 from tests.support.samples import SAMPLES
 
@@ -156,10 +158,35 @@ def test_every_line_has_a_functional_form(name: str) -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["collectives", "collectives_into_buffers"])
-def test_collectives_that_write_operands_have_no_functional_form(name: str) -> None:
+def test_collectives_into_buffers_have_no_functional_form() -> None:
     with pytest.raises(fxwrap.errors.UnsupportedError, match="the collective writes its operands; use the in-place"):
-        fxwrap.to_fx(SAMPLES[name].program(), form="functional")
+        fxwrap.to_fx(SAMPLES["collectives_into_buffers"].program(), form="functional")
+
+
+def test_collectives_in_place_have_a_functional_form() -> None:
+    module = fxwrap.to_fx(SAMPLES["collectives"].program(), form="functional").graph_module
+    targets = [str(node.target) for node in module.graph.nodes]
+    assert targets.count("_c10d_functional.all_reduce.default") == 2
+    assert not [target for target in targets if "_." in target]
+
+
+def test_results_of_collectives_in_place() -> None:
+    """Each result is waited for twice, and read through views; with the group's ranks, all_reduces change nothing."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        c10d = torch.ops._c10d_functional
+        first, second = c10d.all_reduce_coalesced([x.sin(), x.cos()], "sum", "0")
+        view, total = c10d.wait_tensor(first).view(2, 4), c10d.wait_tensor(second) + 1
+        return view.t() + 1, c10d.wait_tensor(first).exp(), total
+
+    x = torch.linspace(-1, 1, 8)
+    program = fxwrap.compile_graph(make_fx(function, tracing_mode="fake")(x), [x], options=OPTIONS["cpp"]).program
+    assert "all_reduce_coalesced_.default" in str(program)
+    module = fxwrap.to_fx(program, form="functional").graph_module
+    with fake_job(2):
+        wanted = fxwrap.to_python(program)(x)
+        for form in (module, fxwrap.fx.in_place(module)):
+            torch.testing.assert_close(list(form(x)), list(wanted), rtol=0, atol=0)
 
 
 # --- final writes of inputs -------------------------------------------------------------------------------------------

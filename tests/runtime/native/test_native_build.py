@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
 from fxwrap.runtime.native import NativeSource, build_bridge, compile_cpp, load_program
 from fxwrap.runtime.native import compiler as driver
+from fxwrap.runtime.native.build import precompile_program_headers
 from tests.runtime.native.native_programs import names, source
 
 DOUBLE = source(
@@ -77,6 +79,23 @@ def test_programs_name_the_standard_library_whose_symbols_the_linker_has_not_rea
     assert b"__cxa_throw\0" in content and b"libstdc++.so.6\0" in content
     # A linker that reads the library writes the versions of its symbols.
     assert driver.find_compiler().runtime or b"CXXABI_" not in content
+
+
+def test_gcc_reads_precompiled_headers_where_the_flags_are_theirs(own_cache: None) -> None:
+    kernel = '#include "kernel.h"\nextern "C" void raise(long n) { if (n) fxwrap_index_error("n is not 0"); }\n'
+    plain = compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(kernel),)).read_bytes()
+    precompile_program_headers(driver.find_compiler())
+    entries = list(cache_folder().glob("headers-*"))
+    if "Free Software Foundation" not in driver.find_compiler().version:
+        assert entries == []
+        return
+    for header in ("bridge.h", "kernel.h"):
+        (entries[0] / header).write_text("#error this text is read\n")
+    for folder in ("programs", "units"):
+        shutil.rmtree(cache_folder() / folder)
+    assert compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(kernel),)).read_bytes() == plain
+    with pytest.raises(NativeBuildError, match="this text is read"):
+        compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(kernel, ("-O1",)),))
 
 
 def test_a_failed_build_shows_the_command_and_is_cleaned_up(own_cache: None) -> None:

@@ -1,4 +1,4 @@
-"""The native search of memory planning: plain C++ without torch, built on first use."""
+"""The native search of memory planning: plain C++ without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from functools import cache
 
 from fxwrap.errors import CacheError, NativeBuildError
-from fxwrap.runtime.native.planner_library import build_planner
+from fxwrap.runtime.native.planner_library import build_planner, find_planner
 
 log = logging.getLogger("fxwrap.native")
 
@@ -31,10 +31,16 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
 
 
 @cache
-def load_planner() -> ctypes.CDLL | None:
-    """Returns the library with the functions of planner.cpp; None, with a log entry, where it cannot be built."""
+def load_planner(builds: bool = True) -> ctypes.CDLL | None:
+    """Returns the library with the functions of planner.cpp; None, with a log entry, where it cannot be built.
+
+    If it `builds` no library, it is also None where there is none yet.
+    """
     try:
-        library = ctypes.CDLL(str(build_planner()))
+        path = build_planner() if builds else find_planner()
+        if path is None:
+            return None
+        library = ctypes.CDLL(str(path))
     except (NativeBuildError, CacheError, OSError) as error:
         log.info("memory planning searches in Python: %s", error)
         return None
