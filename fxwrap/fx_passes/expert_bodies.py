@@ -42,6 +42,7 @@ class ExpertBody:
         gradients: calls that return gradients, which are zero but for the expert's rows, or but for its slice.
         rows: the symbols that count the rows.
         is_valid: whether the calls are those of a loop.
+        reads_base: whether the tensor before the loop, to which these rows are added first, is what all experts read.
     """
 
     condition: ExpertCondition
@@ -51,12 +52,17 @@ class ExpertBody:
     gradients: list[Node] = field(default_factory=list)
     rows: set[sympy.Basic] = field(default_factory=set)
     is_valid: bool = True
+    reads_base: bool = False
 
     @property
     def result(self) -> Node:
         """The tensor to which the rows are added."""
         assert self.terminal is not None
         return self.terminal.args[0]  # type: ignore[return-value]
+
+    def reads_result(self, node: Node, item: object) -> bool:
+        """Whether an operand of a call is what the experts before have added up to."""
+        return item is self.result and (node is self.terminal or not self.reads_base)
 
     def outer_users(self, node: Node, stacks: Collection[Node]) -> list[Node]:
         """Returns the readers of a call that are neither of the body nor stack gradients of all experts."""
@@ -230,9 +236,13 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
     if not all(body.is_valid and body.terminal is not None for body in ordered):
         return None
     order = _order(ordered)
+    if order is None:
+        return None
     descriptions = [_Description(body, fakes) for body in ordered]
-    first = descriptions[0]
-    if order is None or any(item.calls != first.calls for item in descriptions):
+    if not _are_equal(descriptions):
+        ordered[order[0]].reads_base = True
+        descriptions[order[0]] = _Description(ordered[order[0]], fakes)
+    if not _are_equal(descriptions):
         return None
     externals: dict[Node, tuple[Node, ...]] = {}
     for operands in zip(*[item.externals for item in descriptions], strict=True):
@@ -243,6 +253,10 @@ def _match_loop(bodies: Mapping[int, ExpertBody], fakes: NodeValues) -> ExpertLo
     if gradients is None or results is None:
         return None
     return ExpertLoop(ordered, order, externals, gradients, results)
+
+
+def _are_equal(descriptions: Sequence[_Description]) -> bool:
+    return all(item.calls == descriptions[0].calls for item in descriptions)
 
 
 def _results(bodies: Sequence[ExpertBody], stacks: Collection[Node], fakes: NodeValues) -> list[ExpertResult] | None:
@@ -288,17 +302,18 @@ class _Description:
     def _call(self, node: Node) -> Hashable:
         if name_of(node) == "select_backward" and node in self._body.gradients:
             *arguments, number = node.args
-            return node.target, self._argument(arguments), number == self._body.condition.number or number
-        return node.target, self._argument(node.args), self._argument(node.kwargs)
+            return node.target, self._argument(arguments, node), number == self._body.condition.number or number
+        return node.target, self._argument(node.args, node), self._argument(node.kwargs, node)
 
-    def _argument(self, item: Any) -> Hashable:
+    def _argument(self, item: Any, node: Node) -> Hashable:
+        """Returns an argument of a call."""
         body = self._body
         match item:
             case Node() if item in body.nodes:
                 return "row", body.nodes[item]
             case Node() if item in body.guards:
                 return "count", str(item.target)
-            case Node() if item is body.result:
+            case Node() if body.reads_result(node, item):
                 return "result"
             case Node():
                 if self._is_condition(item):
@@ -306,9 +321,9 @@ class _Description:
                 self.externals.append(item)
                 return "external"
             case tuple() | list():
-                return tuple([self._argument(part) for part in item])
+                return tuple([self._argument(part, node) for part in item])
             case dict():
-                return tuple([(name, self._argument(part)) for name, part in sorted(item.items())])
+                return tuple([(name, self._argument(part, node)) for name, part in sorted(item.items())])
             case torch.SymInt():
                 expression = expression_of(item)
                 return "rows" if expression in body.rows else expression

@@ -132,11 +132,17 @@ def _squeezed(node: Node, axes: list[Any], fakes: NodeValues) -> list[Any]:
     return [axis for dim, axis in enumerate(axes) if dim not in chosen or sizes[dim] != 1]
 
 
-def selected_experts(indices: Node, fakes: NodeValues) -> tuple[Node, int] | None:
-    """Returns the call of `topk` whose indices these are, perhaps in other shapes, and its dimension."""
+def _selection(indices: Node, fakes: NodeValues) -> Node:
+    """Returns the call that selected indices, which are perhaps in other shapes."""
     node = indices
     while keeps_order(node, fakes) or (name_of(node) == "to_copy" and fakes[node].dtype in _WIDE):
         node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def selected_experts(indices: Node, fakes: NodeValues) -> tuple[Node, int] | None:
+    """Returns the call of `topk` whose indices these are, perhaps in other shapes, and its dimension."""
+    node = _selection(indices, fakes)
     match node.target, node.args:
         case operator.getitem, (Node() as source, 1) if name_of(source) == "topk":
             scores: Any = source.args[0]
@@ -147,13 +153,15 @@ def selected_experts(indices: Node, fakes: NodeValues) -> tuple[Node, int] | Non
 
 
 def are_in_range(indices: Node, count: int, fakes: NodeValues) -> bool:
-    """Whether all indices are known to be at least 0 and less than `count`: `topk` selected them among so many."""
+    """Whether indices are known to be at least 0 and less than `count`: `topk` or `argmax` chose among so many."""
     selected = selected_experts(indices, fakes)
+    call = _selection(indices, fakes)
+    if selected is None and name_of(call) == "argmax" and len(call.args) > 1 and type(call.args[1]) is int:
+        selected = call, call.args[1]
     if selected is None:
         return False
-    topk, dim = selected
-    scores: Any = topk.args[0]
-    return bool(sizes_of(scores, fakes)[dim] == count)
+    scores: Any = selected[0].args[0]
+    return bool(sizes_of(scores, fakes)[selected[1]] == count)
 
 
 def are_distinct(indices: Node, axes: Sequence[int], fakes: NodeValues) -> bool:

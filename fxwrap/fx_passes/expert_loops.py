@@ -268,7 +268,7 @@ def _stored(body: ExpertBody, positions: Sequence[Any], rows: Node, adds: bool, 
     others = [axis for axis in range(fakes[indices].ndim) if axis not in axes]
     if others and not are_distinct(indices, others, fakes):
         return None
-    if any(node.args[0] is body.result for node in body.nodes):
+    if any(body.reads_result(node, node.args[0]) for node in body.nodes):
         return _accumulated(body, positions, rows, axes, fakes)
     return None if others else Terminal(rows, axes, False)
 
@@ -289,11 +289,11 @@ def _accumulated(
             operands = [one, other]
         case _:
             return None
-    read = [item for item in operands if item.args and item.args[0] is body.result]
+    read = [item for item in operands if item.args and body.reads_result(item, item.args[0])]
     rows = [item for item in operands if item not in read]
     if len(rows) != 1 or name_of(read[0]) != "index" or list(read[0].args[1]) != list(positions):  # type: ignore[arg-type]
         return None
-    readers = [node for node in body.nodes if node.args[0] is body.result]
+    readers = [node for node in body.nodes if body.reads_result(node, node.args[0])]
     links = [*read, *reversed(chain)]
     single = all([*node.users] == [after] for node, after in zip(links, [*links[1:], body.terminal], strict=True))
     same = expressions_of(fakes[rows[0]].shape) == expressions_of(fakes[stored].shape)

@@ -280,7 +280,7 @@ class RowCheck:
         """
         source, indices = node.args[0], node.args[1]
         assert isinstance(source, Node)
-        if self._is_inner(source) or source in self._stacked or source is self._body.result:
+        if self._is_inner(source) or source in self._stacked or self._body.reads_result(node, source):
             return False
         if name_of(node) != "index":
             index: Any = node.args[2]

@@ -139,3 +139,18 @@ class MaskedWrites(nn.Module):
             results[flat == number] = functional.linear(inner, self.down[number])
         weighted = results.view(*factors.shape, -1) * factors.to(rows.dtype).unsqueeze(-1)
         return weighted.sum(dim=1) + self.shared(tokens)
+
+
+class Switch(nn.Module):
+    """The loop of Switch Transformers: a mask of tokens reads the tokens, and writes into a copy of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({f"expert_{number}": Expert(bias=False) for number in range(EXPERTS)})
+
+    def forward(self, tokens: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
+        mask, result = functional.one_hot(chosen[:, 0], EXPERTS), tokens.clone()
+        for number, expert in enumerate(self.experts.values()):
+            own = mask[:, number].bool()
+            result[own] = expert(tokens[own])
+        return result * factors[:, :1].to(tokens.dtype)

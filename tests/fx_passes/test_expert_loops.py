@@ -17,8 +17,19 @@ from torch.nn import functional
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
+from fxwrap.fx_passes.expert_conditions import are_in_range
 from fxwrap.lines import ExternCall
-from tests.fx_passes.expert_layers import EXPERTS, INNER, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
+from tests.fx_passes.expert_layers import (
+    EXPERTS,
+    INNER,
+    SORTING,
+    WIDTH,
+    Experts,
+    MaskedWrites,
+    Switch,
+    inputs_of,
+    routed,
+)
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ON_HOST = torch.ops.fxwrap.grouped_matmul.default
@@ -118,6 +129,25 @@ def test_masked_writes(experts: int) -> None:
     prepared, traced = _graph(routed(layer, known=experts == EXPERTS), inputs_of(10, experts))
     assert _grouped(prepared) == 2 and not _loops(prepared)
     _check(traced, layer, inputs_of(10, experts), known=experts == EXPERTS)
+
+
+def test_writes_into_a_copy_of_the_tokens() -> None:
+    """The first expert reads the tensor that it writes, as others read the tokens."""
+    torch.manual_seed(0)
+    layer = Switch()
+    prepared, traced = _graph(routed(layer), inputs_of(10, dtype=torch.float32), Options(devices=(SORTING,)))
+    assert _grouped(prepared, _ON_HOST) == 3 and not _loops(prepared)
+    _check(traced, layer, inputs_of(10, dtype=torch.float32))
+
+
+def test_indices_of_argmax_are_experts() -> None:
+    graph = Graph()
+    scores = graph.placeholder("scores")
+    graph.output((graph.call_function(torch.ops.aten.argmax.default, (scores, -1)),))
+    prepared = prepare_graph(GraphModule({}, graph), [torch.zeros(4, 3)], Options())
+    scores, indices, _ = prepared.nodes
+    ranges = [are_in_range(node, count, prepared.fakes) for node, count in ((indices, 3), (indices, 2), (scores, 3))]
+    assert ranges == [True, False, False]
 
 
 def _changed(number: int) -> Callable[[Tensor, Tensor, Tensor, Experts], Tensor]:
