@@ -57,7 +57,7 @@ def test_ddp_averages_each_gradient_and_sends_buffers() -> None:
     ddp = DistributedDataParallel(model())
     trainer = trainer_of(ddp)
     compiled = fxwrap.compile_step(trainer.step, (X,), options=OPTIONS)
-    assert collectives_of(compiled) == {"all_reduce": 6, "broadcast": 3}
+    assert collectives_of(compiled) == {"all_reduce_": 6, "broadcast_": 3}
     assert "forward" not in vars(ddp) and ddp.require_forward_param_sync
     assert not any(parameter._post_accumulate_grad_hooks for parameter in ddp.parameters())
     assert compiled(X).isfinite() and ddp(X).shape == (4, 4)
