@@ -174,6 +174,7 @@ class GraphCopy:
         if fake is None:
             fake = run_on_fakes(call, self.fakes, self.fakes.get(before))
         call.meta = {**(origin or before).meta, "val": fake}
+        call.meta.pop("unbacked_bindings", None)
         self.fakes[call] = fake
         return call
 

@@ -54,7 +54,13 @@ def _gradients(function: Callable[..., Tensor], layer: nn.Module, inputs: tuple[
     return [result.detach().double(), *[torch.zeros(1) if item is None else item.double() for item in gradients]]
 
 
-def _check(traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...], known: bool = True) -> None:
+_ROUNDED_BIAS = 1.6
+"""The bound of errors where a library's grouped matmul is rounded before the bias is added, which eager adds first."""
+
+
+def _check(
+    traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor, ...], known: bool = True, bound: float = 1.2
+) -> None:
     """Checks that results and gradients are about as near to those of float64 as eager's are."""
     double = copy.deepcopy(layer).double()
     exact = _gradients(routed(double, known), double, tuple([item.double() for item in inputs]))
@@ -62,7 +68,7 @@ def _check(traced: Callable[..., Tensor], layer: nn.Module, inputs: tuple[Tensor
     for mine, other, reference in zip(results, eager, exact, strict=True):
         errors = [float((item - reference).norm() / (reference.norm() + 1e-9)) for item in (mine, other)]
         rounding = torch.finfo(next(layer.parameters()).dtype).eps
-        assert mine.shape == reference.shape and errors[0] <= 1.6 * max(errors[1], rounding), errors
+        assert mine.shape == reference.shape and errors[0] <= bound * max(errors[1], rounding), errors
 
 
 def _counts(graphs: list[GraphModule], targets: tuple[Any, ...] = (_GROUPED,)) -> list[int]:
@@ -90,7 +96,7 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
     torch.manual_seed(0)
     layer = _layer(form)
     graphs, traced = _traced(routed(layer))
-    _check(traced, layer, inputs_of(_COUNT))
+    _check(traced, layer, inputs_of(_COUNT), bound=_ROUNDED_BIAS if "addmm" in form else 1.2)
     if len(form) > 1 and "modules" in form[1]:
         assert _counts(graphs, _ON_HOST) == [3, 9 if "biased" in form[1] else 6]
         return
@@ -115,8 +121,9 @@ def test_random_loops(seed: int) -> None:
     layer = _layer((*form, store)).to(dtype)
     graphs, traced = _traced(routed(layer, known))
     count = choices.choice((1, 7, _COUNT))
-    _check(traced, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3, dtype), known)
     is_library = dtype is torch.bfloat16 and "modules" not in form[1]
+    bound = _ROUNDED_BIAS if is_library and form[1] == "addmm" else 1.2
+    _check(traced, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3, dtype), known, bound)
     assert min(_counts(graphs, (_GROUPED,) if is_library else _ON_HOST)) >= 2
 
 
@@ -138,7 +145,7 @@ def test_emitters(emitter: str) -> None:
         routed(layer, known), backend="fxwrap", options={"emitter": emitter}, fullgraph=True, dynamic=True
     )
     for count in (_COUNT, 2):
-        _check(compiled, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3), known)
+        _check(compiled, layer, inputs_of(count, EXPERTS if known else EXPERTS + 3), known, _ROUNDED_BIAS)
 
 
 class Pair(nn.Module):

@@ -8,7 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.lines import ExternCall
 from fxwrap.passes.reorder import reorder_for_peak_memory
-from fxwrap.wrapper_ir import Program, line_text, live_bytes, verify
+from fxwrap.passes.scheduling import SchedulingRegions
+from fxwrap.wrapper_ir import FALLBACK_SIZE_HINT, Program, line_text, live_bytes, verify
 from tests.memory_planning.programs import parsed
 
 _MASSIVELY_PARALLEL = """
@@ -61,6 +62,17 @@ def test_inputs_are_checked_before_they_are_read() -> None:
     assert reordered.peak_after < reordered.peak_before
     assert list(map(line_text, reordered.program.body.lines[:3])) == list(map(line_text, program.body.lines[:3]))
     assert _calls(reordered.program) != _calls(program)
+
+
+def test_schedules_without_hints_have_estimates() -> None:
+    text = """
+program @p(%x: borrowed f32[64]@cpu, %n: borrowed i64[]@cpu) {
+  u0 = symbol.item(%n) range=(0, 12)
+  %a = extern.call @aten.sin.default(%x) : f32[u0]@cpu
+  control.return(%a)
+}
+"""
+    assert SchedulingRegions(parsed(text), {}).sizes == {"a": 4 * FALLBACK_SIZE_HINT}
 
 
 def test_sizes_without_hints_are_estimated() -> None:
