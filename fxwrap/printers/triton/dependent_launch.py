@@ -22,6 +22,7 @@ from fxwrap.printers.triton.kernel_source import (
     target_names,
     used_names,
 )
+from fxwrap.printers.triton.kernel_text import NameAllocator
 
 _LOADED_BYTES = 128
 """The bytes that each thread loads before the wait at most: 32 registers, which it would need soon after."""
@@ -78,7 +79,8 @@ class _Prelude:
         self.kernel = kernel
         self.unwritten = unwritten
         self.warps = warps
-        self.names = defined_names(kernel.function) | used_names(kernel.function) | {*kernel.parameters}
+        used = defined_names(kernel.function) | used_names(kernel.function) | {*kernel.parameters}
+        self.names = NameAllocator(used)
         self.lines: list[str] = []
         self.copies: dict[tuple[_Definition, str], str] = {}
         self.loaded: dict[int, str] = {}  # by the identity of the load
@@ -143,7 +145,7 @@ class _Prelude:
                 raise _NotEarlyError
             arguments = [ast.unparse(self._rewrite(item, definitions)) for item in load.args]
             arguments += [f"{item.arg}={ast.unparse(self._rewrite(item.value, definitions))}" for item in load.keywords]
-            name = self._fresh(f"{pointers[0].removesuffix('_ptr')}_early")
+            name = self.names.create_name(f"{pointers[0].removesuffix('_ptr')}_early")
             self.lines.append(f"{name} = tl.load({', '.join(arguments)})")
             self.read |= roots
             self.loaded[id(load)] = name
@@ -177,17 +179,9 @@ class _Prelude:
         if (definition, name) not in self.copies:
             value = self._rewrite(statement.value, definition.before)
             names = target_names(statement.targets[0])
-            self.copies |= {(definition, item): self._fresh(f"{item}_early") for item in names}
+            self.copies |= {(definition, item): self.names.create_name(f"{item}_early") for item in names}
             self.lines.append(f"{', '.join([self.copies[definition, item] for item in names])} = {ast.unparse(value)}")
         return self.copies[definition, name]
-
-    def _fresh(self, wanted: str) -> str:
-        name, number = wanted, 1
-        while name in self.names:
-            number += 1
-            name = f"{wanted}_{number}"
-        self.names.add(name)
-        return name
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from fxwrap.devices.kernel_names import find_function_name
 
-PURE_FUNCTIONS = frozenset({
+_PURE_FUNCTIONS = frozenset({
     "abs", "arange", "broadcast", "broadcast_to", "cast", "cdiv", "div_rn", "expand_dims", "exp", "exp2", "fma",
     "full", "join", "log", "log2", "maximum", "minimum", "num_programs", "permute", "program_id", "reshape",
     "split", "sqrt", "trans", "where", "zeros",
@@ -113,7 +113,7 @@ class KernelSource:
             case ast.Attribute(ast.Name("tl"), "inline_asm_elementwise"):
                 return any(item.arg == "is_pure" and ast.unparse(item.value) == "True" for item in call.keywords)
             case ast.Attribute(ast.Name("tl"), name):
-                return name in PURE_FUNCTIONS
+                return name in _PURE_FUNCTIONS
             case ast.Attribute(ast.Name(library), _) if library in _LIBRARIES:
                 return True
             case ast.Attribute(_, name):
@@ -147,8 +147,7 @@ def is_load(node: ast.AST) -> bool:
 
 def loads(node: ast.AST) -> list[ast.Call]:
     """Returns the calls of `tl.load` in a statement, in the order of the text."""
-    found = [item for item in ast.walk(node) if isinstance(item, ast.Call) and is_load(item)]
-    return sorted(found, key=lambda item: (item.lineno, item.col_offset))
+    return sorted(filter(is_load, _calls([node])), key=lambda item: (item.lineno, item.col_offset))
 
 
 def target_names(target: ast.expr) -> list[str]:

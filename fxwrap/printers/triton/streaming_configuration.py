@@ -100,7 +100,7 @@ def _rows_are_uneven(kernel: Kernel, parts: StreamingReduction) -> bool:
 
     A window, or equal documents, limit the positions on the other side, too.
     """
-    streamed, found = frozenset(parts.axes), False
+    streamed, is_compared = frozenset(parts.axes), False
     for position, operation in enumerate(kernel.operations):
         both = parts.row in kernel.value_axes[position] and not streamed.isdisjoint(kernel.value_axes[position])
         if both and isinstance(operation, Compute) and operation.name in ("eq", "ge", "gt", "le", "lt", "ne"):
@@ -108,8 +108,8 @@ def _rows_are_uneven(kernel: Kernel, parts: StreamingReduction) -> bool:
             is_split = any(side == {parts.row} for side in sides) and any(side <= streamed for side in sides)
             if not is_split or operation.name in ("eq", "ne"):
                 return False
-            found = True
-    return found
+            is_compared = True
+    return is_compared
 
 
 def row_blocks(kernel: Kernel, parts: StreamingReduction) -> tuple[Axis, ...]:
