@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from fxwrap.loop_ir import operands, operation_dtype
+from fxwrap.loop_ir import Load, as_index, operands, operation_dtype
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
@@ -52,12 +52,14 @@ class StationaryRowPrinter(GroupSumPrinter):
         step = self._loop_slice() - {at for item in sums for at in self._summed_slice(item)} - self.fused
         of_row, of_columns = backward_slice(kernel, rows), self._prologue(columns)
         self._enter("pyx")
+        for position in sorted(of_columns):
+            self._emit_prefetches(position)
         for position in sorted({*of_row, *of_columns, *step} - {*self.form.totals}):
             if not self._varies(position):
                 self._operation(position, looped=True)
         texts = self._emit_row(rows, {at for at in of_row if self._varies(at)})
         y, tile = self._dimension("y"), self._stable_name("tile")
-        blocks, programs = self.index_printer.size(y.blocks), self._num_programs()
+        blocks, programs = [self.index_printer.size(item) for item in (y.blocks, self._num_programs())]
         self._line(f"for {tile} in tl.range({self.program}, {blocks}, {programs}, num_stages=LOOP_STAGES):")
         self.depth += 1
         self._enter("pyx")
@@ -90,6 +92,30 @@ class StationaryRowPrinter(GroupSumPrinter):
                 self._operation(position, looped=True)
         self.depth -= 1
         self.tile = self.whole
+
+    def _emit_prefetches(self, position: int) -> None:
+        """Prints the prefetches of a load for a program's first blocks, as many as the loop's first loads, if these are
+        contiguous: while the program waits for the row and prepares it, memory is not idle.
+        """
+        load, count = self.kernel.operations[position], as_index(1)
+        if not isinstance(load, Load):
+            return
+        y, r = self._dimension("y"), self._dimension("r")
+        for axis in reversed((*y.axes, *self._dimension("p").axes, *r.axes)):
+            if load.index.stride(axis) != count:
+                return
+            count = count * as_index(axis.size)
+        first = load.index.substitute(dict.fromkeys(load.index.axes(), 0))
+        size = int(self._dimension("p").size) * r.block
+        programs, last = self._num_programs(), int(y.blocks) - 1
+        for step in range(max(self.configuration.num_stages - 1, 1)):
+            block = self.program
+            if step:
+                later, end = [self.index_printer.size(item) for item in (step * int(programs), last)]
+                block = f"tl.minimum({self.program} + {later}, {end})"
+            start = [] if first.constant == 0 else [self.index_printer(first)]
+            address = " + ".join([self.pointers[load.buffer], *start, f"{block} * {y.block * size}"])
+            self._line(f"{self._use('prefetch_bytes')}({address}, {y.block * size * load.dtype.itemsize})")
 
     def _varies(self, position: int) -> bool:
         """Whether an operation's value varies along any axis."""
