@@ -11,11 +11,14 @@ from collections.abc import Collection
 from typing import Any
 
 from fxwrap.loop_ir import Load, as_index, operands, operation_dtype
-from fxwrap.printers.triton.group_sums import GroupSumPrinter
+from fxwrap.printers.triton.group_sums import PAIR, GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
 from fxwrap.symbolic import Size
+
+_FEW_BLOCKS = 4
+"""The blocks of a program up to which preparing the row takes longer than loading it again."""
 
 
 class StationaryRowPrinter(GroupSumPrinter):
@@ -154,15 +157,60 @@ class StationaryRowPrinter(GroupSumPrinter):
                 shape = f"({sizes['p']}, {sizes['x']}, {sizes['r']} // {sizes['x']})"
                 text = f"tl.sum(tl.reshape({text}, {shape}), 2)"
                 self._line(f"{name} = tl.reshape({text}, ({sizes['p']}, 1, {sizes['x']}))")
-        own = self._stable_name("own")
-        lanes = f"(tl.arange(0, {sizes['r']}) // ({sizes['r']} // {sizes['x']}))[None, :, None]"
-        self._line(f"{own} = {lanes} == tl.arange(0, {sizes['x']})[None, None, :]")
-        texts = {row: self._stable_name(f"operand{row}") for row in rows}
-        for row, name in texts.items():
-            self._line(f"{name} = tl.where({own}, tl.expand_dims({named[row]}, 2), 0.0).to({dtype})")
+        has_few_blocks = int(self._dimension("y").blocks) <= _FEW_BLOCKS * int(self._num_programs())
+        texts = self._emit_masked_loads(rows) if has_few_blocks else {}
+        rest = [row for row in rows if row not in texts]
+        if rest:
+            own = self._stable_name("own")
+            lanes = f"(tl.arange(0, {sizes['r']}) // ({sizes['r']} // {sizes['x']}))[None, :, None]"
+            self._line(f"{own} = {lanes} == tl.arange(0, {sizes['x']})[None, None, :]")
+        for row in rest:
+            texts[row] = self._stable_name(f"operand{row}")
+            self._line(f"{texts[row]} = tl.where({own}, tl.expand_dims({named[row]}, 2), 0.0).to({dtype})")
         self.side = ""
         self._name_axes(before)
         return texts
+
+    def _emit_masked_loads(self, rows: Collection[int]) -> dict[int, str]:
+        """Prints operands that are pairs of elements in memory as loads of zeros outside of each group.
+
+        No element is selected after it is loaded, and vectors of elements reach shared memory, from where each step
+        loads them. Selected ones stay in registers, which pays off for many steps.
+        """
+        p, r, x = [self._dimension(name) for name in "prx"]
+        pairs: dict[tuple[int, int], dict[int, int]] = {}
+        for row in rows:
+            source = self._source(row)
+            load = self.kernel.operations[source]
+            pair = self._pair(source, load) if isinstance(load, Load) and load.dtype is self.row_dtype else None
+            if pair is not None:
+                pairs.setdefault(pair, {})[source] = row
+        wide = f"{PAIR} * {r.block_constant}"
+        shape = f"({p.block_constant}, {x.block_constant}, {wide})"
+        names: dict[int, str] = {}
+        for pair, row_of in pairs.items():
+            load = self.kernel.operations[pair[0]]
+            assert isinstance(load, Load), "pairs are loads"
+            chunk = f"tl.arange(0, {p.block_constant})[:, None, None]"
+            known = {**self.axis_names, **dict.fromkeys(r.axes, "0"), **dict.fromkeys(p.axes, chunk)}
+            printer = TritonIndexPrinter(known, self._indirect_index, self.helpers, self.parameters.integer)
+            start = printer(load.index.substitute(dict.fromkeys(r.axes, 0)))
+            own, elements = self.names.create_name("own"), self.names.create_name(load.buffer)
+            lanes, groups = f"tl.arange(0, {wide})", f"tl.arange(0, {x.block_constant})[None, :, None]"
+            self._line(f"{own} = ({lanes} // ({wide} // {x.block_constant}))[None, None, :] == {groups}")
+            address = f"{self.pointers[load.buffer]} + tl.broadcast_to({start} + {lanes}[None, None, :], {shape})"
+            self._line(f"{elements} = tl.load({address}, mask=tl.broadcast_to({own}, {shape}), other=0.0)")
+            if self.digits:
+                parts = f"({p.block_constant}, {x.block_constant}, {r.block_constant} // 4, 2, 2, {PAIR})"
+                self._line(f"{elements} = tl.permute(tl.reshape({elements}, {parts}), (0, 1, 2, 4, 3, 5))")
+            parts = f"({p.block_constant}, {x.block_constant}, {r.block_constant}, {PAIR})"
+            halves = [self.names.create_name(load.buffer) for _ in pair]
+            self._line(f"{', '.join(halves)} = tl.split(tl.reshape({elements}, {parts}))")
+            for source, half in zip(pair, halves, strict=True):
+                if source in row_of:
+                    names[row_of[source]] = self._stable_name(f"operand{row_of[source]}")
+                    self._line(f"{names[row_of[source]]} = tl.permute({half}, (0, 2, 1))")
+        return names
 
     def _product(self, position: int) -> str:
         left, right = [self._value(item) for item in operands(self.kernel.operations[position])]
