@@ -62,8 +62,8 @@ torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py
 assert torch._subclasses.fake_tensor.traceback is traceback
 torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
 
-# Fake tensors cache what operators return. An operator with symbolic sizes is rarely asked for twice, and its entry takes
-# longer than the operator: a quarter of a trace.
+# Fake tensors cache what operators return. Few operators with symbolic sizes are called twice, and an entry takes longer
+# than the operator: a quarter of a trace.
 _cached_dispatch = FakeTensorMode._cached_dispatch_impl
 
 
@@ -76,7 +76,9 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any], 
 def _is_symbolic(argument: object) -> bool:
     if isinstance(argument, FakeTensor):
         return argument._has_symbolic_sizes_strides
-    return isinstance(argument, torch.SymInt) or isinstance(argument, list | tuple) and any(map(_is_symbolic, argument))
+    if isinstance(argument, list | tuple):
+        return any(map(_is_symbolic, argument))
+    return isinstance(argument, torch.SymInt)
 
 
 FakeTensorMode._cached_dispatch_impl = _dispatch
