@@ -62,8 +62,8 @@ torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py
 assert torch._subclasses.fake_tensor.traceback is traceback
 torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
 
-# Fake tensors cache what operators return. Few operators with symbolic sizes are called twice, and an entry takes longer
-# than the operator: a quarter of a trace.
+# Fake tensors cache what operators return. Few operators with symbolic sizes are called twice, and an entry takes
+# longer than the operator: a quarter of a trace.
 _cached_dispatch = FakeTensorMode._cached_dispatch_impl
 
 
