@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.loop_ir import (
     FLOAT8,
     MAX_COLUMN_BLOCK,
@@ -133,28 +134,28 @@ def _default_hint(size: Size) -> int:
     return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
 
 
-def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
-    """Returns candidate configurations of a kernel, the default one first; all are correct."""
+def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = CUDA) -> tuple[Configuration, ...]:
+    """Returns candidate configurations of a kernel for a device, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
     if contraction is not None and contraction.row_reductions:
         assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
         candidates = _dot_configurations(contraction, hint)
     elif not kernel.reduced:
-        candidates = pointwise_configurations(kernel, hint)
+        candidates = pointwise_configurations(kernel, hint, spec)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
         candidates = _dot_configurations(contraction, hint)
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
-        candidates = _grouped_configurations(grouped, hint)
+        candidates = _grouped_configurations(grouped, hint, spec)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
+        grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint, spec)
         split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
         first, second = (split, rows) if _has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
-        candidates = inner_reduction_configurations(kernel, hint)
+        candidates = inner_reduction_configurations(kernel, hint, spec)
     return tuple(dict.fromkeys(candidates))
 
 
@@ -173,12 +174,12 @@ def can_use_dot(contraction: ContractionForm) -> bool:
     return contraction.dtype is torch.float32
 
 
-def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
 
     Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
     """
-    plain = inner_reduction_configurations(kernel, hint)
+    plain = inner_reduction_configurations(kernel, hint, spec)
     longest = next_power_of_2(hint(kernel.reduced_count))
     blocks = [
         Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
@@ -335,7 +336,7 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     return [*dots[:1], *summed, *dots[1:]]
 
 
-def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
 
     Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
@@ -360,7 +361,7 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
     tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
     y_block, r_block, warps = _GROUPED_ROW_BLOCK
     first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
-    single = [first, *_matvec_configurations(kernel, hint)]
+    single = [first, *_matvec_configurations(kernel, hint, spec)]
     return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
 
 

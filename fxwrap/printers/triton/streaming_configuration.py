@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
@@ -49,9 +50,9 @@ class StreamingConfiguration:
 
 
 def streaming_configurations(
-    kernel: Kernel, hint: Hint, interpreted: bool = False
+    kernel: Kernel, hint: Hint, interpreted: bool = False, spec: DeviceSpec = CUDA
 ) -> tuple[StreamingConfiguration, ...]:
-    """Returns candidate configurations of a streaming reduction, the default one first.
+    """Returns candidate configurations of a streaming reduction for a device, the default one first.
 
     Raises KernelError for another kernel that reduces some of its reduced axes.
     """
@@ -74,14 +75,16 @@ def streaming_configurations(
         for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
     ]
     if is_uneven:
-        candidates = [replace(item, band=_band(kernel, parts, item, hint)) for item in candidates]
+        candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
     first = candidates[0]
-    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint)
+    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint, spec)
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     return tuple(dict.fromkeys([*candidates, *other]))
 
 
-def _band(kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint) -> int:
+def _band(
+    kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint, spec: DeviceSpec
+) -> int:
     """Returns the number of heads whose programs run beside each other anyway.
 
     That is 1 where all programs run at the same time, and where they are too short for the search of their head.
@@ -90,7 +93,7 @@ def _band(kernel: Kernel, parts: StreamingReduction, configuration: StreamingCon
     programs = -(-hint(parts.row.size) // configuration.row_block) * hint(product([axis.size for axis in blocks]))
     heads = hint(product([axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]))
     visits = math.prod([hint(axis.size) for axis in parts.axes]) // configuration.key_block
-    if programs <= 1 or programs * heads <= _MULTIPROCESSORS or visits <= _FEW_VISITS:
+    if programs <= 1 or programs * heads <= spec.multiprocessors or visits <= _FEW_VISITS:
         return 1
     return max(min(_RUNNING_WARPS // (programs * configuration.num_warps), heads), 1)
 
@@ -141,9 +144,6 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
-
-_MULTIPROCESSORS = 132
-"""Multiprocessors of a large GPU."""
 
 _RUNNING_WARPS = 2048
 """Warps of such kernels that a large GPU runs at the same time, and those that follow them."""
