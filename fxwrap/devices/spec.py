@@ -71,8 +71,8 @@ SYMMETRIC_MEMORY = "symmetric"
 class DeviceSpec:
     """Capabilities of a device type. Each default is correct for any device, but slow on some.
 
-    A compile whose inputs are on a device of this machine reads `multiprocessors` from it, by the runtime's
-    `read_limits`. For others, as in cross-compiling, it is that of the spec, by default an H100's.
+    A compile whose inputs are on a device of this machine reads `multiprocessors` and `shared_memory_bytes` from
+    it, by the runtime's `read_limits`. For others, as in cross-compiling, they are those of the spec.
 
     Fields:
         device_type: torch's name: "cpu", "cuda", or a name that a vendor's package registered with torch.
@@ -87,6 +87,8 @@ class DeviceSpec:
             reductions are split, and kernels with few rows do not fuse whole tensors. Otherwise few threads loop.
         multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side. It
             decides blocks of kernels, parts of attention's keys, and which launches are combined or dependent.
+        shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
+            out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         channels_last_dtypes: dtypes in which image convolutions are faster in channels-last layout.
         gemm_epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue
             of a GEMM, computed at least as exactly as the result is stored.
@@ -172,6 +174,7 @@ class DeviceSpec:
     supports_streams: bool = True
     massively_parallel: bool = False
     multiprocessors: int = 132
+    shared_memory_bytes: int = 227 << 10
     channels_last_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_epilogue_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()

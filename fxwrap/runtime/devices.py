@@ -201,7 +201,11 @@ def gpu_properties(device: torch.device) -> Any:
 
 
 def _gpu_limits(device: torch.device) -> dict[str, int]:
-    return {"multiprocessors": gpu_properties(device).multi_processor_count} if torch.cuda.is_available() else {}
+    if not torch.cuda.is_available():
+        return {}
+    gpu = gpu_properties(device)
+    shared = getattr(gpu, "shared_memory_per_block_optin", 0) or gpu.shared_memory_per_block
+    return {"multiprocessors": gpu.multi_processor_count, "shared_memory_bytes": shared}
 
 
 CUDA_RUNTIME = DeviceRuntime(

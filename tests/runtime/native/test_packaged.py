@@ -12,7 +12,7 @@ import torch
 from fxwrap.runtime.cache_folder import cache_folder, is_intact, seal_entry
 from fxwrap.runtime.native import (
     BRIDGE_LIBRARIES,
-    build,
+    bridge_build,
     build_bridge,
     build_planner,
     package_bridge,
