@@ -392,12 +392,13 @@ class LineEmitter:
         Raises KernelDeclined for nodes that are to be called, and ScheduleError for a matmul without a schedule.
         """
         symbols, device = self.builder.state.symbols, plan.members[0].definition.device
-        request = kernel_request(symbols, kernel, formulas, language, device, built.name, region, is_matmul)
+        spec = self._specs[device.type]
+        request = kernel_request(symbols, kernel, formulas, language, device, spec, built.name, region, is_matmul)
         try:
             return self.request.print_kernel(request)
-        except ScheduleError:
-            raise
         except FxwrapError as error:
+            if is_matmul and isinstance(error, ScheduleError):
+                raise
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
 
     def _computed_nodes(self, built: BuiltKernel, stored: Sequence[Definition]) -> dict[Value, tuple[str, int]]:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, evaluate_kernel, parse_kernel
+from fxwrap.devices import CUDA
+from fxwrap.errors import KernelBuildError
+from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, ScheduleError, evaluate_kernel, parse_kernel
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.triton.architectures import compile_for_architectures
+from fxwrap.runtime.triton.compile import KernelUse
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
@@ -182,6 +189,31 @@ def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
     assert not streaming_configurations(wide, int)[0].branches
     assert not any(item.max_registers for item in streaming_configurations(attention_kernel(rows=512, keys=512), int))
+
+
+@pytest.mark.parametrize("kind", ["attention", "gradients"])
+def test_configurations_fit_shared_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU with 99 KiB gets the first configuration that fits, or a smaller one where none does, and one line."""
+    sizes: dict[str, Any] = {"keys": 512, "width": 256, "columns": 256, "dtype": torch.float16}
+    make: Any = attention_kernel if kind == "attention" else gradient_kernel
+    kernel = make(**sizes, **{"rows" if kind == "attention" else "queries": 512})
+    small = replace(CUDA, shared_memory_bytes=99 << 10)
+    with caplog.at_level("INFO", "fxwrap.kernels"):
+        chosen, _ = [streaming_configurations(kernel, int, spec=small)[0] for _ in range(2)]
+    (line,) = [record.message for record in caplog.records]
+    assert "bytes of shared memory, and cuda has 101376" in line and line.endswith(f"{chosen} replaces it")
+    printed = print_streaming_triton(kernel, chosen)
+    assert compiled(printed, 86).metadata.shared <= 99 << 10
+    with pytest.raises(ScheduleError, match="no configuration fits 4096 bytes of shared memory"):
+        streaming_configurations(kernel, int, spec=replace(CUDA, shared_memory_bytes=4096))
+
+
+def test_kernels_for_other_architectures_fit_their_shared_memory() -> None:
+    kernel = attention_kernel(rows=256, keys=256, width=256, columns=256, dtype=torch.float16)
+    large = print_streaming_triton(kernel, StreamingConfiguration(128, 64, 8, 3))
+    use = KernelUse(KernelText("triton", large.source, large.signature, large.options), torch.device("cuda", 0))
+    with pytest.raises(KernelBuildError, match=r"bytes of shared memory, sm_86 has 101376\. Compile for it: Options"):
+        compile_for_architectures([use], ["sm_86"])
 
 
 def test_steps_without_a_schedule_are_declined() -> None:

@@ -11,17 +11,16 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import DeviceAssert
 from fxwrap.printers.printed_kernel import PrintedKernel
+from fxwrap.printers.triton.configuration import programs_of_a_wave
 from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
 from fxwrap.symbolic import product
 
-_OCCUPYING_PROGRAMS = 264
-"""Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
-
-_OCCUPYING_WARPS = 132 * 32
-"""Number of warps of programs without dots that a large GPU runs at once, with 64 registers for each thread."""
+_RESIDENT_WARPS = 32
+"""Number of warps of programs without dots that a multiprocessor runs at once, with 64 registers for each thread."""
 
 
 @dataclass
@@ -50,15 +49,15 @@ def group_key(kernel: PrintedKernel) -> Hashable:
     return text.head, text.parameters, text.constants, text.body, kernel.signature, kernel.options
 
 
-def leaves_idle(kernel: PrintedKernel) -> bool:
-    """Whether a kernel multiplies matrices in too few tiles to occupy a large GPU for more than one wave."""
+def leaves_idle(kernel: PrintedKernel, spec: DeviceSpec) -> bool:
+    """Whether a kernel multiplies matrices in too few tiles to occupy a device for more than one wave."""
     scheduled, programs = kernel.scheduled, product(kernel.grid)
     if not isinstance(scheduled, ScheduledKernel) or not isinstance(programs, int):
         return False
     configuration = scheduled.configuration
     if configuration.dot:
-        return programs <= _OCCUPYING_PROGRAMS
-    return bool(configuration.p) and programs * configuration.num_warps <= _OCCUPYING_WARPS
+        return programs <= programs_of_a_wave(spec)
+    return bool(configuration.p) and programs * configuration.num_warps <= spec.multiprocessors * _RESIDENT_WARPS
 
 
 def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: str = "") -> PrintedKernel:
