@@ -183,12 +183,16 @@ def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
 
 def _mutates_intermediates(graph: PreparedGraph) -> bool:
     """Whether a call writes a computed tensor; a channels-last copy made before would miss the write."""
-    roots = [graph.fakes.get(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    inputs = {storage for fake in roots for storage in storages_of(fake)}
+    inputs = _storages_of_inputs(graph)
     return any(
         not storages_of(graph.fakes.get(operand)) <= inputs
         for node in graph.nodes if node.op == "call_function" for operand in mutated_operands(node, graph.fakes)
     )  # fmt: skip
+
+
+def _storages_of_inputs(graph: PreparedGraph) -> set[object]:
+    roots = [graph.fakes.get(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    return {storage for fake in roots for storage in storages_of(fake)}
 
 
 class _LayoutRewriter:
@@ -216,6 +220,7 @@ class _LayoutRewriter:
         self._fused: set[Node] = set()
         self._written = written_storages(source.nodes, source.fakes)
         self._frozen = _converted_once(source, context)
+        self._input_storages = _storages_of_inputs(source)
 
     def run(self) -> PreparedGraph:
         """Returns the copy. Raises _LayoutNotRestorable."""
@@ -403,7 +408,11 @@ class _LayoutRewriter:
 
         def returned(item: Node) -> Node:
             is_free = bool(flexible) and item not in fixed and has_static_strides(self.fakes[self.env[item]])
-            return self.env[item] if is_free else self._restore_layout(item)
+            if not is_free:
+                return self._restore_layout(item)
+            is_input = not self._input_storages.isdisjoint(storages_of(self.source.fakes[item]))
+            copy = None if is_input else self._channels_last_of.get(item)  # the backward's convolutions read that one
+            return self.env[item] if copy is None else copy
 
         self.env[node].args = map_arg(node.args, returned)
 
