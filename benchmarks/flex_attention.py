@@ -281,6 +281,7 @@ def turn_on_device(lock: str | None) -> Iterator[None]:
 
 def measure(case: Case, arguments: argparse.Namespace) -> tuple[Row, object]:
     """Returns the row of a case and its raw values; compiles while other processes measure."""
+    torch.empty(1, device=arguments.device)  # starting a device takes seconds
     with turn_on_device(arguments.lock):
         call = Call(case, arguments.device)
     call.compile()
@@ -324,10 +325,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     return [Case(*case, item) for item, *case in product(sizes, arguments.passes, arguments.variants)]
 
 
-def earlier_rows(path: Path | None) -> list[Row]:
-    """Returns the rows of a result file, if there is one."""
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    return rows
+def earlier_rows(path: Path | None) -> tuple[list[Row], list[object]]:
+    """Returns the rows of a result file and their raw values, if there is one."""
+    if path is None or not path.exists():
+        return [], []
+    result = json.loads(path.read_text())
+    return result["rows"], result["raw"]
 
 
 def measure_apart(case: Case, arguments: argparse.Namespace, deadline: float) -> tuple[Row, object] | str:
@@ -385,8 +388,8 @@ def rows_of_processes(
 def run_cases(arguments: argparse.Namespace, start: float, folder: Path = FOLDER) -> None:
     """Measures and reports the cases that have no row, until the time is over."""
     name = f"flex_attention-{arguments.device}"
-    earlier = earlier_rows(result_path(name, arguments, folder))
-    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier)
+    earlier, raw = earlier_rows(result_path(name, arguments, folder))
+    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier, earlier_raw=raw)
     known = [{key: row.get(key) for key in ("pass", "variant", "sizes")} for row in earlier]
     missing = [case for case in cases(arguments) if case.head not in known]
     rows = rows_of_processes if arguments.parallel else rows_in_order
