@@ -90,6 +90,8 @@ class DeviceSpec:
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         channels_last_dtypes: dtypes in which image convolutions are faster in channels-last layout.
+        patch_matmul_widths: by dtype, the least width of a kernel with which a convolution by strides as large as the
+            kernel is faster as a matmul of patches.
         gemm_epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue
             of a GEMM, computed at least as exactly as the result is stored.
         gemm_padding_dtypes: dtypes in which matmuls are several times faster with row lengths that are multiples of
@@ -176,6 +178,7 @@ class DeviceSpec:
     multiprocessors: int = 132
     shared_memory_bytes: int = 227 << 10
     channels_last_dtypes: frozenset[torch.dtype] = frozenset()
+    patch_matmul_widths: tuple[tuple[torch.dtype, int], ...] = ()
     gemm_epilogue_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
@@ -302,6 +305,7 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
+    patch_matmul_widths=((torch.float32, 16), (torch.bfloat16, 16)),
     generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
     generated_matmul_bytes=1 << 18,
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),

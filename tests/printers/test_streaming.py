@@ -180,6 +180,18 @@ def test_configurations_fit_small_kernels() -> None:
     assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
 
 
+def test_wide_heads_fit_in_shared_memory() -> None:
+    """The default blocks of rows, and of keys for each stage, fit in an H100's 227 KiB for a program."""
+    for width in (128, 256, 512):
+        sizes: dict[str, Any] = {"width": width, "columns": width, "dtype": torch.bfloat16}
+        kernels = [attention_kernel(rows=512, keys=512, **sizes), attention_kernel(rows=8, keys=512, **sizes),
+                   gradient_kernel(queries=512, keys=512, **sizes)]  # fmt: skip
+        for kernel, matrices in zip(kernels, (1, 1, 2), strict=True):
+            first = streaming_configurations(kernel, int)[0]
+            rows = matrices * first.row_block + 2 * first.num_stages * first.key_block
+            assert rows * width * 2 <= 227 << 10, (width, first)
+
+
 def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     """Few rows of half precision have blocks of their own, and only half precision limits registers."""
     half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]

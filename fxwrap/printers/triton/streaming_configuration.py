@@ -75,7 +75,7 @@ def streaming_configurations(
     branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and biases)
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
-        for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
+        for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
     ]
     if is_uneven:
         candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
@@ -205,25 +205,30 @@ _LOADED_BIAS: _Table = {
     64: [(64, 64, 4, 2, 168), (64, 128, 4, 2, 0), (64, 64, 4, 3, 168), (128, 64, 4, 2, 0), (64, 64, 4, 2, 128)],
     128: [(64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 2, 0), (128, 64, 8, 2, 128)],
     256: [(64, 32, 4, 2, 0), (64, 32, 4, 3, 0), (128, 32, 8, 2, 0)],
+    512: [(32, 32, 4, 2, 0), (32, 16, 4, 3, 0), (64, 16, 8, 2, 0)],
 }
 """Blocks of a bias are in shared memory, too."""
 
 _HALF: Mapping[int, _Table] = {
     2: {64: [(64, 128, 4, 2, 168), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (128, 128, 4, 3, 0), (128, 64, 8, 3, 128)],
         128: [(128, 64, 8, 2, 128), (128, 128, 8, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0)],
-        256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)]},
+        256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)],
+        512: [(32, 32, 4, 2, 0), (32, 16, 4, 3, 0), (64, 32, 8, 2, 0)]},
     3: {64: [(64, 64, 4, 3, 0), (128, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0),
              (128, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)]},
+        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)],
+        512: [(32, 32, 8, 2, 0), (32, 16, 4, 2, 0)]},
     4: {64: [(64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 3, 0),
              (64, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)]},
+        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)],
+        512: [(32, 32, 8, 2, 0), (32, 16, 8, 2, 0)]},
 }  # fmt: skip
 """The tables by the number of matrix products of a step.
 
-Registers are limited so that as many programs run beside each other as shared memory has space for.
+Registers are limited so that as many programs run beside each other as shared memory has space for. The first one of a
+width fits in the shared memory of an H100.
 """
 
 _UNEVEN: Mapping[int, _Table] = {
