@@ -1,15 +1,15 @@
 """Layers of experts written as loops, in inference and in training steps, beside Inductor, eager and grouped matmuls.
 
-    python benchmarks/expert_loops.py --device cuda --record                       # all models, forms and numbers of tokens
-    python benchmarks/expert_loops.py --tokens 64 --models deepseek --divisor 16   # on a CPU: small layers
-    python benchmarks/expert_loops.py --device cuda --record --resume --seconds 80 # the cases that a run left
+    python benchmarks/expert_loops.py --device cuda --record                         # all models and forms
+    python benchmarks/expert_loops.py --tokens 64 --models deepseek --divisor 16     # on a CPU: small layers
+    python benchmarks/expert_loops.py --device cuda --record --resume --seconds 80   # the cases that a run left
 
-A form says where the experts' weights are: in one tensor ("stack"), in a module for each expert ("modules"), or in modules
-of a model that is frozen ("frozen", in inference only). "inductor" and "fxwrap" compile the loop; "inductor grouped" is the
-same layer as transformers writes it with `torch._grouped_mm`, on stacked weights. A step computes the gradients of the
-tokens, the routing weights and the experts' weights. Columns: milliseconds of the host and the device together, medians
-of interleaved rounds; their ratios to both of Inductor's; the peak of device memory above what lives between the calls;
-seconds of the first call; norm(difference) / norm of the worst result or gradient against float64.
+A form says where the experts' weights are: in one tensor ("stack"), in a module for each expert ("modules"), or in
+modules of a model that is frozen ("frozen", in inference only). "inductor" and "fxwrap" compile the loop; "inductor
+grouped" is the same layer as transformers writes it with `torch._grouped_mm`, on stacked weights. A step computes the
+gradients of the tokens, the routing weights and the experts' weights. Columns: milliseconds of the host and the device
+together, medians of interleaved rounds; their ratios to both of Inductor's; the peak of device memory above what lives
+between the calls; seconds of the first call; norm(difference) / norm of the worst result or gradient against float64.
 """
 
 from __future__ import annotations
