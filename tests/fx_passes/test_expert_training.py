@@ -18,7 +18,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.fx_passes.joint_graph import partitioner
 from fxwrap.lines import ExternCall
-from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
+from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, Switch, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ON_HOST = (torch.ops.fxwrap.grouped_matmul.default, torch.ops.fxwrap.grouped_products.default)
@@ -80,14 +80,15 @@ def _counts(graphs: list[GraphModule], targets: tuple[Any, ...] = (_GROUPED,)) -
 
 _FORMS = [
     ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
-    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("one_hot", "addmm", "index_add"),
-    ("masked",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
+    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("reshaped one_hot", "addmm", "index_add"),
+    ("masked",), ("switch",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
     ("one_hot", "biased modules", "assign"),
 ]  # fmt: skip
 
 
 def _layer(form: tuple[str, ...]) -> nn.Module:
-    return (MaskedWrites() if form == ("masked",) else Experts(*form)).bfloat16()
+    layers = {("masked",): MaskedWrites, ("switch",): Switch}
+    return (layers[form]() if form in layers else Experts(*form)).bfloat16()
 
 
 @pytest.mark.sampled(3)
@@ -97,8 +98,8 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
     layer = _layer(form)
     graphs, traced = _traced(routed(layer))
     _check(traced, layer, inputs_of(_COUNT), bound=_ROUNDED_BIAS if "addmm" in form else 1.2)
-    if len(form) > 1 and "modules" in form[1]:
-        assert _counts(graphs, _ON_HOST) == [3, 9 if "biased" in form[1] else 6]
+    if form == ("switch",) or {"modules", "biased modules"} & {*form}:
+        assert _counts(graphs, _ON_HOST) == [3, 9 if "biased modules" in form else 6]
         return
     forward = 3 if "sliced" in form else 2
     assert _counts(graphs) == [forward, 2 * forward + ("bias" in form or "addmm" in form)]
