@@ -80,7 +80,8 @@ def _counts(graphs: list[GraphModule], targets: tuple[Any, ...] = (_GROUPED,)) -
 
 _FORMS = [
     ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
-    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("reshaped one_hot", "addmm", "index_add"),
+    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"),
+    ("reshaped one_hot", "addmm", "index_add"),
     ("masked",), ("switch",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
     ("one_hot", "biased modules", "assign"),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ from fxwrap.printers.triton.reductions import (
 )
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
 from fxwrap.printers.triton.tile_printer import TilePrinter
-from fxwrap.symbolic import symbol_kind
+from fxwrap.symbolic import Size, symbol_kind
 
 _INT32 = 2**31 - 1
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
@@ -55,6 +55,9 @@ _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 class TritonPrinter(TilePrinter):
     """Prints one kernel. `selected` are the reductions that select an element of their row, by position."""
+
+    fuses_multiply_adds = False
+    """Whether the compiler may round a product and a sum once, as in sums of products; eager mode rounds twice."""
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class TritonPrinter(TilePrinter):
             self._emit_persistent()
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
         launch: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
+        if self.fuses_multiply_adds:
+            launch["enable_fp_fusion"] = True
         if any(isinstance(item, DeviceAssert) for item in self.kernel.operations):
             launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
         if self.is_looped:
@@ -104,9 +109,12 @@ class TritonPrinter(TilePrinter):
             f"{body}\n",
             (*pointers, *[_SYMBOL_TYPES[kind] for kind in kinds.values()]),
             tuple(sorted({**constants, **launch}.items())),
-            self.tile.num_programs,
+            self._num_programs(),
             frozenset(self.names.used),
         )
+
+    def _num_programs(self) -> Size:
+        return self.tile.num_programs
 
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}

@@ -303,7 +303,7 @@ def test_results_of_long_reductions_do_not_overwrite_operands_of_later_parts() -
         data = [torch.empty(images, memory_format=torch.channels_last, device="cuda") for _ in range(2)]
         inputs = [*data, *[torch.empty(channels, device="cuda") for _ in range(3)]]
         graph = make_fx(backward)(*inputs)
-    owned = {position: Ownership.OWNED for position in (0, 1, 3, 4)}
+    owned = dict.fromkeys((0, 1, 3, 4), Ownership.OWNED)
     program = lower(graph, inputs, ownership=owned)
     launches = [line for line in program.lines() if isinstance(line, Launch)]
     assert len(launches) == 3
