@@ -257,7 +257,8 @@ def _normalized(graph: Graph, result: Node) -> Node | None:
 
     The backward of an activation then computes them again from the batch norm's input, which is saved anyway.
     """
-    norm, position = result.args
+    arguments: Any = result.args
+    norm, position = arguments
     training = _TRAINING_ARGUMENTS.get(norm.target)
     if position != 0 or training is None or not norm.args[training]:
         return None
@@ -265,7 +266,7 @@ def _normalized(graph: Graph, result: Node) -> Node | None:
     if not all(isinstance(item.meta.get("val"), FakeTensor) for item in (x, result)) or x.meta["val"].ndim < 2:
         return None
     builder = _NodeBuilder(graph, result, {}, False)
-    shape = [-1, *[1] * (x.meta["val"].ndim - 2)]
+    shape: Any = [-1, *[1] * (x.meta["val"].ndim - 2)]
 
     def per_channel(item: Node) -> Node:
         return builder.call(_aten.view.default, builder.upcast(item), shape)
