@@ -163,6 +163,7 @@ def layers(model: str, form: str, divisor: int, dtype: torch.dtype, device: str)
     with torch.no_grad():
         if isinstance(layer, ModuleExperts):
             for index, expert in enumerate(layer.experts):
+                assert isinstance(expert, Gated)
                 grouped.up[index].copy_(torch.cat([expert.gate.weight, expert.up.weight]))
                 grouped.down[index].copy_(expert.down.weight)
         else:
