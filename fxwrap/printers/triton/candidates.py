@@ -362,8 +362,8 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSp
         wanted = _WIDE_BYTES_TILE
     few_rows = [wanted, *[tile for tile in _FEW_ROWS_TILES if tile != wanted]]
     blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
-    tiles = [Configuration(few, columns, padded, *block, True, warps, stages, True) for *block, warps, stages in blocks]
-    small = [item for item in tiles if _shared_bytes(contraction, item) <= _block_bytes(spec)]
+    every = [Configuration(few, columns, padded, y, r, True, warps, stages, True) for y, r, warps, stages in blocks]
+    small = [item for item in every if _shared_bytes(contraction, item) <= _block_bytes(spec)]
     small = small or [Configuration(few, columns, padded, whole or 16, 64, True, 2, 2, True)]
     dots = [replace(item, r_block=min(item.r_block, longest)) for item in small]
     dots = fitting(dots, partial(_shared_bytes, contraction), _smaller, spec)
