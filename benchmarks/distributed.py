@@ -200,8 +200,9 @@ def seconds(step: Step, tokens: Tensor) -> float:
 
 def on_all_ranks(value: float, tokens: Tensor) -> list[float]:
     """Returns the values of a number on all ranks."""
-    parts = [torch.empty(1, device=tokens.device) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, torch.tensor([value], device=tokens.device))
+    own = torch.tensor([value], dtype=torch.float64, device=tokens.device)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
     return [float(part) for part in parts]
 
 

@@ -12,22 +12,28 @@ interleaved rounds; the ratio to Inductor's; norm(difference) / norm of the resu
 the first element of the batch; registers of a thread, spills and shared bytes of fxwrap's kernels. Times of a backward
 are those of forward and backward together less those of the forward; its error is the largest of the gradients'.
 
+The pass `lse` is a forward that also returns the logarithm of each row's sum of exponentials; `decode` has one row of
+queries, at the last position. Decoding by a mask or a score function reads the position from a tensor.
+
 `--seconds` begins no case that would end later; with `--record`, rows of the result file are kept and their cases are
-not measured again. `--parallel N` compiles the cases ahead in N processes, whose results come from the disk caches.
+not measured again. `--parallel N` measures cases in processes of their own: N compile at a time, one measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -42,7 +48,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
 from benchmarks.flex_configurations import configurations, kernel_usage
-from benchmarks.measure_kernels import Contender, fresh_function, interleaved_device_times, interleaved_host_times
+from benchmarks.measure_kernels import (
+    Contender,
+    first_line,
+    fresh_function,
+    interleaved_device_times,
+    interleaved_host_times,
+)
 from benchmarks.results import FOLDER, Report, Row, add_record_option, geometric_mean, result_path
 from fxwrap.compile.backend import make_backend
 
@@ -88,7 +100,7 @@ HEADS = 2
 """Heads whose results are compared with float64."""
 
 VARIANTS = ("causal", "causal+bias", "causal+relative", "causal+cap", "window", "documents", "full")
-PASSES = ("forward", "backward", "decode")
+PASSES = ("forward", "lse", "backward", "decode")
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """A pass ("forward", "backward", "decode") of a variant."""
+    """A pass of `PASSES`, of a variant."""
 
     step: str
     variant: str
@@ -144,6 +156,9 @@ class Call:
         ]
         self.score_mod, self.captured = score_function(case.variant, sizes, device)
         self.mask = MASKS[case.variant.partition("+")[0]]
+        if rows != sizes.length and case.variant != "full":
+            offset = torch.tensor(sizes.length - rows, device=device)
+            self.score_mod, self.mask = _from_position(offset, self.score_mod, self.mask)
         self.block_mask = create_block_mask(self.mask, None, None, rows, sizes.length, device=device)
         self.programs: list[fxwrap.Compiled] = []
         own = make_backend(options or fxwrap.Options(), self._compile_graph)
@@ -152,7 +167,9 @@ class Call:
         is_grouped = sizes.heads != sizes.key_heads
         for name, backend in backends.items():
             compiled = torch.compile(fresh_function(attention), backend=backend, dynamic=False, fullgraph=True)
-            self.forward[name] = partial(compiled, *self.leaves, self.score_mod, self.block_mask, is_grouped)
+            self.forward[name] = partial(
+                compiled, *self.leaves, self.score_mod, self.block_mask, is_grouped, case.step == "lse"
+            )
         sdpa: Any = torch.nn.functional.scaled_dot_product_attention
         self.forward["sdpa"] = partial(sdpa, *self.leaves, is_causal=rows == sizes.length, enable_gqa=is_grouped)
         self.functions = self.forward
@@ -167,6 +184,11 @@ class Call:
         self.programs.append(fxwrap.compile_graph(*items, **keywords))
         return self.programs[-1]
 
+    def compile(self) -> None:
+        """Compiles both sides."""
+        for name in ("fxwrap", "inductor"):
+            self.functions[name]()
+
     def errors(self) -> dict[str, float]:
         """Returns the relative error of each compiled side; compiles."""
         group = self.case.sizes.heads // self.case.sizes.key_heads
@@ -174,23 +196,35 @@ class Call:
         heads = key_heads * group
         copies = [item.detach()[:1, :count].double() for item, count in
                   zip(self.leaves, (heads, key_heads, key_heads), strict=True)]  # fmt: skip
-        expected: tuple[Tensor, ...] = (formula(copies, self.score_mod, self.mask),)
         if self.case.step == "backward":
             for item in copies:
                 item.requires_grad_()
             function = partial(formula, copies, self.score_mod, self.mask)
-            expected = _gradients(function, copies, self.grad[:1, :heads].double())
+            expected = _gradients(lambda: function()[0], copies, self.grad[:1, :heads].double())
+        else:
+            expected = formula(copies, self.score_mod, self.mask)[: 1 + (self.case.step == "lse")]
         return {name: _error(self.functions[name](), expected) for name in ("fxwrap", "inductor")}
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, is_grouped: bool) -> Any:
-    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, enable_gqa=is_grouped)
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, is_grouped: bool, returns_lse: bool
+) -> Any:
+    keywords: dict[str, Any] = {"enable_gqa": is_grouped, "return_lse": returns_lse}
+    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, **keywords)
 
 
-def formula(operands: Sequence[Tensor], score_mod: Any, mask: Any) -> Tensor:
-    """Returns the result for query, key and value in float64, one head at a time."""
+def _from_position(offset: Tensor, score_mod: Any, mask: Any) -> tuple[Any, Any]:
+    """Returns the score and the mask function where the first row of queries is at the position `offset`."""
+    return (
+        lambda score, b, h, q, k: score_mod(score, b, h, q + offset, k),
+        lambda b, h, q, k: mask(b, h, q + offset, k),
+    )
+
+
+def formula(operands: Sequence[Tensor], score_mod: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    """Returns result and logarithms of sums for query, key and value in float64, one head at a time."""
     query, key, value = operands
-    group, results = query.shape[1] // key.shape[1], []
+    group, results, logarithms = query.shape[1] // key.shape[1], list[Tensor](), list[Tensor]()
     for head in range(query.shape[1]):
         rows, keys = [torch.arange(item.shape[2], device=item.device) for item in (query, key)]
         scores = query[:, head] @ key[:, head // group].mT / query.shape[-1] ** 0.5
@@ -198,7 +232,8 @@ def formula(operands: Sequence[Tensor], score_mod: Any, mask: Any) -> Tensor:
         scores = score_mod(scores, zero, zero + head, rows[:, None], keys)
         scores = scores.masked_fill(~mask(zero, zero, rows[:, None], keys), -torch.inf)
         results.append(scores.softmax(-1) @ value[:, head // group])
-    return torch.stack(results, 1)
+        logarithms.append(scores.logsumexp(-1))
+    return torch.stack(results, 1), torch.stack(logarithms, 1)
 
 
 def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -229,9 +264,32 @@ def _error(results: Any, expected: Sequence[Tensor]) -> float:
     return max(float((result[:1, : item.shape[1]].double() - item).norm() / item.norm()) for result, item in pairs)
 
 
+@contextmanager
+def turn_on_device(lock: str | None) -> Iterator[None]:
+    """Holds the lock file, if there is one, and hands unused device memory back."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
 def measure(case: Case, arguments: argparse.Namespace) -> tuple[Row, object]:
-    """Returns the row of a case and its raw values."""
-    call, device = Call(case, arguments.device), torch.device(arguments.device)
+    """Returns the row of a case and its raw values; compiles while other processes measure."""
+    torch.empty(1, device=arguments.device)  # starting a device takes seconds
+    with turn_on_device(arguments.lock):
+        call = Call(case, arguments.device)
+    call.compile()
+    with turn_on_device(arguments.lock):
+        return _measured(call, arguments)
+
+
+def _measured(call: Call, arguments: argparse.Namespace) -> tuple[Row, object]:
+    case, device = call.case, torch.device(arguments.device)
     errors = call.errors()
     times = milliseconds(call.functions, device, arguments.rounds)
     if case.step == "backward":
@@ -263,48 +321,82 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     """Returns the cases of a command line, by size first."""
     default = "4x16x4096x64" if arguments.device == "cuda" else "1x8x1024x64"
     sizes = arguments.sizes or [Sizes.parse(default)]
-    variants = {step: ["full"] if step == "decode" else arguments.variants for step in arguments.passes}
-    return [Case(step, variant, item) for item, step in product(sizes, arguments.passes) for variant in variants[step]]
+    every = product(sizes, arguments.passes, arguments.variants)
+    return [Case(step, variant, item) for item, step, variant in every]
 
 
-def earlier_rows(path: Path | None) -> list[Row]:
-    """Returns the rows of a result file, if there is one."""
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    return rows
+def earlier_rows(path: Path | None) -> tuple[list[Row], list[object]]:
+    """Returns the rows of a result file and their raw values, if there is one."""
+    if path is None or not path.exists():
+        return [], []
+    result = json.loads(path.read_text())
+    return result["rows"], result["raw"]
 
 
-def compile_case(case: Case, device: str) -> None:
-    """Compiles a case in another process, which fills the disk caches."""
-    command = [sys.executable, __file__, "--device", device, "--compile", "--sizes", str(case.sizes)]
-    command += ["--passes", case.step, "--variants", case.variant]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+def measure_apart(case: Case, arguments: argparse.Namespace, deadline: float) -> tuple[Row, object] | str:
+    """Returns the row and the raw values of a case measured in another process, or why there is none."""
+    command = [sys.executable, __file__, "--device", arguments.device, "--rounds", str(arguments.rounds)]
+    command += ["--sizes", str(case.sizes), "--passes", case.step, "--variants", case.variant, "--lock", arguments.lock]
+    seconds = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
+    if seconds == 0.0:
+        return "the time is over"
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return "the time is over"
+    if finished.returncode:
+        return first_line(RuntimeError(finished.stderr[-1000:]))
+    result: list[Any] | str = json.loads(finished.stdout.splitlines()[-1])
+    return result if isinstance(result, str) else (result[0], result[1])
+
+
+def _result_or_error(case: Case, arguments: argparse.Namespace) -> tuple[Row, object] | str:
+    try:
+        return measure(case, arguments)
+    except Exception as error:  # noqa: BLE001 - the process that started this one reports it
+        return first_line(error)
+
+
+def rows_in_order(missing: Sequence[Case], arguments: argparse.Namespace, start: float) -> Iterator[tuple[Row, object]]:
+    """Yields the rows of cases, one after the other, until the time is over."""
+    longest = 0.0
+    for position, case in enumerate(missing):
+        began = time.monotonic()
+        if began - start + longest > arguments.seconds:
+            print(f"{len(missing) - position} cases are left: run again", flush=True)
+            return
+        yield measure(case, arguments)
+        longest = max(longest, time.monotonic() - began)
+        torch.compiler.reset()
+
+
+def rows_of_processes(
+    missing: Sequence[Case], arguments: argparse.Namespace, start: float
+) -> Iterator[tuple[Row, object]]:
+    """Yields the rows of cases as their processes end, until the time is over."""
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(arguments.parallel) as pool:
+        arguments.lock = lock.name
+        futures = {pool.submit(measure_apart, case, arguments, start + arguments.seconds): case for case in missing}
+        for future in as_completed(futures):
+            result = future.result()
+            if isinstance(result, str):
+                print(f"{futures[future]}: {result}", flush=True)
+            else:
+                yield result
 
 
 def run_cases(arguments: argparse.Namespace, start: float, folder: Path = FOLDER) -> None:
     """Measures and reports the cases that have no row, until the time is over."""
     name = f"flex_attention-{arguments.device}"
-    earlier = earlier_rows(result_path(name, arguments, folder))
-    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier)
+    earlier, samples = earlier_rows(result_path(name, arguments, folder))
+    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier, earlier_raw=samples)
     known = [{key: row.get(key) for key in ("pass", "variant", "sizes")} for row in earlier]
     missing = [case for case in cases(arguments) if case.head not in known]
-    ratios, longest = list[float](), 0.0
-    pool = ThreadPoolExecutor(max(arguments.parallel, 1))
-    compiles: dict[Case, Future[None]] = {}
-    if arguments.parallel:
-        compiles = {case: pool.submit(compile_case, case, arguments.device) for case in missing}
-    for position, case in enumerate(missing):
-        began = time.monotonic()
-        if began - start + longest > arguments.seconds:
-            print(f"{len(missing) - position} cases are left: run again", flush=True)
-            break
-        if case in compiles:
-            compiles[case].result()
-        row, raw = measure(case, arguments)
+    rows = rows_of_processes if arguments.parallel else rows_in_order
+    ratios = list[float]()
+    for row, raw in rows(missing, arguments, start):
         report.add(row, raw)
         ratios.append(float(row["/ inductor"] or 0.0))
-        longest = max(longest, time.monotonic() - began)
-        torch.compiler.reset()
-    pool.shutdown(cancel_futures=True)
     if ratios:
         print(f"geometric mean of {len(ratios)} ratios: {geometric_mean(ratios):.3f}, largest {max(ratios):.3f}")
 
@@ -318,15 +410,15 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", default=["causal+bias"], choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case that would end later")
-    parser.add_argument("--parallel", type=int, default=0, help="processes that compile cases ahead")
+    parser.add_argument("--parallel", type=int, default=0, help="processes, which take turns on the device")
     parser.add_argument("--configurations", action="store_true", help="time each configuration of the Triton kernels")
-    parser.add_argument("--compile", action="store_true", help="compile the cases, and measure nothing")
+    parser.add_argument("--lock", help="of a process of --parallel: the file that it locks to measure")
     add_record_option(parser)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if arguments.compile:
+    if arguments.lock is not None:
         for case in cases(arguments):
-            Call(case, arguments.device).errors()
+            print(json.dumps(_result_or_error(case, arguments)))
         return
     run_cases(arguments, start)
     if arguments.configurations:

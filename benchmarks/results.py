@@ -47,7 +47,8 @@ class Report:
         device: where the work ran.
         note: conditions that the arguments do not show.
         folder: where the result file is written.
-        earlier: rows of an earlier run that the result file keeps, ahead of the new ones and without raw values.
+        earlier: rows of an earlier run that the result file keeps, ahead of the new ones.
+        earlier_raw: their raw values; None for each row by default.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Report:
         note: str = "",
         folder: Path = FOLDER,
         earlier: Sequence[Row] = (),
+        earlier_raw: Sequence[object] = (),
     ) -> None:
         self._path = result_path(name, chosen, folder)
         self._facts: dict[str, object] = {**environment(torch.device(device)), **({"note": note} if note else {})}
         self._rows: list[Row] = [*earlier]
-        self._raw: list[object] = [None] * len(earlier)
+        self._raw: list[object] = [*earlier_raw] or [None] * len(earlier)
         self._is_header_printed = False
         print(f"\n{name}: {describe(self._facts)}", flush=True)
 

@@ -227,8 +227,7 @@ def compare(cluster: Cluster, trace: Callable[[], GraphModule], slack: float = 0
 
 
 def _combined(program: Program, spec: DeviceSpec) -> Program:
-    max_large = {"cpu": spec.combo_large_kernels}
-    return fxwrap.verify(combine_kernels(program, {"cpu": spec.combo_kernel_bytes}, max_large=max_large))
+    return fxwrap.verify(combine_kernels(program, {"cpu": spec}))
 
 
 def row(comparison: Comparison, ranks: int, tokens: int) -> dict[str, str | int | float | None]:

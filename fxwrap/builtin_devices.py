@@ -16,6 +16,7 @@ from fxwrap.devices import (
     FX,
     TRITON,
     USER_TRITON,
+    DeviceSpec,
     KernelCombiner,
     KernelRuntime,
     Launcher,
@@ -65,10 +66,10 @@ def _triton_group_key(kernel: Any) -> Hashable:
     return TRITON_KERNEL_COMBINER.group_key(kernel)
 
 
-def _triton_leaves_idle(kernel: Any) -> bool:
+def _triton_leaves_idle(kernel: Any, spec: DeviceSpec) -> bool:
     from fxwrap.printers import TRITON_KERNEL_COMBINER
 
-    return TRITON_KERNEL_COMBINER.leaves_idle(kernel)
+    return TRITON_KERNEL_COMBINER.leaves_idle(kernel, spec)
 
 
 def _combine_triton_kernels(kernels: Sequence[Any], shared: Sequence[bool], name: str) -> Any:

@@ -9,6 +9,8 @@ import platform
 import random
 from collections import Counter
 from collections.abc import Generator, Hashable, Iterator
+from contextlib import suppress
+from importlib import import_module
 from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
@@ -133,6 +135,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         seed = crc32(item.nodeid.encode())
         torch.manual_seed(seed)
         random.seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Imports test modules from the last to the first in each second worker, before it collects them in order.
+
+    In a fresh clone no module's assertions are rewritten. Workers that start from both ends each rewrite half of them.
+    """
+    if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2 == 0:
+        return
+    root = session.config.rootpath
+    folders = [root / argument.partition("::")[0] for argument in session.config.args]
+    for path in sorted((path for folder in folders for path in folder.rglob("test_*.py")), reverse=True):
+        with suppress(Exception, pytest.skip.Exception):  # the module's collection reports it
+            import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_collection_finish() -> None:

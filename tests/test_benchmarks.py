@@ -228,7 +228,7 @@ def test_cases_of_flex_attention_are_measured_once(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("benchmarks.flex_attention.measure", measure)
     chosen = argparse.Namespace(
         record="x", device="cpu", sizes=[Sizes.parse("1x8/2x64x16"), Sizes.parse("1x8x64x16")], passes=["decode"],
-        variants=[], seconds=0.0, parallel=0,
+        variants=["window"], seconds=0.0, parallel=0, lock=None,
     )  # fmt: skip
     for _ in range(3):
         run_cases(chosen, time.monotonic() - 1e-3, tmp_path)

@@ -16,6 +16,7 @@ from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.errors import ParseError
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.options import Options
+from tests.support.garbage import freeze_heap
 from tests.support.samples import SAMPLES
 
 SAMPLE = SAMPLES["views_share_one_root"]
@@ -47,6 +48,7 @@ def test_construction_runs_without_collections(stage: str) -> None:
         "from_fx": lambda: fxwrap.from_fx(emitted),
     }
     assert gc.isenabled()
+    freeze_heap()
     with _frequent_collections() as phases:
         gc.collect()
         phases.clear()

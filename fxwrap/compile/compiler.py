@@ -17,6 +17,7 @@ from fxwrap.compile import steps
 from fxwrap.compile.compiled import Compiled, Stage
 from fxwrap.compile.confirmation import is_timed_beside, is_tuning_faster
 from fxwrap.compile.context import CompileContext, CompileState
+from fxwrap.compile.device_limits import with_device_limits
 from fxwrap.compile.group_speeds import with_group_speeds
 from fxwrap.compile.inspection import record_compile, write_compile
 from fxwrap.compile.kernels import (
@@ -103,7 +104,7 @@ def compile_graph(
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode(), collection_paused(options or Options()):
         options = with_repro_environment(options or Options())
-        options = with_group_speeds(options.resolve_devices(), graph)
+        options = with_group_speeds(with_device_limits(options, graph, example_inputs), graph)
         events = EventLog(name)
         text = graph_text(graph)
         request = CompileRequest(

@@ -61,10 +61,7 @@ CompileStep: TypeAlias = Step[CompileState, CompileContext]
 
 
 def _combine_kernels(state: CompileState, context: CompileContext) -> CompileState:
-    specs = context.options.device_specs()
-    max_bytes = {name: spec.combo_kernel_bytes for name, spec in specs.items()}
-    max_large = {name: spec.combo_large_kernels for name, spec in specs.items()}
-    program = combine_kernels(state.program, max_bytes, max_large=max_large)
+    program = combine_kernels(state.program, context.options.device_specs())
     return state if program is state.program else replace(state, program=assign_call_handles(program))
 
 
@@ -96,8 +93,8 @@ def _partition(state: CompileState, context: CompileContext) -> CompileState:
 
 def _insert_dependent_launches(state: CompileState, context: CompileContext) -> CompileState:
     specs = context.options.device_specs()
-    device_types = [name for name, spec in specs.items() if spec.supports_dependent_launch]
-    return replace(state, program=insert_dependent_launches(state.program, device_types))
+    dependent = {name: spec for name, spec in specs.items() if spec.supports_dependent_launch}
+    return replace(state, program=insert_dependent_launches(state.program, dependent))
 
 
 def _transform(function: Callable[[Program], Program]) -> Callable[[CompileState, CompileContext], CompileState]:

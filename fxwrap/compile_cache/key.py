@@ -16,6 +16,7 @@ from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CUDA, DEVICE_SPECS, find_language, registered_spec
 from fxwrap.events import EventLog
 from fxwrap.options import FX_BEFORE_LOWERING, FX_EMITTED, Options
+from fxwrap.runtime.devices import gpu_properties
 from fxwrap.runtime.native import compiler_identity
 from fxwrap.wrapper_ir import Ownership
 
@@ -121,8 +122,7 @@ def _check_device(device_type: str) -> None:
 def _device_text(device: torch.device, name: str) -> str:
     if device.type != CUDA.device_type or not torch.cuda.is_available():  # torch has no properties of other devices
         return name
-    known = device.index in (None, *range(torch.cuda.device_count()))  # without an index, the current GPU
-    gpu = torch.cuda.get_device_properties(device if known else 0)  # a fake tensor may be on a GPU the machine lacks
+    gpu = gpu_properties(device)
     return f"{name} {gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
 
 

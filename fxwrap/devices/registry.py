@@ -62,13 +62,13 @@ class KernelCombiner:
         combine: `combine(kernels, shared, name)` returns one kernel that does the work of independent kernels. For each
             parameter, `shared` is True if all launches pass the same argument: the combo kernel then has it once, else
             once per launch, in launch order. Scalars are shared. `name` describes the kernel.
-        leaves_idle: `leaves_idle(kernel)` returns whether a large kernel has too few programs to occupy a device, each
-            of which runs long beside the selection of its kernel.
+        leaves_idle: `leaves_idle(kernel, spec)` returns whether a large kernel has too few programs to occupy a device,
+            each of which runs long beside the selection of its kernel.
     """
 
     group_key: Callable[[Any], Hashable]
     combine: Callable[[Sequence[Any], Sequence[bool], str], Any]
-    leaves_idle: Callable[[Any], bool] = lambda kernel: False
+    leaves_idle: Callable[[Any, DeviceSpec], bool] = lambda kernel, spec: False
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +91,8 @@ class DeviceRuntime:
         random_state: `random_state(device)` returns the generator's state, a uint8 tensor on the CPU.
         set_random_state: `set_random_state(device, state)` sets it.
         graph_capturer: `graph_capturer(device)` returns a `runtime.graph_capture.replay.GraphCapturer`.
+        read_limits: `read_limits(device)` returns fields of `DeviceSpec` that differ between devices of the type, by
+            name, as a device of this machine has them; none where the machine has no such device.
     """
 
     kernels: KernelRuntime | None = None
@@ -105,6 +107,7 @@ class DeviceRuntime:
     random_state: Callable[[torch.device], torch.Tensor] | None = None
     set_random_state: Callable[[torch.device, torch.Tensor], None] | None = None
     graph_capturer: Callable[[torch.device], Any] | None = None
+    read_limits: Callable[[torch.device], Mapping[str, int]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,6 +71,9 @@ SYMMETRIC_MEMORY = "symmetric"
 class DeviceSpec:
     """Capabilities of a device type. Each default is correct for any device, but slow on some.
 
+    A compile whose inputs are on a device of this machine reads `multiprocessors` and `shared_memory_bytes` from
+    it, by the runtime's `read_limits`. For others, as in cross-compiling, they are those of the spec.
+
     Fields:
         device_type: torch's name: "cpu", "cuda", or a name that a vendor's package registered with torch.
         kernel_language: the language of generated kernels; "" for extern calls only.
@@ -82,7 +85,13 @@ class DeviceSpec:
         supports_streams: work is queued on streams and may overlap. Without it, a call has run when it returns.
         massively_parallel: a kernel needs thousands of elements at once to occupy the device, like a GPU: long
             reductions are split, and kernels with few rows do not fuse whole tensors. Otherwise few threads loop.
+        multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side. It
+            decides blocks of kernels, parts of attention's keys, and which launches are combined or dependent.
+        shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
+            out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         channels_last_dtypes: dtypes in which image convolutions are faster in channels-last layout.
+        patch_matmul_widths: by dtype, the least width of a kernel with which a convolution by strides as large as the
+            kernel is faster as a matmul of patches.
         gemm_epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue
             of a GEMM, computed at least as exactly as the result is stored.
         gemm_padding_dtypes: dtypes in which matmuls are several times faster with row lengths that are multiples of
@@ -166,7 +175,10 @@ class DeviceSpec:
     supports_multiple_devices: bool = True
     supports_streams: bool = True
     massively_parallel: bool = False
+    multiprocessors: int = 132
+    shared_memory_bytes: int = 227 << 10
     channels_last_dtypes: frozenset[torch.dtype] = frozenset()
+    patch_matmul_widths: tuple[tuple[torch.dtype, int], ...] = ()
     gemm_epilogue_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
@@ -249,10 +261,20 @@ class DeviceSpec:
         return collective_bucket_bytes(self.collective_latency_s, self.collective_bytes_per_s)
 
     def text(self) -> str:
-        """Returns the fields that differ from their defaults, in order: equal specs have equal texts."""
-        fields = [(item, getattr(self, item.name)) for item in dataclasses.fields(self)]
-        texts = [f"{item.name}={_text(value)}" for item, value in fields if value != item.default]
-        return f"DeviceSpec({', '.join(texts)})"
+        """Returns the fields that differ from those of the built-in device, else from their defaults, in order.
+
+        Equal specs have equal texts: "cuda", "cuda(multiprocessors=108)".
+        """
+        known = (self.device_type, self.kernel_language)
+        base = next((spec for spec in DEVICE_SPECS if (spec.device_type, spec.kernel_language) == known), None)
+        texts = []
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value != (item.default if base is None else getattr(base, item.name)):
+                texts.append(f"{item.name}={_text(value)}")
+        if base is None:
+            return f"DeviceSpec({', '.join(texts)})"
+        return f"{self.device_type}({', '.join(texts)})" if texts else self.device_type
 
 
 def collective_bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
@@ -283,6 +305,7 @@ CPU = DeviceSpec(
     supports_multiple_devices=False,
     supports_streams=False,
     channels_last_dtypes=_HALF | {torch.float32},
+    patch_matmul_widths=((torch.float32, 16), (torch.bfloat16, 16)),
     generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
     generated_matmul_bytes=1 << 18,
     grouped_gemm_dtypes=frozenset({torch.bfloat16}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
@@ -28,7 +28,7 @@ from fxwrap.torch_compat import (
     copy_dynamo_module,
     copy_dynamo_node,
     storage_identity,
-    without_fake_mode,
+    without_dispatch_modes,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
 
@@ -38,7 +38,7 @@ _ATTENTION = frozenset({functional.scaled_dot_product_attention, _aten.scaled_do
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 _MASK_OPERATORS = frozenset({
-    "add", "alias", "and", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "clone",
+    "add", "alias", "and", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "bool", "cat", "clone",
     "contiguous", "cumsum", "detach", "diff", "eq", "expand", "expand_as", "flip", "floordiv", "full", "full_like",
     "ge", "getitem", "gt", "index", "int", "inv", "invert", "le", "lift_fresh_copy", "logical_and", "logical_not",
     "logical_or", "logical_xor", "long", "lt", "masked_fill", "mod", "mul", "ne", "neg", "new_full", "new_ones",
@@ -99,13 +99,18 @@ def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite
     }
     if not mask_of or not options.fuse or "aten.scaled_dot_product_attention.default" in options.preserve_ops:
         return {}
-    constants, written = _constant_nodes(graph), _written_storages(graph)
-    rewrite_of = {mask: _classify_mask(mask, constants, written) for mask in dict.fromkeys(mask_of.values())}
+    rewrite_of = classify_masks(graph, mask_of.values())
     return {
         node: rewrite for node, mask in mask_of.items()
         if (rewrite := rewrite_of[mask]) is not None
         and (rewrite != "contiguous" or _has_supported_dtype(mask, node))
     }  # fmt: skip
+
+
+def classify_masks(graph: Graph, masks: Iterable[Node]) -> dict[Node, MaskRewrite | None]:
+    """Returns the rewrite of each mask of a graph, which may still be traced; None for those that stay."""
+    constants, written = _constant_nodes(graph), _written_storages(graph)
+    return {mask: _classify_mask(mask, constants, written) for mask in dict.fromkeys(masks)}
 
 
 def _has_supported_dtype(mask: Node, node: Node) -> bool:
@@ -136,7 +141,12 @@ def rewrite_masks(rewrites: Mapping[Node, MaskRewrite], options: Options) -> Non
 
 def attention_arguments(node: Node) -> dict[str, Any]:
     """Returns the arguments of an attention call by parameter name."""
-    return dict(zip(_PARAMETERS, node.args)) | node.kwargs
+    return arguments_by_name(node.args, node.kwargs)
+
+
+def arguments_by_name(positional: Iterable[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `scaled_dot_product_attention` by parameter name."""
+    return dict(zip(_PARAMETERS, positional)) | dict(named)
 
 
 def set_attention_arguments(node: Node, arguments: Mapping[str, Any]) -> None:
@@ -155,9 +165,12 @@ def _mask_of(node: Node) -> Node | None:
         return None
     arguments = attention_arguments(node)
     mask = arguments.get("attn_mask")
-    # Kernels draw other random numbers than the formula does.
-    is_supported = arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
-    return mask if isinstance(mask, Node) and is_supported else None
+    return mask if isinstance(mask, Node) and has_plain_mask(arguments) else None
+
+
+def has_plain_mask(arguments: Mapping[str, Any]) -> bool:
+    """Whether an attention call has neither `is_causal`, nor dropout, whose random numbers kernels draw differently."""
+    return arguments.get("is_causal", False) is False and arguments.get("dropout_p", 0.0) == 0
 
 
 def has_unobservable_layout(node: Node, propagating: frozenset[str] = LAYOUT_PROPAGATING) -> bool:
@@ -199,11 +212,12 @@ def _classify_mask(mask: Node, constants: frozenset[Node], written: frozenset[in
     if uniform is not None and uniform == (1 if fake.dtype is torch.bool else 0):
         return "all_true"
     if mask in constants and fake.dtype is torch.bool and fake.numel() > 0:
-        value = _fold_constant(mask)
-        if value is not None and bool(value.all()):
-            return "all_true"
-        if value is not None and _is_lower_triangular(value):
-            return "causal"
+        with without_dispatch_modes():
+            value = _fold_constant(mask)
+            if value is not None and bool(value.all()):
+                return "all_true"
+            if value is not None and _is_lower_triangular(value):
+                return "causal"
     stride, size = fake.stride(-1), fake.shape[-1]
     # A comparison of symbols would install a guard.
     is_strided = type(stride) is int and stride != 1 and not (type(size) is int and size == 1)
@@ -263,7 +277,7 @@ def may_mutate(node: Node) -> bool:
 
 
 def _fold_constant(mask: Node) -> torch.Tensor | None:
-    """Computes a constant on the CPU, with broadcast dimensions of size 1; returns None if that fails."""
+    """Computes a constant on the CPU, without dispatch modes, with broadcast dimensions of size 1; None if it fails."""
     needed, pending = {mask}, [mask]
     while pending:
         new = [operand for operand in pending.pop().all_input_nodes if operand not in needed]
@@ -277,7 +291,7 @@ def _fold_constant(mask: Node) -> torch.Tensor | None:
             return values[argument]
         return cpu if isinstance(argument, torch.device | str) else argument
 
-    with without_fake_mode(), torch.no_grad(), cpu, suppress(RuntimeError):  # integer division by 0 raises on CPUs
+    with torch.no_grad(), cpu, suppress(RuntimeError):  # integer division by 0 raises on CPUs
         for node in mask.graph.nodes:
             if node in needed:
                 arguments: Any

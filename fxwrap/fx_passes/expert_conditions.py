@@ -57,6 +57,26 @@ def expert_condition(node: Node, fakes: NodeValues) -> ExpertCondition | None:
     return ExpertCondition(comparison.indices, tuple(axes), comparison.first)
 
 
+def encoded_indices(node: Node, fakes: NodeValues) -> Node | None:
+    """Returns the indices whose one-hot encoding a node is, with all classes along the last dimension."""
+    comparison = _comparison(node, fakes)
+    if comparison is None or comparison.first:
+        return None
+    rank = len(comparison.axes) - 1
+    return comparison.indices if comparison.axes == (*range(rank), _CLASS) else None
+
+
+def is_truth_of(node: Node) -> Node | None:
+    """Returns the tensor whose truth value a node has in another dtype or in other memory; None for other nodes."""
+    match name_of(node), node.args:
+        case (("ne" | "gt"), (Node() as source, 0)):
+            return source
+        case name, (Node() as source, *_) if name in _SAME_ELEMENTS:
+            return source
+        case _:
+            return None
+
+
 def _comparison(node: object, fakes: NodeValues) -> _Comparison | None:
     if not isinstance(node, Node) or node.op != "call_function" or not is_tensor(node, fakes):
         return None

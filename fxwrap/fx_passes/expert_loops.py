@@ -23,6 +23,7 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, ExpertResult, expert_loops, row_dimension
 from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
 from fxwrap.fx_passes.expert_gradients import GradientSum
+from fxwrap.fx_passes.expert_masks import encode_masks_of_experts
 from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, StackedOperand, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.fx_passes.graph_copy import (
@@ -44,12 +45,13 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
     """Returns a graph in which loops over experts, whose weights are slices of one tensor, are grouped matmuls."""
     if "aten._grouped_mm.default" in context.extern_operators:
         return graph
-    graph = simplify_gradients_of_writes(graph)
+    source = graph
+    graph = simplify_gradients_of_writes(encode_masks_of_experts(graph))
     positions = {node: position for position, node in enumerate(graph.nodes)}
     loops = [_grouped_loop(loop, graph, context) for loop in expert_loops(graph)]
     chosen = _separate([loop for loop in loops if loop is not None and _is_movable(loop.loop, positions, graph.fakes)])
     if not chosen:
-        return graph
+        return simplify_gradients_of_writes(source)
     copy = GraphCopy(graph)
     for loop in chosen:
         rows = GroupedRows(copy, loop, graph.fakes)

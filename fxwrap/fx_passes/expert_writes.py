@@ -2,7 +2,8 @@
 
 The gradient of a write is the gradient of its result with zeros in the rows written. An expert before it reads its own
 rows of that. Where these are other rows, or where the gradient of the elements read before is added again, the rows are
-those of the gradient of the loop's result, which does not depend on the other experts.
+those of the gradient of the loop's result, which does not depend on the other experts. What is left after the writes of
+all experts, the gradient of the tensor before the loop, is zero where an index is that of an expert.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch.fx import Node
 
 from fxwrap.fx_passes.attention_nodes import is_tensor
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.expert_conditions import ExpertCondition, are_distinct, expert_condition
+from fxwrap.fx_passes.expert_conditions import ExpertCondition, are_distinct, are_in_range, expert_condition
 from fxwrap.fx_passes.expert_rows import coordinate, is_zero
 from fxwrap.fx_passes.graph_copy import GraphCopy, same_layout, storages_of, written_storages
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+
+_aten = torch.ops.aten
 
 _UNREAD = frozenset({"full", "index_put", "new_zeros", "zeros", "zeros_like"})
 """Operators of gradients of writes, which nothing reads afterwards."""
@@ -33,23 +36,36 @@ class _Rows:
     axes: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _ZeroedRows:
+    """Writes of zeros into the rows of consecutive experts, from `first` to before `end`, of a tensor `source`."""
+
+    source: Node
+    rows: _Rows
+    first: int
+    end: int
+
+
 def simplify_gradients_of_writes(graph: PreparedGraph) -> PreparedGraph:
     """Returns a graph in which experts read rows of gradients before other experts' rows in them become zeros."""
     sources = _Sources(graph.fakes, written_storages(graph.nodes, graph.fakes))
     replacements = {node: source for node in graph.nodes if (source := sources.of_sum(node)) is not None}
     reads = {node: source for node in graph.nodes if (source := sources.of_read(node)) is not None}
-    if not replacements and not reads:
+    zeroed = {node: writes for node in graph.nodes if (writes := sources.of_zeros(node)) is not None}
+    if not replacements and not reads and not zeroed:
         return graph
     copy = GraphCopy(graph)
-    unread = {copy.node_map[node] for node in replacements}
+    unread = {copy.node_map[node] for node in (*replacements, *zeroed)}
     for node in graph.nodes:
         if node in replacements:
             copy.substitute(node, copy.node_map[replacements[node]], "fused")
+        elif node in zeroed:
+            copy.substitute(node, _with_zeros(copy, node, zeroed[node], graph.fakes), "fused")
         elif node in reads:
             copy.node_map[node].update_arg(0, copy.node_map[reads[node]])
     for node in reversed(graph.nodes):
         item = copy.node_map[node]
-        if name_of(node) in _UNREAD and all(user in unread for user in item.users):
+        if node not in zeroed and name_of(node) in _UNREAD and all(user in unread for user in item.users):
             unread.add(item)
             copy.erase(node)
     return copy.finish()
@@ -81,6 +97,37 @@ class _Sources:
         is_disjoint = written is not None and _are_disjoint(rows, written, self._fakes)
         return is_disjoint and not self._is_mutated(node, node.args[0], rows.condition.indices)
 
+    def of_zeros(self, node: Node) -> _ZeroedRows | None:
+        """Returns the writes of zeros into rows of experts, one after the other, of which a call is the last."""
+        rows = self._zeroed(node)
+        if rows is None or any(self._continues(user, rows) for user in node.users):
+            return None
+        numbers, source = {rows.condition.number}, node.args[0]
+        while isinstance(source, Node) and (before := self._zeroed(source)) is not None:
+            if not _are_disjoint(rows, before, self._fakes):
+                break
+            numbers.add(before.condition.number)
+            source = source.args[0]
+        first, end = min(numbers), max(numbers) + 1
+        if len(numbers) != end - first or self._is_mutated(node, source, rows.condition.indices):
+            return None
+        return _ZeroedRows(source, rows, first, end)  # type: ignore[arg-type]
+
+    def _continues(self, user: Node, rows: _Rows) -> bool:
+        """Whether a call writes zeros into the rows of another expert after those of one."""
+        after = self._zeroed(user)
+        return after is not None and _are_disjoint(after, rows, self._fakes)
+
+    def _zeroed(self, node: Node) -> _Rows | None:
+        """Returns the rows of one expert into which a call writes zeros."""
+        match name_of(node), node.args:
+            case "index_put", (Node() as source, positions, Node() as zeros) if is_zero(zeros):
+                rows = _rows(positions, self._fakes)
+                is_whole = rows is not None and not _others(rows, self._fakes) and len(set(rows.axes)) == len(rows.axes)
+                return rows if is_whole and self._is_same(node, source) else None
+            case _:
+                return None
+
     def of_sum(self, node: Node) -> Node | None:
         """Returns the tensor that a sum equals: its rows became zeros in one summand, and are the other summand."""
         operands = node.all_input_nodes
@@ -111,6 +158,23 @@ class _Sources:
         """Whether two tensors have the same dtype and layout."""
         one, other = self._fakes[node], self._fakes[source]
         return bool(one.dtype == other.dtype) and same_layout(one, other)
+
+
+def _with_zeros(copy: GraphCopy, node: Node, zeroed: _ZeroedRows, fakes: NodeValues) -> Node:
+    """Returns a tensor with zeros in the rows of experts, before the last write of these."""
+    before, source, indices = copy.node_map[node], copy.node_map[zeroed.source], zeroed.rows.condition.indices
+
+    def call(target: Any, *arguments: Any) -> Node:
+        return copy.call(before, target, arguments, f"{node.name}_zeroed")
+
+    if zeroed.first == 0 and are_in_range(indices, zeroed.end, fakes):
+        return call(_aten.zeros_like.default, source)
+    reached = call(_aten.ge.Scalar, copy.node_map[indices], zeroed.first)
+    reached = call(_aten.logical_and.default, reached, call(_aten.lt.Scalar, copy.node_map[indices], zeroed.end))
+    reached = call(_aten.permute.default, reached, list(zeroed.rows.axes))
+    for _ in range(fakes[node].ndim - len(zeroed.rows.axes)):
+        reached = call(_aten.unsqueeze.default, reached, -1)
+    return call(_aten.masked_fill.Scalar, source, reached, 0)
 
 
 def _rows(positions: Any, fakes: NodeValues) -> _Rows | None:

@@ -143,6 +143,7 @@ class GraphCopy:
     def __init__(self, source: PreparedGraph) -> None:
         self._source = source
         self._replaced: dict[Node, Node] = {}
+        self._retargeted: set[Node] = set()
         self._coverage_kind: dict[Node, str] = {}
         self._output_clones: list[tuple[Node, str]] = []
         self._attributes: dict[str, object] = {}
@@ -244,6 +245,12 @@ class GraphCopy:
         """Erases a node without users."""
         self._replaced[node] = self.node_map[node]
 
+    def retarget(self, node: Node, target: Target, fake: object) -> None:
+        """Makes a node's copy a call of another operator with the same arguments, whose result is `fake`."""
+        call = self.node_map[node]
+        call.target, call.meta["val"], self.fakes[call] = target, fake, fake
+        self._retargeted.add(node)
+
     def clone_output(self, node: Node, name: str) -> None:
         """Makes the graph return a contiguous clone of a node's tensor."""
         self._output_clones.append((node, name))
@@ -251,7 +258,7 @@ class GraphCopy:
     def finish(self) -> PreparedGraph:
         """Returns the edited graph. Recomputes the fake values of views of replaced nodes."""
         nodes, fakes = self._source.nodes, self._source.fakes
-        moved = set(self._replaced)
+        moved = {*self._replaced, *self._retargeted}
         for node in nodes:
             is_view = any(operand in moved and storages_of(fakes[operand]) & storages_of(fakes.get(node))
                           for operand in node.all_input_nodes)  # fmt: skip

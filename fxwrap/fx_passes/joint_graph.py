@@ -8,6 +8,7 @@ offset within the window fits in a byte.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ def partitioner(options: Options) -> Callable[..., object]:
     def partition(joint: GraphModule, *arguments: object, **keywords: object) -> object:
         for step in enabled_steps(JOINT_GRAPH_PASSES, options):
             joint = step.run(joint, options)
-        return min_cut_partitioner()(joint, *arguments, **keywords)
+        return min_cut_partitioner(_FUSIBLE, _RECOMPUTABLE)(joint, *arguments, **keywords)
 
     return partition
 
@@ -54,6 +55,12 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
     returned = joint.graph.output_node().all_input_nodes
     replaced: list[FakeTensor] = []
     for node in list(joint.graph.nodes):
+        if node.target is operator.getitem and str(node.args[0].target) not in excluded:
+            if (normalized := _normalized(joint.graph, node)) is not None:
+                replaced.append(node.meta["val"])
+                node.replace_all_uses_with(normalized)
+                joint.graph.erase_node(node)
+            continue
         if node.target is _aten.detach.default and node not in returned:
             # Nothing records gradients here, and the partitioner does not know that detach is a view.
             node.replace_all_uses_with(node.args[0])
@@ -243,6 +250,51 @@ def _max_pool_backward(
 
 
 _MAX_INT8_WINDOW = 128
+
+
+def _normalized(graph: Graph, result: Node) -> Node | None:
+    """Returns the normalized elements of a batch norm in training, computed from its statistics; None for others.
+
+    The backward of an activation then computes them again from the batch norm's input, which is saved anyway.
+    """
+    arguments: Any = result.args
+    norm, position = arguments
+    training = _TRAINING_ARGUMENTS.get(norm.target)
+    if position != 0 or training is None or not norm.args[training]:
+        return None
+    x, weight, bias = norm.args[:3]
+    if not all(isinstance(item.meta.get("val"), FakeTensor) for item in (x, result)) or x.meta["val"].ndim < 2:
+        return None
+    builder = _NodeBuilder(graph, result, {}, False)
+    shape: Any = [-1, *[1] * (x.meta["val"].ndim - 2)]
+
+    def per_channel(item: Node) -> Node:
+        return builder.call(_aten.view.default, builder.upcast(item), shape)
+
+    mean, rstd = [builder.call(operator.getitem, norm, number) for number in (1, 2)]
+    value = builder.call(_aten.sub.Tensor, builder.upcast(x), per_channel(mean))
+    value = builder.call(_aten.mul.Tensor, value, per_channel(rstd))
+    if weight is not None:
+        value = builder.call(_aten.mul.Tensor, value, per_channel(weight))
+    if bias is not None:
+        value = builder.call(_aten.add.Tensor, value, per_channel(bias))
+    return builder.result(value)
+
+
+_TRAINING_ARGUMENTS: Mapping[Target, int] = {
+    _aten._native_batch_norm_legit_functional.default: 5, _aten._native_batch_norm_legit.no_stats: 3,
+}  # fmt: skip
+"""Batch norms whose results are the normalized elements, the mean and 1 / std, with the position of `training`."""
+
+_FUSIBLE = frozenset({
+    _aten.native_batch_norm_backward, _aten.native_layer_norm_backward, _aten.native_group_norm_backward,
+    _aten._softmax_backward_data, _aten.hardswish_backward, _aten.hardsigmoid_backward, _aten.hardtanh_backward,
+    _aten.elu_backward, _aten.leaky_relu_backward, _aten.linalg_vector_norm,
+})  # fmt: skip
+"""Operators whose kernels compute operands too, beside those that torch's partitioner knows."""
+
+_RECOMPUTABLE = frozenset({_aten.hardswish})
+"""Pointwise operators beside those that torch's partitioner knows."""
 
 
 _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {

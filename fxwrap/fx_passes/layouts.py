@@ -32,6 +32,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
+from fxwrap.fx_passes.patch_convolutions import PatchConvolution, patch_convolutions, write_patch_matmul
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import FakeTensor, OpOverload
@@ -92,32 +93,36 @@ class _LayoutNotRestorable(Exception):
 def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph whose convolutions read channels-last tensors, where the option `layout` allows and it pays.
 
-    Also adapts the graph to example inputs whose strides differ from the traced ones.
+    Convolutions of patches become matmuls, whose results are channels-last. Also adapts the graph to example inputs
+    whose strides differ from the traced ones.
     """
     restrided = _restrided_inputs(graph, context.example_inputs)
     convolutions: frozenset[Node] = frozenset()
+    patches: Mapping[Node, PatchConvolution] = {}
     if context.options.layout == "auto" and context.options.fuse:
         specs = context.options.device_specs()
+        patches = patch_convolutions(graph.nodes, graph.fakes, specs, context.extern_operators)
         convolutions = frozenset([node for node in graph.nodes if _is_convolution(node, graph.fakes, specs)])
-    if not (restrided or convolutions) or _mutates_intermediates(graph):
+    if not (restrided or convolutions or patches) or _mutates_intermediates(graph):
         return graph
-    if convolutions:
-        rewriter = _LayoutRewriter(graph, context, restrided, convolutions)
+    attempts = [(convolutions, patches)] if convolutions.difference(patches) else []
+    attempts += [(frozenset(), patches)] if patches else []
+    attempts += [(frozenset(), {})] if restrided else []
+    failure: _LayoutNotRestorable | None = None
+    for chosen, matmuls in attempts:
+        rewriter = _LayoutRewriter(graph, context, restrided, chosen, matmuls)
         try:
             rewritten = rewriter.run()
-        except _LayoutNotRestorable:
-            pass
+        except _LayoutNotRestorable as error:
+            failure = error
         else:
-            if restrided or rewriter.cost.is_profitable:
+            if restrided or not chosen or rewriter.cost.is_profitable:
                 return rewritten
     if not restrided:
         return graph
-    try:
-        return _LayoutRewriter(graph, context, restrided, frozenset()).run()
-    except _LayoutNotRestorable as error:
-        reason = f"it reads {error}, whose strides are not those that the graph was traced with"
-        remedy = "Trace the graph with inputs of these strides, or pass contiguous inputs"
-        raise GraphError("", reason, remedy) from None
+    reason = f"it reads {failure}, whose strides are not those that the graph was traced with"
+    remedy = "Trace the graph with inputs of these strides, or pass contiguous inputs"
+    raise GraphError("", reason, remedy)
 
 
 def _restrided_inputs(graph: PreparedGraph, example_inputs: Sequence[object] | None) -> dict[Node, FakeTensor]:
@@ -183,12 +188,16 @@ def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
 
 def _mutates_intermediates(graph: PreparedGraph) -> bool:
     """Whether a call writes a computed tensor; a channels-last copy made before would miss the write."""
-    roots = [graph.fakes.get(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    inputs = {storage for fake in roots for storage in storages_of(fake)}
+    inputs = _storages_of_inputs(graph)
     return any(
         not storages_of(graph.fakes.get(operand)) <= inputs
         for node in graph.nodes if node.op == "call_function" for operand in mutated_operands(node, graph.fakes)
     )  # fmt: skip
+
+
+def _storages_of_inputs(graph: PreparedGraph) -> set[object]:
+    roots = [graph.fakes.get(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    return {storage for fake in roots for storage in storages_of(fake)}
 
 
 class _LayoutRewriter:
@@ -200,11 +209,13 @@ class _LayoutRewriter:
         context: FxPassContext,
         restrided: Mapping[Node, FakeTensor],
         convolutions: Collection[Node],
+        patches: Mapping[Node, PatchConvolution],
     ) -> None:
         self.source = source
         self.fused_operators = context.fused_operators
         self.restrided = restrided
         self.convolutions = convolutions
+        self.patches = patches
         self.copy = GraphCopy(source)
         self.graph, self.fakes, self.env = self.copy.graph, self.copy.fakes, self.copy.node_map
         self.position: Node  # of the copy, before which calls are inserted
@@ -216,6 +227,7 @@ class _LayoutRewriter:
         self._fused: set[Node] = set()
         self._written = written_storages(source.nodes, source.fakes)
         self._frozen = _converted_once(source, context)
+        self._input_storages = _storages_of_inputs(source)
 
     def run(self) -> PreparedGraph:
         """Returns the copy. Raises _LayoutNotRestorable."""
@@ -242,6 +254,11 @@ class _LayoutRewriter:
 
     def _call(self, node: Node) -> None:
         operands: Mapping[Node, Node] = self.env
+        if node in self.patches:
+            result = write_patch_matmul(self.copy, self.position, self.patches[node], node.name)
+            self.copy.substitute(node, result, "fused")
+            self.changed.add(node)
+            return
         if node in self.convolutions:
             images = {operand: self._channels_last(operand) for operand in _convolution_operands(node)}
             operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
@@ -403,7 +420,11 @@ class _LayoutRewriter:
 
         def returned(item: Node) -> Node:
             is_free = bool(flexible) and item not in fixed and has_static_strides(self.fakes[self.env[item]])
-            return self.env[item] if is_free else self._restore_layout(item)
+            if not is_free:
+                return self._restore_layout(item)
+            is_input = not self._input_storages.isdisjoint(storages_of(self.source.fakes[item]))
+            copy = None if is_input else self._channels_last_of.get(item)  # the backward's convolutions read that one
+            return self.env[item] if copy is None else copy
 
         self.env[node].args = map_arg(node.args, returned)
 

@@ -18,6 +18,7 @@ from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
+from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
@@ -59,6 +60,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
         lambda graph, _context: expand_associative_scans(graph),
+    ),
+    Step(
+        "replace_in_place_calls", "let in-place calls on tensors of the graph's own return their results, which fuse",
+        replace_in_place_calls, "fuse", _fuses,
     ),
     Step(
         "eliminate_common_subexpressions", "make equal pure calls once (CSE)",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch.fx import Node
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import (
     Axis,
     Buffer,
@@ -48,7 +49,7 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
     ]
     hint, written = size_hints(builder.state.symbols), [value for value in outputs if value is not None]
     spec = request.options.device_specs()[call.query.tensor_type.device.type]
-    splits = _split_count(call, spec.massively_parallel, hint)
+    splits = _split_count(call, spec, hint)
     elements = ScalarKernelBuilder(builder, request.options)
     attention = _AttentionBuilder(elements, call, splits)
     if splits == 1:
@@ -70,25 +71,25 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
     builder.env[node] = tuple(outputs)
 
 
-def _split_count(call: AttentionCall, massively_parallel: bool, hint: Callable[[Size], int]) -> int:
+def _split_count(call: AttentionCall, spec: DeviceSpec, hint: Callable[[Size], int]) -> int:
     """Returns the number of parts of the keys, so that all processors have work; 1 where rows suffice."""
     batch, _, rows, _ = map(hint, call.query.tensor_type.sizes)
     _, key_heads, keys, _ = map(hint, call.key.tensor_type.sizes)
     if rows > _ROW_TILE:
         return 1
     programs = max(1, batch * key_heads)
-    if not massively_parallel:
+    if not spec.massively_parallel:
         return max(1, min(-(-_CPU_TILES // programs), keys // _CPU_PART))
     least = _GPU_PART if call.key_blocks.is_trivial else _GPU_MASKED_PART
-    count = max(1, min(_GPU_PROGRAMS // programs, keys // least))
+    count = max(1, min(2 * spec.multiprocessors // programs, keys // least))
     return 1 << (count.bit_length() - 1)  # so that parts have whole blocks of keys
 
 
 _ROW_TILE = 64
 """More query rows than this are never split."""
 
-_GPU_PROGRAMS, _GPU_PART, _GPU_MASKED_PART = 264, 64, 256
-"""Programs that occupy a large GPU, and the least keys of a part: without a block mask, and with one."""
+_GPU_PART, _GPU_MASKED_PART = 64, 256
+"""The least keys of a part on a GPU: without a block mask, and with one."""
 
 _CPU_TILES, _CPU_PART = 16, 1024
 """Tiles that occupy the threads of most processors, and the least keys of a part."""

@@ -244,6 +244,8 @@ class LineEmitter:
             root = storages.root(source)
             if sum(storages.root(value) is root for value in built.inputs) > 1:
                 continue  # it reads the same memory through a view too
+            if not isinstance(definition, Scattered) and self._prevents_split(built, source, prototype):
+                continue
             value = source
             if source.type != prototype.type:
                 type_ = self.builder.symbols.tensor_type(fake, source.tensor_type.storage_offset)
@@ -257,6 +259,19 @@ class LineEmitter:
                 return built.replace_output(prototype, value)
             return built.overwriting(source, prototype, value)
         return None
+
+    def _prevents_split(self, built: BuiltKernel, source: Value, output: Value) -> bool:
+        """Whether an output in the memory of an input prevents the split of long reductions, which occupies a device.
+
+        A result of a reduction in the memory of an operand of the elements that depend on it is an example.
+        """
+        if not built.kernel.reductions:
+            return False
+        device_type = output.tensor_type.device.type
+        merged = built.overwriting(source, output, output)
+        if merged is None or self.schedules.split(built.kernel, device_type) is None:
+            return False
+        return self.schedules.split(merged.kernel, device_type) is None
 
     def _scatter_base(self, definition: Scattered, prototype: Value, built: BuiltKernel) -> list[Value]:
         """Returns the initial tensor of a scatter if it has the result's type and the kernel does not read it."""
@@ -392,12 +407,13 @@ class LineEmitter:
         Raises KernelDeclined for nodes that are to be called, and ScheduleError for a matmul without a schedule.
         """
         symbols, device = self.builder.state.symbols, plan.members[0].definition.device
-        request = kernel_request(symbols, kernel, formulas, language, device, built.name, region, is_matmul)
+        spec = self._specs[device.type]
+        request = kernel_request(symbols, kernel, formulas, language, device, spec, built.name, region, is_matmul)
         try:
             return self.request.print_kernel(request)
-        except ScheduleError:
-            raise
         except FxwrapError as error:
+            if is_matmul and isinstance(error, ScheduleError):
+                raise
             raise KernelDeclined(frozenset(self._origin(built.computed).nodes), str(error)) from error
 
     def _computed_nodes(self, built: BuiltKernel, stored: Sequence[Definition]) -> dict[Value, tuple[str, int]]:

@@ -137,7 +137,8 @@ class KernelSchedules:
         device = kernel.members[0].definition.device
         language = self.request.options.text_language(device.type)
         symbols = self.builder.state.symbols
-        return has_schedule(kernel_request(symbols, first, formulas, language, device, is_matmul=True))
+        spec = self._specs[device.type]
+        return has_schedule(kernel_request(symbols, first, formulas, language, device, spec, is_matmul=True))
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""

@@ -8,6 +8,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.errors import FxwrapError
 from fxwrap.lines import Alloc, Launch
 from fxwrap.loop_ir import Kernel, hoist_expressions
@@ -55,8 +56,9 @@ def emit_whole_kernel(
     kernel, formulas = hoist_expressions(kernel)
     written = (*outputs, *updated)
     device = written[0].tensor_type.device
-    language = request.options.text_language(device.type)
-    printed = request.print_kernel(kernel_request(builder.state.symbols, kernel, formulas, language, device, name))
+    language, spec = request.options.text_language(device.type), request.options.device_specs()[device.type]
+    asked = kernel_request(builder.state.symbols, kernel, formulas, language, device, spec, name)
+    printed = request.print_kernel(asked)
     definition = define_kernel(name, printed, kernel)
     for value in outputs:
         builder.emit(Alloc(value, origin=builder.origin(node)))
@@ -72,6 +74,7 @@ def kernel_request(
     formulas: Mapping[sympy.Symbol, sympy.Basic],
     language: str,
     device: torch.device,
+    spec: DeviceSpec,
     name: str = "",
     region: Region | None = None,
     is_matmul: bool = False,
@@ -81,7 +84,7 @@ def kernel_request(
     sizes = [item.extent for item in (*kernel.inputs, *kernel.outputs)]
     is_static = not kernel.symbols and all(isinstance(size, int) for size in sizes)
     hint = int if is_static else kernel_size_hints(symbols, kernel, formulas)
-    return KernelRequest(kernel, language, device, hint, limits, name, region, is_matmul)
+    return KernelRequest(kernel, language, device, spec, hint, limits, name, region, is_matmul)
 
 
 def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDefinition:

@@ -6,12 +6,12 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.memory_planning import greedy
 from fxwrap.memory_planning.explore import SearchLimits, SearchStatus
-from fxwrap.memory_planning.search import search
+from fxwrap.memory_planning.search import compile_search, search
 
 HEURISTICS: Mapping[str, Callable[[Sequence[greedy.Buffer]], list[int]]] = {
     "greedy_by_size": greedy.greedy_by_size,
@@ -70,7 +70,8 @@ def assign_offsets(
             n log n), "search" (the heuristics, then depth-first search, see `search.py`), or "auto" (the
             heuristics, except those over pairs if there are many, then a search if the result exceeds the capacity, or
             a short one if it exceeds the lower bound and the limit of steps permits to place all buffers twice).
-        time_limit_s: limit of a search, in seconds of wall time. "auto" without a capacity only counts steps.
+        time_limit_s: limit of a search, in seconds of wall time, without those that compile the native search.
+            "auto" without a capacity only counts steps.
 
     Results are deterministic unless the time limit stops a search. Raises PlanningError for negative sizes, empty live
     ranges, an alignment that is no power of two, sums beyond 64 bits, and if nothing fits `capacity`; OptionError for
@@ -84,8 +85,7 @@ def assign_offsets(
     if bound > _INT64_MAX:
         raise PlanningError(f"{bound} bytes are live at once, which exceeds 64 bits: check the sizes of buffers")
     is_timed = algorithm == "search" or capacity is not None
-    deadline = time.monotonic() + time_limit_s if is_timed else math.inf
-    planner = _OffsetPlanner(chosen, bound, alignment, capacity, deadline)
+    planner = _OffsetPlanner(chosen, bound, alignment, capacity, time_limit_s if is_timed else math.inf)
     name, assigned = planner.plan(algorithm)
     offsets = [0] * len(aligned)
     for position, offset in zip(nonempty, assigned):
@@ -97,13 +97,14 @@ def assign_offsets(
 
 @dataclass(frozen=True)
 class _OffsetPlanner:
-    """An assignment problem with aligned, non-zero sizes."""
+    """An assignment problem with aligned, non-zero sizes. A search starts its time, which ends at `deadline`."""
 
     buffers: list[greedy.Buffer]
     lower_bound: int
     alignment: int
     capacity: int | None
-    deadline: float
+    time_limit_s: float
+    deadline: float = math.inf
 
     @property
     def target(self) -> int:
@@ -121,8 +122,14 @@ class _OffsetPlanner:
         is_searched = thorough or self.capacity is not None or self._scaled(_BOUND_STEPS) >= 2 * len(self.buffers)
         if peak <= self.target or impossible or not is_searched:
             return name, offsets
-        better = self._search(peak, thorough)
+        better = self._started()._search(peak, thorough)
         return ("search", better) if better else (name, offsets)
+
+    def _started(self) -> _OffsetPlanner:
+        """Returns the planner with its time running. The native search is compiled before, which may take longer."""
+        if self.time_limit_s < math.inf:
+            compile_search(self.buffers)
+        return replace(self, deadline=time.monotonic() + self.time_limit_s)
 
     def _best_heuristic(self, thorough: bool) -> tuple[str, Sequence[int]]:
         """Returns the name and offsets of the best heuristic, tried in order until the target is reached."""

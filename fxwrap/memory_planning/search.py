@@ -121,6 +121,12 @@ def search(
     return SearchResult(SearchStatus.SOLVED, tuple(offsets), steps)
 
 
+def compile_search(buffers: Sequence[Buffer]) -> None:
+    """Compiles the native functions that a search of so many buffers uses, ahead of its deadline."""
+    if len(buffers) >= _NATIVE_BUFFERS:
+        native_search()
+
+
 def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
     """Returns groups of buffers with disjoint ranges of time, in the order of time."""
     groups: list[list[int]] = []

@@ -371,7 +371,7 @@ def _describe(value: object) -> str:
         case Pass():
             return value.text()
         case DeviceSpec():
-            return value.device_type if value in DEVICE_SPECS else value.text()
+            return value.text()
         case str() | int() | float() | bool() | None:
             return str(value)
         case _:

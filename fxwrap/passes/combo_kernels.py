@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.devices import KernelCombiner, find_language
+from fxwrap.devices import DeviceSpec, KernelCombiner, find_language
 from fxwrap.lines import Launch
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
@@ -16,12 +16,7 @@ from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program
 
 
 def combine_kernels(
-    program: Program,
-    max_bytes: Mapping[str, int],
-    *,
-    max_large: Mapping[str, int] = {},
-    max_tensors: int = 240,
-    max_extra_peak_bytes: int = 1 << 18,
+    program: Program, specs: Mapping[str, DeviceSpec], *, max_tensors: int = 240, max_extra_peak_bytes: int = 1 << 18
 ) -> Program:
     """Returns the program with launches of similar small kernels combined, at about the same peak memory.
 
@@ -36,16 +31,15 @@ def combine_kernels(
 
     Args:
         program: the program. It is not changed.
-        max_bytes: the largest total size of a small launch's tensors, by device type. Launches on other devices are not
-            combined.
-        max_large: the largest number of larger launches in a combo kernel, by device type; below 2 for none.
+        specs: the specs of devices, by type. `combo_kernel_bytes` is the largest total size of a small launch's
+            tensors, `combo_large_kernels` the largest number of larger launches in a combo kernel.
         max_tensors: the largest number of tensors of a combo kernel. fxwrap's launchers pass at most 256 parameters.
         max_extra_peak_bytes: how much the estimated peak memory may grow.
     """
-    candidates = _candidates(program, max_bytes, max_large)
+    candidates = _candidates(program, specs)
     if not candidates or uses_streams(program):
         return program
-    return _KernelCombining(program, candidates, max_large, max_tensors, max_extra_peak_bytes).combined()
+    return _KernelCombining(program, candidates, specs, max_tensors, max_extra_peak_bytes).combined()
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class _Candidate:
     key: _LaunchKey
 
 
-def _candidates(program: Program, max_bytes: Mapping[str, int], max_large: Mapping[str, int]) -> dict[int, _Candidate]:
+def _candidates(program: Program, specs: Mapping[str, DeviceSpec]) -> dict[int, _Candidate]:
     """Returns the launches for which there is another one of the same key, by the identity of their lines."""
     combiners = {item.name: (item, combiner) for item in program.kernels if (combiner := _combiner(item)) is not None}
     chosen: list[_Candidate] = []
@@ -79,13 +73,15 @@ def _candidates(program: Program, max_bytes: Mapping[str, int], max_large: Mappi
         if not isinstance(line, Launch) or line.kernel not in combiners or line.effect_set or not line.outs:
             continue
         (kernel, combiner), device = combiners[line.kernel], line.outs[0].tensor_type.device
-        limit = max_bytes.get(device.type, 0)
+        spec = specs.get(device.type)
+        if spec is None or not spec.combo_kernel_bytes:
+            continue
         printed = PrintedKernel(
             kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
         )
         size = _bytes(line)
-        is_large = size > limit and not combiner.leaves_idle(printed)
-        if size and limit and (not is_large or max_large.get(device.type, 0) > 1):
+        is_large = size > spec.combo_kernel_bytes and not combiner.leaves_idle(printed, spec)
+        if size and (not is_large or spec.combo_large_kernels > 1):
             key = _LaunchKey(kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)), is_large)
             chosen.append(_Candidate(line, printed, combiner, key))
     keys: dict[PrintedKernel, Hashable] = {}
@@ -131,13 +127,13 @@ class _KernelCombining:
         self,
         program: Program,
         candidates: Mapping[int, _Candidate],
-        max_large: Mapping[str, int],
+        specs: Mapping[str, DeviceSpec],
         max_tensors: int,
         max_extra_peak_bytes: int,
     ) -> None:
         self.program = program
         self.candidates = candidates
-        self.max_large = max_large
+        self.specs = specs
         self.max_tensors = max_tensors
         self.regions = SchedulingRegions(program, {})
         self.last_user = {root: unit for units in self.regions.regions for unit in units for root in unit.accessed}
@@ -171,7 +167,7 @@ class _KernelCombining:
         for (key, _), units in groups.items():
             max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
             if key.is_large:
-                max_launches = min(max_launches, self.max_large[key.device.type])
+                max_launches = min(max_launches, self.specs[key.device.type].combo_large_kernels)
             pending = list(schedule.groups(units, _at_most(max_launches)))[::-1]
             while pending:
                 group = pending.pop()

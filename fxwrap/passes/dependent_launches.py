@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from fxwrap.devices import TRITON
+from fxwrap.devices import TRITON, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
 from fxwrap.printers import add_dependent_launch, is_waiting
@@ -25,14 +25,11 @@ from fxwrap.wrapper_ir import (
     program_arguments,
 )
 
-_PROCESSORS = 132
-"""The multiprocessors of a large GPU."""
-
-_RESIDENT_WARPS = _PROCESSORS * 64
-"""The warps that it runs at once at most."""
+_RESIDENT_WARPS = 64
+"""The warps that a multiprocessor runs at once at most."""
 
 
-def insert_dependent_launches(program: Program, device_types: Collection[str]) -> Program:
+def insert_dependent_launches(program: Program, specs: Mapping[str, DeviceSpec]) -> Program:
     """Returns the program in which launches that directly follow a launch are dependent.
 
     The kernels of such launches, and of those before them, are printed Triton kernels; they are replaced by kernels
@@ -40,9 +37,9 @@ def insert_dependent_launches(program: Program, device_types: Collection[str]) -
 
     Args:
         program: the program. It is not changed.
-        device_types: the types of the devices whose kernels may be dependent.
+        specs: the specs of the devices whose kernels may be dependent, by type.
     """
-    return _DependentLaunches(program, frozenset(device_types)).program()
+    return _DependentLaunches(program, specs).program()
 
 
 @dataclass
@@ -54,7 +51,7 @@ class _DependentLaunches:
     """
 
     original: Program
-    device_types: frozenset[str]
+    specs: Mapping[str, DeviceSpec]
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
     signals: dict[str, bool] = field(default_factory=dict)
 
@@ -95,7 +92,7 @@ class _DependentLaunches:
         return Block(block.arguments, tuple(lines))
 
     def _may_wait(self, line: Launch) -> bool:
-        on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.device_types
+        on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.specs
         return on_device and line.kernel in self.warps
 
     def _spreads(self, before: Launch, line: Launch) -> bool:
@@ -107,7 +104,8 @@ class _DependentLaunches:
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
             return False
-        return min(programs, new) <= _PROCESSORS or new * self.warps[line.kernel] >= 2 * _RESIDENT_WARPS
+        processors = self.specs[line.outs[0].tensor_type.device.type].multiprocessors
+        return min(programs, new) <= processors or new * self.warps[line.kernel] >= 2 * processors * _RESIDENT_WARPS
 
     def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
         """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.devices import KernelCombiner, Printer, get_language
+from fxwrap.devices import DeviceSpec, KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
@@ -35,15 +35,17 @@ from fxwrap.symbolic import Size
 class KernelRequest:
     """A kernel to print, with properties of its launch.
 
-    Fields: `language` of the printer; `device` of the launch; `hint` returns a typical value of a symbolic size;
-    `limits` are upper bounds of symbols by name; `name` describes the computation, for profilers; `region` has the
-    ATen operators that it computes, for languages that take them (`KernelLanguage.takes_regions`); `is_matmul` is
-    whether it computes matmuls, which stay library calls where the printer raises ScheduleError.
+    Fields: `language` of the printer; `device` of the launch, and `spec`, its capabilities; `hint` returns a typical
+    value of a symbolic size; `limits` are upper bounds of symbols by name; `name` describes the computation, for
+    profilers; `region` has the ATen operators that it computes, for languages that take them
+    (`KernelLanguage.takes_regions`); `is_matmul` is whether it computes matmuls, which stay library calls where the
+    printer raises ScheduleError.
     """
 
     kernel: Kernel
     language: str
     device: torch.device
+    spec: DeviceSpec
     hint: Callable[[Size], int]
     limits: Mapping[str, int] = field(default_factory=dict)
     name: str = ""
@@ -65,7 +67,7 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
         return candidate_kernels(request)[0]()
     printer = _printer(request.language)
     details = (kernel.uncompared_fields, request.is_matmul)
-    return _print_cached(kernel, details, request.language, request.device, request.name, printer)
+    return _print_cached(kernel, details, request.language, request.device, request.spec, request.name, printer)
 
 
 @bounded_cache(1024)
@@ -74,11 +76,12 @@ def _print_cached(
     details: tuple[tuple[str, ...], bool],
     language: str,
     device: torch.device,
+    spec: DeviceSpec,
     name: str,
     _printer: Printer,
 ) -> PrintedKernel:
     """Prints a kernel of fixed sizes once for all equal layers of a model."""
-    request = KernelRequest(kernel, language, device, int, name=name, is_matmul=details[1])
+    request = KernelRequest(kernel, language, device, spec, int, name=name, is_matmul=details[1])
     return candidate_kernels(request)[0]()
 
 
@@ -138,9 +141,11 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
     if kernel.reduces_in_steps and not has_tiles:
-        streaming = streaming_configurations(kernel, request.hint, interpreted=request.device.type == "cpu")
+        is_interpreted = request.device.type == "cpu"
+        streaming = streaming_configurations(kernel, request.hint, is_interpreted, request.spec)
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
-    return tuple([partial(print_triton, kernel, item, limits, name) for item in configurations(kernel, request.hint)])
+    candidates = configurations(kernel, request.hint, request.spec)
+    return tuple([partial(print_triton, kernel, item, limits, name) for item in candidates])
 
 
 def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:

@@ -194,6 +194,20 @@ def _only_one_gpu() -> bool:
     return torch.cuda.device_count() == 1
 
 
+def gpu_properties(device: torch.device) -> Any:
+    """Returns torch's properties of a GPU; a fake tensor may be on one that the machine lacks: then of its first."""
+    is_here = device.index in (None, *range(torch.cuda.device_count()))  # without an index, the current GPU
+    return torch.cuda.get_device_properties(device if is_here else 0)
+
+
+def _gpu_limits(device: torch.device) -> dict[str, int]:
+    if not torch.cuda.is_available():
+        return {}
+    gpu = gpu_properties(device)
+    shared = getattr(gpu, "shared_memory_per_block_optin", 0) or gpu.shared_memory_per_block
+    return {"multiprocessors": gpu.multi_processor_count, "shared_memory_bytes": shared}
+
+
 CUDA_RUNTIME = DeviceRuntime(
     kernels=TRITON_KERNELS,
     allocator=lambda device: torch_allocator(str(device)),
@@ -202,4 +216,5 @@ CUDA_RUNTIME = DeviceRuntime(
     random_state=torch.cuda.get_rng_state,
     set_random_state=lambda device, state: torch.cuda.set_rng_state(state, device),
     graph_capturer=CudaGraphCapturer,
+    read_limits=_gpu_limits,
 )

@@ -6,13 +6,14 @@ which programs that only run need not pay: all imports of it are inside function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch._guards import TracingContext
+from torch._ops import OpOverloadPacket
 
 CompiledCall: TypeAlias = Callable[..., Any]
 
@@ -36,12 +37,36 @@ def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) ->
     return preserve_eager_rng
 
 
-def min_cut_partitioner() -> Callable[..., object]:
-    """Returns torch's partitioner that saves as little as possible for the backward and recomputes the rest."""
-    from functorch.compile import min_cut_rematerialization_partition
+def min_cut_partitioner(
+    fusible: Collection[OpOverloadPacket] = (), recomputable: Collection[OpOverloadPacket] = ()
+) -> Callable[..., object]:
+    """Returns torch's partitioner that saves as little as possible for the backward and recomputes the rest.
 
-    partition: Callable[..., object] = min_cut_rematerialization_partition
+    Its own lists lack operators that TorchInductor decomposes. `fusible` are those whose kernels compute operands too:
+    it does not recompute an operand of any other, since a kernel would have to store it. `recomputable` are fusible
+    ones that it may compute again in the backward.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
+
+    def partition(*arguments: object, **keywords: object) -> object:
+        # Why: the lists are no arguments of the partitioner. AOTAutograd partitions one graph at a time.
+        known = partitioners.get_default_op_list
+        partitioners.get_default_op_list = lambda: _with_operators(known(), {*fusible}, {*recomputable})
+        try:
+            return min_cut_rematerialization_partition(*arguments, **keywords)
+        finally:
+            partitioners.get_default_op_list = known
+
     return partition
+
+
+def _with_operators(types: Any, fusible: set[OpOverloadPacket], recomputable: set[OpOverloadPacket]) -> Any:
+    return replace(
+        types,
+        fusible_ops=types.fusible_ops | fusible | recomputable,
+        recomputable_ops=types.recomputable_ops | recomputable,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -49,3 +50,13 @@ def compiling(is_compiling: bool) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """Returns the node of a tensor in the graph that `make_fx` is tracing; None outside a trace, and for constants.
+
+    Why: the tensor's proxy is in the tracer's tables, and has no public name.
+    """
+    mode = get_proxy_mode()
+    tracked: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if tracked is None else tracked.proxy.node

@@ -29,6 +29,7 @@ from fxwrap.torch_compat import (
     tree_flatten,
     tree_unflatten,
 )
+from fxwrap.training.attention_masks import SimplifiedMasks
 from fxwrap.training.data_parallel import with_functional_collectives
 from fxwrap.training.graph import erase_profiler_ranges, rename_inputs, write_early
 from fxwrap.training.recomputation import marked_backwards, recompute
@@ -99,7 +100,10 @@ class _Trace:
         leaves = build_all(self.input_layouts, source)
         fakes = dict(zip(map(id, self.tensors), values, strict=True))
         with substituted(self.state, fakes), _traceable_updates(self.state, self.counters_are_numbers):
-            with with_functional_collectives(self.state.parallel), _gradients(values) as gradients:
+            with (
+                with_functional_collectives(self.state.parallel), _gradients(values) as gradients,
+                SimplifiedMasks(self.options),
+            ):  # fmt: skip
                 result = self.step(*tree_unflatten(leaves, self.input_tree))
             gradients.check(self.slots)
             self._check_optimizers()

@@ -21,6 +21,7 @@ from fxwrap.compile import make_backend
 from fxwrap.errors import DumpWarning, InspectionError, OptionError
 from fxwrap.events import CacheHit, CacheMiss, GraphLoaded, OperatorDeclined, StepEnded
 from fxwrap.report import report_page
+from tests.support.garbage import freeze_heap
 
 PLAIN = {"fuse": False}
 """Options with which nothing is compiled in C++."""
@@ -29,7 +30,7 @@ PLAIN = {"fuse": False}
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Without compiled graphs of other tests."""
-    gc.collect()
+    freeze_heap()
     yield
     torch.compiler.reset()
 

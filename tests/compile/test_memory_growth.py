@@ -18,9 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.caching import bounded_cache, clear_caches, shared_cache
+from tests.support.garbage import freeze_heap
 from tests.support.long_form import sample_size
 
 _WARM_UP_GRAPHS = 3
+
+
+@pytest.fixture(autouse=True)
+def small_heap() -> None:
+    """Leaves out what other tests have left."""
+    freeze_heap()
 
 
 def fxwrap_objects() -> Counter[str]:

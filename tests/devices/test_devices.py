@@ -124,6 +124,23 @@ def test_a_device_is_part_of_the_cache_key() -> None:
     assert [line.kernel for line in within[0].program.lines() if isinstance(line, Launch)]
 
 
+def test_a_compile_reads_the_limits_of_its_device() -> None:
+    """A device of the machine has them; a compile for another one names a spec with them."""
+    x = torch.rand(1 << 16)
+    graph = graph_of(lambda x: x.exp() * 2, x)
+    triton = DeviceSpec("cpu", "triton", supports_multiple_devices=False)
+    runtime = replace(CPU_RUNTIME, read_limits=lambda device: {"multiprocessors": 16})
+    with devices.scoped_registration(triton, runtime=runtime):
+        read = fxwrap.compile_graph(graph, (x,))
+    assert read.options.text() == f"devices=({replace(triton, multiprocessors=16).text()}, cuda)"
+    specs = [replace(CPU, multiprocessors=number) for number in (16, CPU.multiprocessors)]
+    options = [Options(devices=(spec,), cpu_kernels="triton") for spec in specs]
+    named = [fxwrap.compile_graph(graph, (x,), options=item) for item in options]
+    assert named[0].options.text() == "cpu_kernels=triton devices=(cpu(multiprocessors=16))"
+    blocks = [dict(item.program.kernels[0].options)["X_BLOCK"] for item in (read, *named)]
+    assert blocks[0] == blocks[1] > blocks[2], "more programs for more processors"
+
+
 def test_a_custom_device_program_is_saved_and_loaded(tmp_path: Path, with_abacus: None) -> None:
     x, w = torch.rand(6, 8), torch.rand(8, 8)
     options = Options(passes=(STAGING,), fallback="error")

@@ -13,6 +13,8 @@ from torch.nn import functional
 from fxwrap.devices import CPU
 
 EXPERTS, CHOSEN, WIDTH, INNER = 3, 2, 16, 24
+CAPACITY = 4
+"""The most tokens of a sequence that an expert of `Switch` computes."""
 SORTING = dataclasses.replace(
     CPU, sorted_expert_dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}), stacked_expert_bytes=1
 )
@@ -50,7 +52,10 @@ class Experts(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
         result = torch.zeros_like(tokens)
         pairs = list(zip(self.up, self.down, strict=True)) if self.weights == "unbind" else []
-        mask = functional.one_hot(chosen, EXPERTS).permute(2, 1, 0) if self.select == "one_hot" else None
+        mask = None
+        if "one_hot" in self.select:
+            encoded = functional.one_hot(chosen[None] if self.select == "reshaped one_hot" else chosen, EXPERTS)
+            mask = encoded.reshape(-1, CHOSEN, EXPERTS).permute(2, 1, 0)
         for number in range(EXPERTS):
             rows, factor = self._rows(number, chosen, factors, mask)
             if "modules" in self.weights:
@@ -142,15 +147,20 @@ class MaskedWrites(nn.Module):
 
 
 class Switch(nn.Module):
-    """The loop of Switch Transformers: a mask of tokens reads the tokens, and writes into a copy of them."""
+    """The loop of Switch Transformers: a mask of tokens reads the tokens, and writes into a copy of them.
+
+    Tokens are two sequences; those beyond an expert's capacity in a sequence stay as they are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleDict({f"expert_{number}": Expert(bias=False) for number in range(EXPERTS)})
 
     def forward(self, tokens: Tensor, chosen: Tensor, factors: Tensor) -> Tensor:
-        mask, result = functional.one_hot(chosen[:, 0], EXPERTS), tokens.clone()
+        sequences = tokens.view(2, -1, WIDTH)
+        mask = functional.one_hot(chosen[:, 0].view(2, -1), EXPERTS)
+        mask, result = mask * (torch.cumsum(mask, 1) <= CAPACITY), sequences.clone()
         for number, expert in enumerate(self.experts.values()):
-            own = mask[:, number].bool()
-            result[own] = expert(tokens[own])
-        return result * factors[:, :1].to(tokens.dtype)
+            own = mask[:, :, number].bool()
+            result[own] = expert(sequences[own])
+        return result.view(tokens.shape) * factors[:, :1].to(tokens.dtype)

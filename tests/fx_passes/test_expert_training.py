@@ -18,7 +18,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.fx_passes.joint_graph import partitioner
 from fxwrap.lines import ExternCall
-from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, inputs_of, routed
+from tests.fx_passes.expert_layers import EXPERTS, SORTING, WIDTH, Experts, MaskedWrites, Switch, inputs_of, routed
 
 _GROUPED = torch.ops.aten._grouped_mm.default
 _ON_HOST = (torch.ops.fxwrap.grouped_matmul.default, torch.ops.fxwrap.grouped_products.default)
@@ -80,25 +80,27 @@ def _counts(graphs: list[GraphModule], targets: tuple[Any, ...] = (_GROUPED,)) -
 
 _FORMS = [
     ("where", "bias", "index_add"), ("one_hot", "unbind", "assign"), ("nonzero", "sliced", "scatter_add"),
-    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"), ("one_hot", "addmm", "index_add"),
-    ("masked",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
+    ("columns", "transposed", "index_put"), ("where", "reshaped", "index_add"),
+    ("reshaped one_hot", "addmm", "index_add"),
+    ("masked",), ("switch",), ("where", "selected", "index_add"), ("where", "modules", "index_add"),
     ("one_hot", "biased modules", "assign"),
 ]  # fmt: skip
 
 
 def _layer(form: tuple[str, ...]) -> nn.Module:
-    return (MaskedWrites() if form == ("masked",) else Experts(*form)).bfloat16()
+    layers = {("masked",): MaskedWrites, ("switch",): Switch}
+    return (layers[form]() if form in layers else Experts(*form)).bfloat16()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", _FORMS)
 def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     layer = _layer(form)
     graphs, traced = _traced(routed(layer))
     _check(traced, layer, inputs_of(_COUNT), bound=_ROUNDED_BIAS if "addmm" in form else 1.2)
-    if len(form) > 1 and "modules" in form[1]:
-        assert _counts(graphs, _ON_HOST) == [3, 9 if "biased" in form[1] else 6]
+    if form == ("switch",) or {"modules", "biased modules"} & {*form}:
+        assert _counts(graphs, _ON_HOST) == [3, 9 if "biased modules" in form else 6]
         return
     forward = 3 if "sliced" in form else 2
     assert _counts(graphs) == [forward, 2 * forward + ("bias" in form or "addmm" in form)]
@@ -107,7 +109,7 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
 _WEIGHTS = ("stacked", "unbind", "sliced", "transposed", "reshaped", "addmm", "bias", "modules", "biased modules")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loops(seed: int) -> None:
     """Loops of random forms; indices may be beyond the experts, and there may be a single token."""
@@ -136,6 +138,7 @@ def test_an_expert_without_tokens_has_zero_gradients() -> None:
         assert parameter.grad is not None and not parameter.grad[1].any() and parameter.grad[0].any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_emitters(emitter: str) -> None:
     """Numbers of tokens are symbolic; the indices of the second layer are not known to be experts."""
@@ -168,6 +171,7 @@ def test_two_loops_and_other_gradients() -> None:
     assert _counts(graphs) == [4, 8]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["unbind", "modules"])
 def test_a_training_step(weights: str) -> None:
     torch.manual_seed(0)

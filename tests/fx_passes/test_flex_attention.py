@@ -205,13 +205,16 @@ def kernels_of(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("language", ["cpp", "triton"])
 def test_one_kernel(language: str) -> None:
-    """Partial, full and unvisited blocks, grouped heads, rows without keys and a captured table, in one kernel."""
+    """Partial, full and unvisited blocks, grouped heads, rows without keys and a captured table, in one kernel.
+
+    Operands are slices, whose rows are apart and unaligned.
+    """
     mask = blocks(lambda b, h, q, k: (q >= k) & (q >= h), H=HEADS, size=16)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, alibi, mask, enable_gqa=True)
 
-    inputs = operands(kv_heads=2)
+    inputs = [torch.cat([item[..., :1], item], -1)[..., 1:] for item in operands(kv_heads=2)]
     result, kernels = kernels_of(attention, *inputs, options=fxwrap.Options(cpu_kernels=language))
     assert kernels == ["flex_attention_0"]
     torch.testing.assert_close(result, attention(*inputs), rtol=1e-5, atol=2e-6)

@@ -151,7 +151,7 @@ INELIGIBLE: dict[str, Callable[..., Any]] = {
     "aligned": lambda x, w: (x[:4] @ w[:8].t()).sin(),
     "one column": lambda x, w: (x @ w[:1].t()).sin(),
     "read by strides": lambda x, w: (x @ w.t()).as_strided((3, 9), (18, 1)).sin(),
-    "written": lambda x, w: (x @ w.t()).add_(1.0).sin_(),
+    "written": lambda x, w: torch.ops.aten.bernoulli_.float((x @ w.t()), 1.0).sin(),
     "read by another operator": lambda x, w: torch.linalg.svdvals(x @ w.t()),
     "one dimension": lambda x, w: (x @ w.t()).view(-1).sin(),
     "another dtype": lambda x, w: (x.double() @ w.double().t()).sin(),

@@ -19,6 +19,7 @@ from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from fxwrap.runtime import prepacked_weights
 from fxwrap.torch_compat import ConvolutionGeometry, fused_convolution, prepacked_linear
+from tests.support.garbage import freeze_heap
 
 PREPACKED = "fxwrap.prepacked_linear.default"
 FROZEN = Options(freeze=True)
@@ -126,7 +127,7 @@ def test_constants_of_exported_and_saved_programs(tmp_path: Path) -> None:
 
 
 def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> None:
-    gc.collect()
+    freeze_heap()
     weight, before = torch.randn(256, 256), len(prepacked_weights._cache)
     for rows in range(16, 16 + prepacked_weights._MOST_FORMS + 3):
         left = torch.randn(rows, 256)
@@ -144,7 +145,7 @@ def test_weights_of_convolutions_without_batch_norm_are_freed(
 ) -> None:
     if not has_library:
         monkeypatch.setattr(prepacked_weights, "prepack_convolution_weight", lambda *_: None)
-    gc.collect()
+    freeze_heap()
     image, weight, before = torch.randn(2, 8, 12, 12), torch.randn(16, 8, 1, 1), len(prepacked_weights._cache)
     arguments = ([1, 1], [0, 0], [1, 1], 1, None, False, [2304, 144, 12, 1])
     result = torch.ops.fxwrap.frozen_convolution(image, weight, None, [], 0.0, *arguments)

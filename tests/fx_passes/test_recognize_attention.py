@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import fxwrap
 from fxwrap.comparison import capture
+from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.fx_passes.attention_nodes import folded_number
 from fxwrap.loop_ir import HALF_PRECISION
@@ -388,20 +389,90 @@ def _deberta() -> tuple[nn.Module, dict[str, Tensor], int]:
     return transformers.DebertaV2Model(config), inputs, 1
 
 
+def _words() -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(64, (BATCH, 12))}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+def _gpt_neo() -> tuple[nn.Module, dict[str, Tensor], int]:
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        window_size=4, max_position_embeddings=32, intermediate_size=16, use_cache=False, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPTNeoModel(config), _words(), 2
+
+
+def _beit() -> tuple[nn.Module, dict[str, Tensor], int]:
+    config = transformers.BeitConfig(
+        image_size=16, patch_size=4, num_attention_heads=2, use_relative_position_bias=True, **SIZES
+    )
+    return transformers.BeitModel(config), {"pixel_values": torch.randn(BATCH, 3, 16, 16)}, 2
+
+
+def _levit() -> tuple[nn.Module, dict[str, Tensor], int]:
+    """With attention between the stages, whose queries are fewer than their keys."""
+    config = transformers.LevitConfig(
+        image_size=64, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8]
+    )
+    return transformers.LevitModel(config), {"pixel_values": torch.randn(BATCH, 3, 64, 64)}, 5
+
+
+def _mpnet() -> tuple[nn.Module, dict[str, Tensor], int]:
+    return transformers.MPNetModel(transformers.MPNetConfig(num_attention_heads=2, **SIZES)), _words(), 2
+
+
+def _convbert() -> tuple[nn.Module, dict[str, Tensor], int]:
+    """Each layer has a softmax of convolution weights beside that of attention."""
+    config = transformers.ConvBertConfig(embedding_size=16, num_attention_heads=4, conv_kernel_size=3, **SIZES)
+    return transformers.ConvBertModel(config), _words(), 2
+
+
+MODELS = (_t5, _swin, _deberta, _gpt_neo, _beit, _levit, _mpnet, _convbert)
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
-def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]]) -> None:
-    """Each layer's attention is one kernel, in models with relative positions, windows and disentangled scores."""
+@pytest.mark.parametrize("route", ["make_fx", "export", "compile"])
+@pytest.mark.parametrize("make_model", MODELS, ids=lambda function: function.__name__.strip("_"))
+def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]], route: str) -> None:
+    """Each layer's attention is one kernel, in graphs from each source; results are compared for exported ones."""
     model, inputs, count = make_model()
     model.eval().set_attn_implementation("eager")  # type: ignore[operator]
-    planned = plan(export(model, (), inputs), None, OPTIONS.replace(fallback="warn"))  # type: ignore[arg-type]
+    with torch.no_grad():
+        planned = _planned_model(model, inputs, route)
     assert sum(name.startswith("flex_attention") for name in planned.launches) == count
-    assert not [call for call in planned.calls if call == "aten._softmax.default"]
+    if route != "export":
+        return
     result = planned.run([item.clone() for item in inputs.values()])[0]
     with torch.no_grad():
         eager, exact = model(**inputs)[0], model.double()(**_double(inputs))[0]
     errors = [float((item.double() - exact).norm()) for item in (result, eager)]
     assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(exact.norm())
+
+
+def _planned_model(model: nn.Module, inputs: dict[str, Tensor], route: str) -> Planned:
+    options = OPTIONS.replace(fallback="warn")
+    if route == "export":
+        return plan(export(model, (), inputs), None, options)  # type: ignore[arg-type]
+    if route == "make_fx":
+        trace = make_fx(
+            lambda *items: model(**dict(zip(inputs, items, strict=True)))[0], _error_on_data_dependent_ops=False
+        )  # models ask whether a mask is all true
+        return plan(trace(*inputs.values()), list(inputs.values()), options)
+    plans: list[Planned] = []
+
+    def compile_with(graph: Any, items: Any, **_: Any) -> Any:
+        plans.append(plan(graph, items, options))
+        raise NotImplementedError
+
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="NotImplementedError"):
+        torch.compile(model, backend=make_backend(fxwrap.Options(), compile_with), fullgraph=True)(**inputs)
+    return plans[0]
 
 
 def _double(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

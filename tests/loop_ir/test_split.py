@@ -148,6 +148,17 @@ def test_unprofitable_reductions_are_not_split() -> None:
     assert split_reductions(small, hint) is None, "it is over before a second launch would begin"
 
 
+def test_long_columns_of_a_small_matrix_are_split() -> None:
+    """A program reduces 64 columns, one block of rows after another."""
+    p, r = Axis("p0", 160), Axis("r0", 3136)
+    body = KernelBuilder()
+    body.store("out", as_index(p), body.reduce("sum", body.load("x", as_index(r) * 160 + p, F32))[0])
+    kernel = body.finish([p], [r], [Buffer("x", F32, 3136 * 160)], [Buffer("out", F32, 160)])
+    split = split_reductions(kernel, hint)
+    assert split is not None
+    run(kernel, split, torch.randn(3136 * 160, generator=torch.Generator().manual_seed(2)))
+
+
 def test_overwritten_rows_are_not_split() -> None:
     p, r = Axis("p0", 2), Axis("r0", 1 << 19)
     body = KernelBuilder()

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap.converters.interpreter import interpreter
+from fxwrap.devices import CPU
 from fxwrap.loop_ir import Kernel, evaluate_kernel
 from fxwrap.lowering.program import lower_with_coverage
 from fxwrap.options import Options
@@ -125,7 +126,7 @@ def printed_launch(plans: Sequence[Planned], language: str) -> EvaluateKernel:
     """Prints and prepares the kernels of plans in a language together; returns what runs one of them."""
     kernels = {text: kernel for planned in plans for text, kernel in planned.kernels.items()}
     printed = {
-        text: print_kernel(KernelRequest(kernel, language, torch.device("cpu"), int))
+        text: print_kernel(KernelRequest(kernel, language, torch.device("cpu"), CPU, int))
         for text, kernel in kernels.items()
     }
     prepare_kernels(

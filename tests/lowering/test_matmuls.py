@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Launch
 from tests.support.long_form import long_only
 
@@ -58,6 +60,16 @@ def test_results_are_as_exact_as_those_of_eager_mode(dtype: torch.dtype) -> None
         assert result.dtype is dtype and result.shape == eager.shape and result.stride() == eager.stride()
         allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps / 8 * want.norm()
         assert (result.double() - want).norm() <= allowed
+
+
+def test_matmuls_whose_tiles_no_shared_memory_holds_are_called(caplog: pytest.LogCaptureFixture) -> None:
+    device = replace(CPU, massively_parallel=True, shared_memory_bytes=4096)
+    inputs = [random(F32, 256, 128), random(F32, 128, 256)]
+    with caplog.at_level("INFO", "fxwrap.kernels"):
+        compiled = programs_of(lambda x, w: (x @ w).relu(), inputs, devices=(device,), cpu_kernels="triton")
+    assert called(compiled) == ["aten.mm.default"]
+    (line,) = [record.message for record in caplog.records if "shared memory" in record.message]
+    assert line.endswith("cpu has 4096: no configuration of the kernel fits")
 
 
 def swiglu(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.compile import Compiled, compile_graph
-from fxwrap.devices import CPU
+from fxwrap.devices import CPU, DeviceSpec
 from fxwrap.lines import Alloc, Launch
 from fxwrap.passes.combo_kernels import combine_kernels
 from fxwrap.wrapper_ir import Program, live_bytes, verify
@@ -45,8 +45,12 @@ def lowered(function: TensorFunction, *inputs: Tensor) -> Program:
     return fxwrap.lower(graph(function, *inputs), options=OPTIONS)
 
 
+def specs(max_bytes: int = SMALL, max_large: int = 0) -> dict[str, DeviceSpec]:
+    return {"cpu": dataclasses.replace(CPU, combo_kernel_bytes=max_bytes, combo_large_kernels=max_large)}
+
+
 def combined(program: Program, max_bytes: int = SMALL, **limits: int) -> Program:
-    return verify(combine_kernels(program, {"cpu": max_bytes}, **limits))
+    return verify(combine_kernels(program, specs(max_bytes), **limits))
 
 
 def launches(program: Program) -> list[Launch]:
@@ -191,21 +195,21 @@ def test_large_matmuls_of_few_programs_are_combined(rows: int, count: int) -> No
 
 def test_devices_without_a_limit_are_unchanged() -> None:
     program = lowered(each, *vectors(20, 24))
-    assert combine_kernels(program, {"cuda": SMALL}) is program
-    assert combine_kernels(program, {"cpu": 0}) is program
+    assert combine_kernels(program, {"cuda": specs()["cpu"]}) is program
+    assert combine_kernels(program, specs(0)) is program
 
 
 def test_languages_without_a_kernel_combiner_are_unchanged() -> None:
     program = fxwrap.lower(graph(each, *vectors(20, 24)), options=OPTIONS.replace(cpu_kernels="cpp"))
     assert len(launches(program)) == 2
-    assert combine_kernels(program, {"cpu": SMALL}) is program
+    assert combine_kernels(program, specs()) is program
 
 
 def test_unknown_sizes_are_not_combined() -> None:
     module = make_fx(each, tracing_mode="symbolic")(*vectors(20, 24))
     program = fxwrap.lower(module, options=OPTIONS)
     assert len(launches(program)) == 2
-    assert combine_kernels(program, {"cpu": SMALL}) is program
+    assert combine_kernels(program, specs()) is program
 
 
 def test_launches_beside_unknown_sizes_are_combined() -> None:
@@ -228,7 +232,7 @@ def test_large_launches_are_combined_few_at_a_time() -> None:
     inputs = vectors(20, 24, 30, *range(2000, 2005))
     program = lowered(each, *inputs)
     assert [len(line.outs) for line in launches(combined(program))] == [3, 1, 1, 1, 1, 1]
-    result = verify(combine_kernels(program, {"cpu": SMALL}, max_large={"cpu": 2}))
+    result = verify(combine_kernels(program, specs(max_large=2)))
     assert sorted([len(line.outs) for line in launches(result)]) == [1, 2, 2, 3]
     assert all(len({item.type.sizes[0] > 1000 for item in line.outs}) == 1 for line in launches(result))
     outputs = fxwrap.run(result, [item.clone() for item in inputs])
@@ -244,7 +248,7 @@ def reduced(*tensors: Tensor) -> tuple[Tensor, ...]:
 def test_large_launches_pass_no_collective() -> None:
     """A combined one would wait for the last of them. Small ones take less time than a launch."""
     program = lowered(reduced, *vectors(20, 24, 2000, 2001))
-    result = verify(combine_kernels(program, {"cpu": SMALL}, max_large={"cpu": 2}))
+    result = verify(combine_kernels(program, specs(max_large=2)))
     assert [[int(item.type.sizes[0]) for item in line.outs] for line in launches(result)] == [[20, 24], [2000], [2001]]
     asynchronous = [str(line) for line in program.body.lines if line.is_async_start or line.is_async_wait]
     assert asynchronous == [str(line) for line in result.body.lines if line.is_async_start or line.is_async_wait]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fxwrap.devices import CUDA
 from fxwrap.lines import CORE_LINES, Launch
 from fxwrap.passes.dependent_launches import insert_dependent_launches
 from fxwrap.wrapper_ir import KernelDefinition, Program, early_reads, parse_program, print_program, verify
@@ -34,8 +35,8 @@ def program_of(lines: str, language: str = "triton", functions: str = "") -> Pro
 
 def transformed(lines: str, language: str = "triton", functions: str = "") -> Program:
     """The program with dependent launches, which is valid and has a text that parses to it."""
-    program = verify(insert_dependent_launches(verify(program_of(lines, language, functions)), ["cuda"]))
-    assert insert_dependent_launches(program, ["cuda"]) is program
+    program = verify(insert_dependent_launches(verify(program_of(lines, language, functions)), {"cuda": CUDA}))
+    assert insert_dependent_launches(program, {"cuda": CUDA}) is program
     assert parse_program(print_program(program), CORE_LINES) == program
     return program
 
@@ -90,7 +91,7 @@ def test_the_next_kernel_starts_early_where_its_programs_spread(
         kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
         memory.free(%a)
         control.return(%y)"""
-    source = insert_dependent_launches(program_of(lines), ["cuda"]).kernel("k").source
+    source = insert_dependent_launches(program_of(lines), {"cuda": CUDA}).kernel("k").source
     assert ("wait_for_launches()\n    launch_dependents()" in source) == early
     assert source.rstrip().endswith("launch_dependents()") == (not early)
 
@@ -98,9 +99,9 @@ def test_the_next_kernel_starts_early_where_its_programs_spread(
 def test_other_devices_and_languages_are_unchanged() -> None:
     for language in ("user_triton", "cpp"):
         program = program_of(CHAIN, language)
-        assert insert_dependent_launches(program, ["cuda"]) is program
+        assert insert_dependent_launches(program, {"cuda": CUDA}) is program
     program = program_of(CHAIN)
-    assert insert_dependent_launches(program, ["cpu"]) is program
+    assert insert_dependent_launches(program, {"cpu": CUDA}) is program
 
 
 def test_what_a_chain_writes_is_not_read_early() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, evaluate_kernel, parse_kernel
+from fxwrap.devices import CUDA
+from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, ScheduleError, evaluate_kernel, parse_kernel
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
@@ -173,6 +176,18 @@ def test_configurations_fit_small_kernels() -> None:
     assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
 
 
+def test_wide_heads_fit_in_shared_memory() -> None:
+    """The default blocks of rows, and of keys for each stage, fit in an H100's 227 KiB for a program."""
+    for width in (128, 256, 512):
+        sizes: dict[str, Any] = {"width": width, "columns": width, "dtype": torch.bfloat16}
+        kernels = [attention_kernel(rows=512, keys=512, **sizes), attention_kernel(rows=8, keys=512, **sizes),
+                   gradient_kernel(queries=512, keys=512, **sizes)]  # fmt: skip
+        for kernel, matrices in zip(kernels, (1, 1, 2), strict=True):
+            first = streaming_configurations(kernel, int)[0]
+            rows = matrices * first.row_block + 2 * first.num_stages * first.key_block
+            assert rows * width * 2 <= 227 << 10, (width, first)
+
+
 def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     """Few rows of half precision have blocks of their own, and only half precision limits registers."""
     half = [attention_kernel(rows=rows, keys=512, width=64, dtype=torch.float16) for rows in (4, 512)]
@@ -182,6 +197,23 @@ def test_configurations_follow_from_the_form_of_a_kernel() -> None:
     wide = attention_kernel(rows=512, keys=512, width=128, dtype=torch.float16)  # with a bias
     assert not streaming_configurations(wide, int)[0].branches
     assert not any(item.max_registers for item in streaming_configurations(attention_kernel(rows=512, keys=512), int))
+
+
+@pytest.mark.parametrize("kind", ["attention", "gradients"])
+def test_configurations_fit_shared_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU with 99 KiB gets the first configuration that fits, or a smaller one where none does, and one line."""
+    sizes: dict[str, Any] = {"keys": 512, "width": 256, "columns": 256, "dtype": torch.float16}
+    make: Any = attention_kernel if kind == "attention" else gradient_kernel
+    kernel = make(**sizes, **{"rows" if kind == "attention" else "queries": 512})
+    small = replace(CUDA, shared_memory_bytes=99 << 10)
+    with caplog.at_level("INFO", "fxwrap.kernels"):
+        chosen, _ = [streaming_configurations(kernel, int, spec=small)[0] for _ in range(2)]
+    (line,) = [record.message for record in caplog.records]
+    assert "bytes of shared memory, and cuda has 101376" in line and line.endswith(f"{chosen} replaces it")
+    printed = print_streaming_triton(kernel, chosen)
+    assert compiled(printed, 86).metadata.shared <= 99 << 10
+    with pytest.raises(ScheduleError, match="no configuration fits 4096 bytes of shared memory"):
+        streaming_configurations(kernel, int, spec=replace(CUDA, shared_memory_bytes=4096))
 
 
 def test_steps_without_a_schedule_are_declined() -> None:

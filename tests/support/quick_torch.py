@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch._ops
 import torch._subclasses.fake_tensor
 import torch.fx._symbolic_trace
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 from tests.support.annotations import without_annotations
@@ -60,6 +61,27 @@ torch._ops.OperatorBase.py_impl = without_annotations(torch._ops.OperatorBase.py
 # Each fake mode keeps the stack that it was made from, for an error of two modes that meet: 5 ms with pytest's frames.
 assert torch._subclasses.fake_tensor.traceback is traceback
 torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=traceback.format_list)
+
+# Fake tensors cache what operators return. Few operators with symbolic sizes are called twice, and an entry takes
+# longer than the operator: a quarter of a trace.
+_cached_dispatch = FakeTensorMode._cached_dispatch_impl
+
+
+def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if any(map(_is_symbolic, args)):
+        return mode._dispatch_impl(func, types, args, kwargs)
+    return _cached_dispatch(mode, func, types, args, kwargs)
+
+
+def _is_symbolic(argument: object) -> bool:
+    if isinstance(argument, FakeTensor):
+        return argument._has_symbolic_sizes_strides
+    if isinstance(argument, list | tuple):
+        return any(map(_is_symbolic, argument))
+    return isinstance(argument, torch.SymInt)
+
+
+FakeTensorMode._cached_dispatch_impl = _dispatch
 
 # The tracer of make_fx replaces two methods of all modules by functions that do the same. To set attributes of a
 # class with thousands of subclasses takes milliseconds, and transformers has so many.

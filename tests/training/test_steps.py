@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap.comparison.measure import peak_bytes
 from fxwrap.errors import InputError
-from fxwrap.lines import CallFunction, Mutate
+from fxwrap.lines import CallFunction, ExternCall, Mutate
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Value, writes
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
@@ -163,6 +163,51 @@ def test_an_update_follows_its_gradient() -> None:
 
 
 @pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
+def test_masks_of_lower_triangles_become_is_causal() -> None:
+    """Torch selects attention kernels while the step is traced; a mask that is written to, or an input, stays."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            triangle = torch.ones(6, 6, dtype=torch.bool).tril()
+            written = triangle.clone()
+            written[0] = True
+            for attn_mask in (triangle, torch.ones(6, 6, dtype=torch.bool), written, mask):
+                q, k, v = self.project(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+                x = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask).transpose(1, 2).flatten(2)
+            return x
+
+    def training() -> tuple[Attention, Callable[..., Tensor]]:
+        torch.manual_seed(0)
+        model = Attention()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(*inputs: Tensor) -> Tensor:
+            loss: Tensor = model(*inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return model, step
+
+    inputs = torch.randn(3, 6, 8), torch.rand(6, 6) > 0.3
+    inputs[1][:, 0] = True
+    (model, step), (eager, eager_step) = training(), training()
+    compiled = fxwrap.compile_step(step, inputs, options=Options(emitter="python"))
+    torch.testing.assert_close(compiled(*inputs), eager_step(*inputs))
+    torch.testing.assert_close(model.project.weight, eager.project.weight)
+    calls = [line for line in compiled.compiled.program.lines() if isinstance(line, ExternCall)]
+    forward = [line for line in calls if line.target.endswith("attention_for_cpu.default")]
+    is_causal = [line.arguments[4:5] == (True,) for line in forward]
+    has_mask = ["attn_mask" in dict(line.keywords) for line in forward]
+    assert is_causal == [True, False, False, False]
+    assert has_mask == [False, False, True, True]
+
+
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     """The backward recomputes what the partitioner of separate graphs lets it recompute, and gradients die early."""
 

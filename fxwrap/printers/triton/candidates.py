@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.loop_ir import (
     FLOAT8,
     MAX_COLUMN_BLOCK,
@@ -36,6 +38,7 @@ from fxwrap.printers.triton.configuration import (
     pointwise_configurations,
 )
 from fxwrap.printers.triton.schedule import backward_slice
+from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
 _MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
@@ -52,8 +55,6 @@ _FEWEST_ROWS = 8
 """The smallest number of rows that a dot is padded to: that of tensor cores, whose other operand has more."""
 _WIDE_COLUMNS = 8192
 """The number of columns from which on few of them a program occupy a large GPU several times."""
-_SHARED_BYTES = 200 << 10
-"""Shared memory for the blocks of all stages."""
 _MIN_DOT_PROGRAMS = 110
 """Number of programs with few rows that reach the bandwidth of a large GPU."""
 _MAX_SUMMED_ROWS = 2
@@ -99,7 +100,6 @@ _CHUNK = 8
 """The groups of a row that are the columns of a dot, of which tensor cores multiply so many at least."""
 
 _MIN_CHUNKS = 4
-_MULTIPROCESSORS = 132
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -146,28 +146,31 @@ def _default_hint(size: Size) -> int:
     return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
 
 
-def configurations(kernel: Kernel, hint: Hint | None = None) -> tuple[Configuration, ...]:
-    """Returns candidate configurations of a kernel, the default one first; all are correct."""
+def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = CUDA) -> tuple[Configuration, ...]:
+    """Returns candidate configurations of a kernel for a device, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
     if contraction is not None and contraction.row_reductions:
         assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
-        candidates = _dot_configurations(contraction, hint)
+        candidates = _dot_configurations(contraction, hint, spec)
     elif not kernel.reduced:
-        candidates = pointwise_configurations(kernel, hint)
+        candidates = pointwise_configurations(kernel, hint, spec)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
-        candidates = _dot_configurations(contraction, hint)
+        candidates = _dot_configurations(contraction, hint, spec)
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
-        candidates = _grouped_configurations(grouped, hint)
+        candidates = _grouped_configurations(grouped, hint, spec)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        grouped_sums, rows = _group_sum_configurations(contraction, hint), _matvec_configurations(kernel, hint)
+        grouped_sums, rows = (
+            _group_sum_configurations(contraction, hint, spec),
+            _matvec_configurations(kernel, hint, spec),
+        )
         split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
         first, second = (split, rows) if _has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
     elif is_outer_reduction(kernel, hint):
         candidates = outer_reduction_configurations(kernel, hint)
     else:
-        candidates = inner_reduction_configurations(kernel, hint)
+        candidates = inner_reduction_configurations(kernel, hint, spec)
     return tuple(dict.fromkeys(candidates))
 
 
@@ -186,12 +189,12 @@ def can_use_dot(contraction: ContractionForm) -> bool:
     return contraction.dtype is torch.float32
 
 
-def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
 
     Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
     """
-    plain = inner_reduction_configurations(kernel, hint)
+    plain = inner_reduction_configurations(kernel, hint, spec)
     longest = next_power_of_2(hint(kernel.reduced_count))
     blocks = [
         Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
@@ -205,7 +208,7 @@ def _matvec_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
     return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
 
 
-def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
 
     The first of these has few columns a program where all are few, so that programs occupy the device.
@@ -230,11 +233,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
         stage = block * size * (padded * digits * _ROW_BYTES + columns * len(contraction.sums))
-        if stage * (stages - 1) > _SHARED_BYTES:
+        if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
     of_one_row = _row_group_sum_configurations(contraction, form, hint)
-    of_one_row += _stationary_row_configurations(contraction, hint)
+    of_one_row += _stationary_row_configurations(contraction, hint, spec)
     is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
     return [*candidates, *of_one_row] if is_long and not _is_wide(contraction, hint) else [*of_one_row, *candidates]
 
@@ -258,7 +261,7 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
     ]  # fmt: skip
 
 
-def _stationary_row_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _stationary_row_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations whose programs keep one row, for blocks that divide columns, and chunks of groups."""
     summed = sum_groups(contraction, _CHUNK) if not contraction.rows and not contraction.batch else None
     columns = product([axis.size for axis in contraction.columns])
@@ -277,11 +280,11 @@ def _stationary_row_configurations(contraction: ContractionForm, hint: Hint) -> 
     for block, warps, stages, occupancy in _STATIONARY_ROW_TILES:
         row = count * _CHUNK * size * digits * _CHUNK * _ROW_BYTES
         stage = block * count * _CHUNK * (size + 2 * _ROW_BYTES) * len(contraction.sums)
-        if columns % block or (row + stage * (stages - 1)) * occupancy > _SHARED_BYTES + _ROW_SHARED_BYTES:
+        if columns % block or (row + stage * (stages - 1)) * occupancy > _block_bytes(spec) + _ROW_SHARED_BYTES:
             continue
         candidates.append(Configuration(
             (groups,), contraction.columns, _CHUNK, block, _CHUNK * size, True, warps, stages, True, p=(chunks,),
-            p_block=count, programs=occupancy * _MULTIPROCESSORS,
+            p_block=count, programs=occupancy * spec.multiprocessors,
         ))  # fmt: skip
     return candidates
 
@@ -336,7 +339,7 @@ def _has_integer_columns(contraction: ContractionForm) -> bool:
     return bool(loads) and all(item.dtype in (torch.int8, torch.uint8) for item in loads)
 
 
-def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
 
     It has all columns that row reductions reduce.
@@ -350,7 +353,8 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     if rows > _MAX_FEW_ROWS:
         tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
         many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
-        return [replace(item, band=_band(contraction, item, hint)) for item in many]
+        banded = [replace(item, band=_band(contraction, item, hint)) for item in many]
+        return fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide, has_bytes = _is_wide(contraction, hint), _has_integer_columns(contraction) and padded == _FEWEST_ROWS
     wanted = _WIDE_TILES[padded] if is_wide else _FEW_ROWS_TILES[0]
@@ -358,12 +362,12 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
         wanted = _WIDE_BYTES_TILE
     few_rows = [wanted, *[tile for tile in _FEW_ROWS_TILES if tile != wanted]]
     blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in few_rows]
-    fitting = [tile for tile in blocks if _fits(contraction, padded, *tile)] or [(whole or 16, 64, 2, 2)]
-    dots = [
-        Configuration(few, columns, padded, y_block, min(r_block, longest), True, warps, stages, True)
-        for y_block, r_block, warps, stages in fitting
-    ]
-    grouped = _group_sum_configurations(contraction, hint)
+    sized = [Configuration(few, columns, padded, y, r, True, warps, stages, True) for y, r, warps, stages in blocks]
+    small = [item for item in sized if _shared_bytes(contraction, item) <= _block_bytes(spec)]
+    small = small or [Configuration(few, columns, padded, whole or 16, 64, True, 2, 2, True)]
+    dots = [replace(item, r_block=min(item.r_block, longest)) for item in small]
+    dots = fitting(dots, partial(_shared_bytes, contraction), _smaller, spec)
+    grouped = _group_sum_configurations(contraction, hint, spec)
     if grouped:
         return [*grouped, *dots[:1]]
     split = _split_sum_configurations(contraction, hint)
@@ -377,7 +381,7 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint) -> list[Config
     return [*dots[:1], *summed, *dots[1:]]
 
 
-def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
 
     Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
@@ -395,14 +399,15 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint) -> list[Co
         Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
         for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
-    dots = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
+    banded = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
+    dots = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
     if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
         return dots
     blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
     tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
     y_block, r_block, warps = _GROUPED_ROW_BLOCK
     first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
-    single = [first, *_matvec_configurations(kernel, hint)]
+    single = [first, *_matvec_configurations(kernel, hint, spec)]
     return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
 
 
@@ -426,16 +431,32 @@ def _has_float8_operands(contraction: ContractionForm) -> bool:
     return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
-def _fits(contraction: ContractionForm, rows: int, columns: int, reduced: int, _: int, stages: int) -> bool:
-    """Whether the operands of a block fit in shared memory, once for each stage."""
-    kernel, row_axes = contraction.kernel, frozenset(contraction.rows)
-    column_axes = frozenset([*contraction.columns, *contraction.reduced_columns])
+def _block_bytes(spec: DeviceSpec) -> int:
+    """Returns the shared memory for the blocks of few rows in all stages; the rest is for changes of layout."""
+    return spec.shared_memory_bytes * 8 // 9
+
+
+def _shared_bytes(contraction: ContractionForm, configuration: Configuration) -> int:
+    """Returns the bytes of the operands of a block, once for each stage."""
+    kernel, blocks = (
+        contraction.kernel,
+        ((configuration.x, configuration.x_block), (configuration.y, configuration.y_block)),
+    )
     used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
     size = 0
     for position in {at for operand in used for at in contraction.prologue(operand) if kernel.varying[at]}:
         operation = kernel.operations[position]
         if isinstance(operation, Load):
             axes = operation.index.axes()
-            extent = (rows if axes & row_axes else 1) * (columns if axes & column_axes else 1)
-            size += extent * reduced * operation.dtype.itemsize
-    return size * stages <= _SHARED_BYTES
+            extent = math.prod([block for own, block in blocks if not axes.isdisjoint(own)])
+            size += extent * configuration.r_block * operation.dtype.itemsize
+    return size * configuration.num_stages
+
+
+def _smaller(item: Configuration) -> Configuration | None:
+    """Returns a configuration that needs less shared memory, by fewer stages, then smaller blocks; else None."""
+    if item.num_stages > 1:
+        return replace(item, num_stages=item.num_stages - 1)
+    if item.r_block > 2 * MIN_DOT_BLOCK:
+        return replace(item, r_block=item.r_block // 2)
+    return None

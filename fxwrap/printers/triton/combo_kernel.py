@@ -11,17 +11,17 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import DeviceAssert
+from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
+from fxwrap.printers.triton.configuration import programs_of_a_wave
+from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, RESERVED_WORDS, BodyParameters, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
 from fxwrap.symbolic import product
 
-_OCCUPYING_PROGRAMS = 264
-"""Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
-
-_OCCUPYING_WARPS = 132 * 32
-"""Number of warps of programs without dots that a large GPU runs at once, with 64 registers for each thread."""
+_RESIDENT_WARPS = 32
+"""Number of warps of programs without dots that a multiprocessor runs at once, with 64 registers for each thread."""
 
 
 @dataclass
@@ -50,15 +50,15 @@ def group_key(kernel: PrintedKernel) -> Hashable:
     return text.head, text.parameters, text.constants, text.body, kernel.signature, kernel.options
 
 
-def leaves_idle(kernel: PrintedKernel) -> bool:
-    """Whether a kernel multiplies matrices in too few tiles to occupy a large GPU for more than one wave."""
+def leaves_idle(kernel: PrintedKernel, spec: DeviceSpec) -> bool:
+    """Whether a kernel multiplies matrices in too few tiles to occupy a device for more than one wave."""
     scheduled, programs = kernel.scheduled, product(kernel.grid)
     if not isinstance(scheduled, ScheduledKernel) or not isinstance(programs, int):
         return False
     configuration = scheduled.configuration
     if configuration.dot:
-        return programs <= _OCCUPYING_PROGRAMS
-    return bool(configuration.p) and programs * configuration.num_warps <= _OCCUPYING_WARPS
+        return programs <= programs_of_a_wave(spec)
+    return bool(configuration.p) and programs * configuration.num_warps <= spec.multiprocessors * _RESIDENT_WARPS
 
 
 def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: str = "") -> PrintedKernel:
@@ -73,7 +73,7 @@ def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bo
     scheduled = [_scheduled(kernel) for kernel in kernels]
     template, _ = scheduled[0].template
     values = list(zip(*[item.template[1] for item in scheduled], strict=True))
-    unused = NameAllocator(set(template.names))
+    unused = NameAllocator(set(template.names), RESERVED_WORDS)
     selected = [parameter for parameter, same in zip(template.parameters, shared) if not same]
     own = [[unused.create_name(f"{parameter}_{number}") for parameter in selected] for number in range(len(kernels))]
     sizes = {row: unused.create_name("size") for row in dict.fromkeys(values) if len(set(row)) > 1}

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
 from fxwrap.symbolic import Size
 
@@ -27,8 +28,10 @@ _MIN_TILE_SIDE = 16
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
-_WAVE = 264
-"""Number of programs that occupy a large GPU: two for each of 132 multiprocessors."""
+
+def programs_of_a_wave(spec: DeviceSpec) -> int:
+    """Returns the number of programs that occupy a device: two for each multiprocessor."""
+    return 2 * spec.multiprocessors
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,14 @@ class Configuration:
 # --- pointwise ------------------------------------------------------------------------------------------------------
 
 
-def pointwise_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of a kernel without reduced axes, the default one first."""
     if not kernel.axes:
         return [Configuration(num_warps=1)]
     inner, other = _contiguous_axes(kernel, hint)
     if other is not None and hint(inner.size) >= _MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
-    block, warps = _pointwise_block(kernel, hint)
+    block, warps = _pointwise_block(kernel, hint, programs_of_a_wave(spec))
     rows = _broadcast_rows(kernel, inner, hint)
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
@@ -91,7 +94,7 @@ def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
     return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
 
 
-def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
+def _pointwise_block(kernel: Kernel, hint: Hint, wave: int) -> tuple[int, int]:
     """Returns the block size and warps: 16 bytes of the smallest dtype a thread, more to hide latency."""
     moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
@@ -105,7 +108,7 @@ def _pointwise_block(kernel: Kernel, hint: Hint) -> tuple[int, int]:
         elements *= 2
     block = 128 * elements
     total = hint(kernel.count)
-    while block > 128 and total < block * _WAVE:
+    while block > 128 and total < block * wave:
         block //= 2
     return min(block, next_power_of_2(total)), 8 if gathers and block >= 4096 else 4
 
@@ -137,19 +140,19 @@ def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: 
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
+def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
-    size, count = kernel.reduced_count, hint(kernel.count)
+    size, count, wave = kernel.reduced_count, hint(kernel.count), programs_of_a_wave(spec)
     block = next_power_of_2(hint(size))
     loads = _count_varying_loads(kernel)
     limit = MAX_PERSISTENT_ELEMENTS if loads <= 2 else MAX_PERSISTENT_ELEMENTS // 2
     candidates = []
     if isinstance(size, int) and block <= limit:
         rows = max(2048 // block, 1) if kernel.axes else 1
-        while rows > 1 and count < rows * _WAVE:
+        while rows > 1 and count < rows * wave:
             rows //= 2
         tile = rows * block
-        warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count))
+        warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
         whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
         candidates += [
             whole,
@@ -157,31 +160,31 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configura
         ]
         if rows > 1:
             candidates.append(replace(whole, y_block=rows // 2))
-        if count >= 2 * rows * _WAVE and tile <= 4096:
+        if count >= 2 * rows * wave and tile <= 4096:
             candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
     loop = min(block, 8192)
     warps = 16 if _is_multi_pass(kernel) else 8
     is_narrow = _bytes_per_element(kernel) <= 2 and not _is_multi_pass(kernel) and block > 8192
     shapes = [(16384, 16) if is_narrow else (loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
-    if count >= 2 * _WAVE:  # rows of one multiprocessor hide each other's latency
+    if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
         shapes[:2] = shapes[1::-1]
     looped = [
         Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
     ]
-    if _is_multi_pass(kernel) and count >= 2 * _WAVE and block > MAX_PERSISTENT_ELEMENTS:
+    if _is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
     looped.append(replace(looped[-1], num_stages=3))
     return [*candidates, *looped] if not candidates or block > 2048 else candidates
 
 
-def _elements_per_thread(kernel: Kernel, count: int) -> int:
+def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     """Returns the number of elements of a row in a thread: fewer if it also has elements of several vectors."""
     vectors = _count_varying_loads(kernel) - len(full_tile_loads(kernel))
     bytes_per_element = _bytes_per_element(kernel)
     if _count_varying_loads(kernel) > 1 and (vectors or bytes_per_element > 4):
         return 16
-    return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and count >= _WAVE else 32
+    return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and has_many_rows else 32
 
 
 def outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:

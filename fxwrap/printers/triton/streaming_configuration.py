@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
+from fxwrap.devices import CUDA, DeviceSpec
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
@@ -21,6 +23,7 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.triton.configuration import Hint, next_power_of_2
+from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import product
 
 MIN_DOT = 16
@@ -49,11 +52,12 @@ class StreamingConfiguration:
 
 
 def streaming_configurations(
-    kernel: Kernel, hint: Hint, interpreted: bool = False
+    kernel: Kernel, hint: Hint, interpreted: bool = False, spec: DeviceSpec = CUDA
 ) -> tuple[StreamingConfiguration, ...]:
-    """Returns candidate configurations of a streaming reduction, the default one first.
+    """Returns candidate configurations of a streaming reduction for a device, the default one first.
 
-    Raises KernelError for another kernel that reduces some of its reduced axes.
+    Raises KernelError for another kernel that reduces some of its reduced axes, and ScheduleError where none fits the
+    device's shared memory.
     """
     parts = streaming_parts(kernel)
     rows = max(next_power_of_2(hint(parts.row.size)), MIN_DOT)
@@ -71,17 +75,58 @@ def streaming_configurations(
     branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and biases)
     candidates = [
         StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
-        for r, k, warps, stages, registers in table[min(max(width, 64), 256)]
+        for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
     ]
     if is_uneven:
-        candidates = [replace(item, band=_band(kernel, parts, item, hint)) for item in candidates]
+        candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
     first = candidates[0]
-    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint)
+    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint, spec)
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
-    return tuple(dict.fromkeys([*candidates, *other]))
+    bound = partial(_shared_bytes, kernel, parts, hint)
+    return tuple(fitting(list(dict.fromkeys([*candidates, *other])), bound, _smaller, spec))
 
 
-def _band(kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint) -> int:
+def _shared_bytes(kernel: Kernel, parts: StreamingReduction, hint: Hint, configuration: StreamingConfiguration) -> int:
+    """Returns an upper bound of the shared memory of a program.
+
+    It has the factors of products, those that the loop loads once for each stage. Of its other loads there is one less:
+    they are in registers when the next one starts.
+    """
+    blocks = {parts.row: configuration.row_block, parts.axes[-1]: configuration.key_block}
+    widths = {*parts.columns, *[axis for item in parts.products for axis in item.axes]}
+    matrices = [*[(item.left, item.right) for item in parts.products], *[(item.right,) for item in parts.weighted_sums]]
+    factors = {_loaded(kernel, position) for pair in matrices for position in pair}
+    total = 0
+    for position, operation in enumerate(kernel.operations):
+        if isinstance(operation, Load):
+            axes = kernel.address_axes[position]
+            sizes = [blocks.get(axis) or next_power_of_2(hint(axis.size)) for axis in axes & {*blocks, *widths}]
+            copies = configuration.num_stages - (position not in factors) if parts.axes[-1] in axes else 1
+            if position in factors or parts.axes[-1] in axes:
+                total += math.prod(sizes) * operation.dtype.itemsize * copies
+    return total
+
+
+def _loaded(kernel: Kernel, position: int) -> int:
+    """Returns the position of the load of a factor, which may be cast."""
+    operation = kernel.operations[position]
+    return operation.operands[0] if isinstance(operation, Compute) and operation.name == "cast" else position
+
+
+def _smaller(item: StreamingConfiguration) -> StreamingConfiguration | None:
+    """Returns a configuration that needs less shared memory, by fewer stages, then smaller blocks; else None."""
+    if item.num_stages > 1:
+        return replace(item, num_stages=item.num_stages - 1)
+    if item.key_block > MIN_DOT:
+        return replace(item, key_block=item.key_block // 2)
+    if item.row_block > MIN_DOT:
+        return replace(item, row_block=item.row_block // 2, num_warps=4)
+    return None
+
+
+def _band(
+    kernel: Kernel, parts: StreamingReduction, configuration: StreamingConfiguration, hint: Hint, spec: DeviceSpec
+) -> int:
     """Returns the number of heads whose programs run beside each other anyway.
 
     That is 1 where all programs run at the same time, and where they are too short for the search of their head.
@@ -90,7 +135,7 @@ def _band(kernel: Kernel, parts: StreamingReduction, configuration: StreamingCon
     programs = -(-hint(parts.row.size) // configuration.row_block) * hint(product([axis.size for axis in blocks]))
     heads = hint(product([axis.size for axis in kernel.axes if axis not in (parts.row, *parts.columns, *blocks)]))
     visits = math.prod([hint(axis.size) for axis in parts.axes]) // configuration.key_block
-    if programs <= 1 or programs * heads <= _MULTIPROCESSORS or visits <= _FEW_VISITS:
+    if programs <= 1 or programs * heads <= spec.multiprocessors or visits <= _FEW_VISITS:
         return 1
     return max(min(_RUNNING_WARPS // (programs * configuration.num_warps), heads), 1)
 
@@ -120,8 +165,7 @@ def row_blocks(kernel: Kernel, parts: StreamingReduction) -> tuple[Axis, ...]:
 
 def _has_half_factors(kernel: Kernel, parts: StreamingReduction) -> bool:
     """Whether products have factors that are stored in half precision."""
-    factor = kernel.operations[parts.products[0].right]
-    source = kernel.operations[factor.operands[0]] if isinstance(factor, Compute) and factor.name == "cast" else factor
+    source = kernel.operations[_loaded(kernel, parts.products[0].right)]
     return isinstance(source, Load) and source.dtype in HALF_PRECISION
 
 
@@ -142,9 +186,6 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
-_MULTIPROCESSORS = 132
-"""Multiprocessors of a large GPU."""
-
 _RUNNING_WARPS = 2048
 """Warps of such kernels that a large GPU runs at the same time, and those that follow them."""
 
@@ -164,25 +205,30 @@ _LOADED_BIAS: _Table = {
     64: [(64, 64, 4, 2, 168), (64, 128, 4, 2, 0), (64, 64, 4, 3, 168), (128, 64, 4, 2, 0), (64, 64, 4, 2, 128)],
     128: [(64, 64, 4, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 2, 0), (128, 64, 8, 2, 128)],
     256: [(64, 32, 4, 2, 0), (64, 32, 4, 3, 0), (128, 32, 8, 2, 0)],
+    512: [(32, 32, 4, 2, 0), (32, 16, 4, 3, 0), (64, 16, 8, 2, 0)],
 }
 """Blocks of a bias are in shared memory, too."""
 
 _HALF: Mapping[int, _Table] = {
     2: {64: [(64, 128, 4, 2, 168), (64, 64, 4, 2, 128), (64, 64, 4, 3, 128), (128, 128, 4, 3, 0), (128, 64, 8, 3, 128)],
         128: [(128, 64, 8, 2, 128), (128, 128, 8, 2, 0), (64, 64, 4, 3, 0), (64, 32, 4, 3, 0)],
-        256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)]},
+        256: [(64, 32, 4, 3, 0), (128, 32, 8, 2, 0), (64, 64, 4, 2, 0)],
+        512: [(32, 32, 4, 2, 0), (32, 16, 4, 3, 0), (64, 32, 8, 2, 0)]},
     3: {64: [(64, 64, 4, 3, 0), (128, 64, 4, 3, 0), (64, 128, 4, 2, 0), (128, 128, 8, 2, 0), (128, 64, 8, 3, 0),
              (128, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)]},
+        256: [(64, 32, 4, 2, 0), (128, 32, 8, 2, 0), (64, 32, 8, 2, 0)],
+        512: [(32, 32, 8, 2, 0), (32, 16, 4, 2, 0)]},
     4: {64: [(64, 64, 4, 3, 0), (64, 32, 4, 3, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (128, 32, 8, 3, 0),
              (64, 64, 8, 2, 0)],
         128: [(64, 64, 4, 2, 0), (128, 64, 8, 3, 0), (128, 64, 8, 2, 0), (64, 32, 4, 2, 0), (128, 32, 8, 2, 0)],
-        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)]},
+        256: [(64, 32, 8, 2, 0), (32, 32, 4, 2, 0), (64, 32, 8, 1, 0)],
+        512: [(32, 32, 8, 2, 0), (32, 16, 8, 2, 0)]},
 }  # fmt: skip
 """The tables by the number of matrix products of a step.
 
-Registers are limited so that as many programs run beside each other as shared memory has space for.
+Registers are limited so that as many programs run beside each other as shared memory has space for. The first one of a
+width fits in the shared memory of an H100.
 """
 
 _UNEVEN: Mapping[int, _Table] = {

@@ -2,8 +2,10 @@
 
 from fxwrap.runtime.native.background import *
 from fxwrap.runtime.native.binding import *
+from fxwrap.runtime.native.bridge_build import *
 from fxwrap.runtime.native.build import *
 from fxwrap.runtime.native.compiler import *
+from fxwrap.runtime.native.identity import *
 from fxwrap.runtime.native.packaged import *
 from fxwrap.runtime.native.planner_library import *
 from fxwrap.runtime.native.prebuilt import *

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fxwrap.errors import FxwrapError
-from fxwrap.runtime.native.build import build_bridge
+from fxwrap.runtime.native.bridge_build import build_bridge
 
 log = logging.getLogger("fxwrap.native")
 

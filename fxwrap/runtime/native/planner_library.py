@@ -7,8 +7,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native.build import PLATFORM, native_digest, native_entry_key, package_entry
+from fxwrap.runtime.native.bridge_build import package_entry
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, run_compiler
+from fxwrap.runtime.native.identity import PLATFORM, native_digest, native_entry_key
 from fxwrap.runtime.native.packaged import find_packaged_entry
 from fxwrap.runtime.native.progress import report_build
 

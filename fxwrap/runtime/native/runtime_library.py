@@ -10,17 +10,9 @@ from pathlib import Path
 import torch
 
 from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native.build import (
-    BRIDGE_LIBRARIES,
-    PLATFORM,
-    binary_target,
-    bridge_source_names,
-    build_bridge,
-    native_digest,
-    native_entry_key,
-    package_entry,
-)
+from fxwrap.runtime.native.bridge_build import BRIDGE_LIBRARIES, bridge_source_names, build_bridge, package_entry
 from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.identity import PLATFORM, binary_target, native_digest, native_entry_key
 from fxwrap.runtime.native.packaged import find_packaged_entry
 
 RUNTIME_LIBRARY = "libfxwrap_runtime.so"

@@ -26,6 +26,8 @@ from fxwrap.runtime.triton.variants import make_source
 
 _NAME = re.compile(r"sm_(\d{2,3})")
 _WARP_SIZE = 32
+_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+"""The most shared memory of a block by compute capability (CUDA Programming Guide)."""
 
 
 def compile_for_architectures(uses: Sequence[KernelUse], architectures: Sequence[str]) -> None:
@@ -33,7 +35,8 @@ def compile_for_architectures(uses: Sequence[KernelUse], architectures: Sequence
 
     Registers the binaries, which saved programs then contain. A kernel is compiled for the argument classes of its
     compilations in this process; without one, for its typical arguments. Raises OptionError for a text that names no
-    architecture, FxwrapError where Triton is missing, KernelBuildError for a kernel that Triton cannot compile for one.
+    architecture, FxwrapError where Triton is missing, KernelBuildError for a kernel that Triton cannot compile for one,
+    or that needs more shared memory than it has.
     """
     capabilities = [_capability(name) for name in architectures]
     if not uses or not capabilities:
@@ -84,4 +87,10 @@ def _compile(kernel: KernelText, source: Any, capability: int) -> tuple[KernelTe
         raise KernelBuildError(
             f"Triton cannot compile {kernel.symbol} for sm_{capability}: {type(raised).__name__}: {raised}"
         ) from raised
+    limit = _SHARED_KIB.get(capability, _SHARED_KIB[90]) << 10
+    if compiled.metadata.shared > limit:
+        raise KernelBuildError(
+            f"{kernel.symbol} needs {compiled.metadata.shared} bytes of shared memory, sm_{capability} has {limit}. "
+            f"Compile for it: Options(devices=(CPU, dataclasses.replace(CUDA, shared_memory_bytes={limit})))"
+        )
     return kernel, triton_binary(compiled, constants)

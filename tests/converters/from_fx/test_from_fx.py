@@ -29,6 +29,7 @@ from fxwrap.passes import fold_views
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.runtime import kernel_table
 from fxwrap.wrapper_ir import Ownership, Program
+from tests.support.garbage import freeze_heap
 from tests.support.long_form import sample_size
 from tests.support.program_equality import assert_equal
 from tests.support.sample import Sample
@@ -249,6 +250,7 @@ def test_ownership_can_be_passed_as_an_argument() -> None:
 @pytest.mark.parametrize("name", ["mlp", "triton_kernel"])
 @torch.no_grad()
 def test_a_traced_graph_can_be_imported_after_the_emitted_one_is_gone(name: str) -> None:
+    freeze_heap()
     sample = SAMPLES[name]
     traced = TOOLS["make_fx"](fxwrap.to_fx(sample.program()).graph_module, sample.inputs(1))
     gc.collect()

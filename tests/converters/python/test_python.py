@@ -17,6 +17,7 @@ from fxwrap.compile import emit
 from fxwrap.errors import InputError
 from fxwrap.options import EMITTERS
 from fxwrap.torch_compat import allocator, strided_view, strided_view_fallback
+from tests.support.garbage import freeze_heap
 from tests.support.golden import check_golden, read_section, sections
 from tests.support.sample import contents
 from tests.support.samples import SAMPLES, DmaCopy
@@ -77,6 +78,7 @@ def test_intermediates_are_released_at_their_free() -> None:
 
 
 def test_a_donated_input_is_released_at_its_last_use() -> None:
+    freeze_heap()
     text = """program @p(%x: owned f32[3]@cpu) {
   %a = extern.call @aten.exp.default(%x) : f32[3]@cpu
   memory.free(%x)

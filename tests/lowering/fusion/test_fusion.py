@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap import Options, lower
-from fxwrap.lines import Alloc
+from fxwrap.lines import Alloc, Launch
+from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import Ownership, live_bytes, print_program
 from tests.lowering.loop_order import evaluate_in_loop_order
 from tests.lowering.planned_programs import Planned, check, close, plan
@@ -287,6 +288,26 @@ def test_inputs_reloaded_by_later_stages_are_not_overwritten() -> None:
     x = torch.randn(4, 4)
     for result, eager in zip(planned.run([x], evaluate_in_loop_order), function(x), strict=True):
         assert close(result, eager)
+
+
+def test_results_of_long_reductions_do_not_overwrite_operands_of_later_parts() -> None:
+    """The gradients of weight and bias have the sizes of the saved statistics, which the last kernel reads too."""
+    channels, images = 112, (64, 112, 14, 14)
+
+    def backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Any:
+        mask = [True, True, True]
+        arguments = (grad, x, weight, None, None, mean, rstd, True, 1e-5, mask)
+        return torch.ops.aten.native_batch_norm_backward(*arguments)
+
+    with FakeTensorMode():
+        data = [torch.empty(images, memory_format=torch.channels_last, device="cuda") for _ in range(2)]
+        inputs = [*data, *[torch.empty(channels, device="cuda") for _ in range(3)]]
+        graph = make_fx(backward)(*inputs)
+    owned = dict.fromkeys((0, 1, 3, 4), Ownership.OWNED)
+    program = lower(graph, inputs, ownership=owned)
+    launches = [line for line in program.lines() if isinstance(line, Launch)]
+    assert len(launches) == 3
+    assert {value.name for value in launches[-1].outs} <= {"grad_1", "x_1"}, "the gradient overwrites an operand"
 
 
 def test_an_optimizer_step_is_one_in_place_kernel() -> None:

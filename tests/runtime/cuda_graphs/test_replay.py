@@ -17,6 +17,7 @@ from fxwrap.errors import GraphCaptureWarning
 from fxwrap.runtime.graph_capture.cuda_graphs import CudaGraphCapturer
 from fxwrap.runtime.graph_capture.replay import GraphedFunction, GraphManager, bind_graph_lifetime
 from tests.runtime.cuda_graphs.cpu_graph_capturer import CpuGraphCapturer, cpu_with_graph_capture
+from tests.support.garbage import freeze_heap
 
 
 @pytest.fixture
@@ -385,6 +386,7 @@ def test_threads_get_their_own_results(recorder: CpuGraphCapturer) -> None:
 
 
 def test_captures_are_released_with_the_program(recorder: CpuGraphCapturer) -> None:
+    freeze_heap()
     memory = GraphManager("cpu")
     function, w = _function(memory=memory), _x(0)
     entry = bind_graph_lifetime(lambda inputs: function(inputs), [memory])

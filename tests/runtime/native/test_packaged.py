@@ -12,7 +12,7 @@ import torch
 from fxwrap.runtime.cache_folder import cache_folder, is_intact, seal_entry
 from fxwrap.runtime.native import (
     BRIDGE_LIBRARIES,
-    build,
+    bridge_build,
     build_bridge,
     build_planner,
     package_bridge,
@@ -87,7 +87,7 @@ def test_a_library_of_another_system_is_reported_and_compiled(
 def test_a_wheel_for_other_versions_is_reported(
     wheel_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "torch_identity", lambda: ("9.9.0", "another commit"))
+    monkeypatch.setattr(bridge_build, "torch_identity", lambda: ("9.9.0", "another commit"))
     assert build_bridge().folder.name != bridge_entry(wheel_folder).name
     (message,) = messages(caplog)
     assert f"none of them is for torch {torch.__version__}" in message

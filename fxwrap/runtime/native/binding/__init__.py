@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from fxwrap.runtime.native.build import BRIDGE_LIBRARIES, build_bridge, find_bridge
+from fxwrap.runtime.native.bridge_build import BRIDGE_LIBRARIES, build_bridge, find_bridge
 from fxwrap.runtime.native.prebuilt import find_prebuilt_bridge
 
 
