@@ -106,15 +106,11 @@ class _Prelude:
         return self._inserted(replaced, signals_early), tuple(sorted(self.read))
 
     def _pure_prefix(self) -> int:
-        """Returns the number of statements before the first one that accesses memory, other than its cache.
-
-        A cache has what the launch before writes, before or after the wait.
-        """
+        """Returns the number of statements before the first one that accesses memory."""
         kinds = (ast.Assign, ast.AugAssign, ast.If)
         count = 0
         for statement in self.kernel.body:
-            is_pure = isinstance(statement, kinds) and self.kernel.is_pure(statement)
-            if not is_pure and not self.kernel.is_prefetch(statement):
+            if not isinstance(statement, kinds) or not self.kernel.is_pure(statement):
                 break
             count += 1
         return count

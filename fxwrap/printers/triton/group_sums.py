@@ -36,7 +36,7 @@ _ONE: Mapping[torch.dtype, int] = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00
 _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
 """By dtype, the bits of 1, and the upper byte of `NUMBER_BIAS`."""
 
-PAIR = 2
+_PAIR = 2
 """The number of weights in a byte, whose elements of the other operand are loaded together."""
 
 _BITS, _BYTES = 8, 4
@@ -189,8 +189,14 @@ class GroupSumPrinter(DotPrinter):
         permuted = f"tl.permute(tl.reshape({text}, ({', '.join(wide)})), ({', '.join(map(str, order))}))"
         return f"tl.reshape({permuted}, ({', '.join(shape)}))"
 
+    def _unpacks_registers(self) -> bool:
+        """Whether digits are masked where they are in a register, faster for one row, instead of byte by byte."""
+        return not self.contraction.rows
+
     def _find_digits(self) -> dict[int, Digit]:
         """Returns the digits that column operands are, if all are digits of loaded bytes; else none."""
+        if not self._unpacks_registers():
+            return {}
         columns = [column for item in self.form.sums for _, column in item.terms if column is not None]
         digits = {column: self._digit(self._source(column)) for column in columns}
         known = {column: digit for column, digit in digits.items() if digit is not None}
@@ -333,7 +339,7 @@ class GroupSumPrinter(DotPrinter):
 
     def _pair(self, position: int, operation: Load) -> tuple[int, int] | None:
         """Returns the loads of two elements beside each other, for each of consecutive elements of a group."""
-        if operation.mask is not None or self._row_step(operation.index) != as_index(PAIR):
+        if operation.mask is not None or self._row_step(operation.index) != as_index(_PAIR):
             return None
         for other, item in enumerate(self.kernel.operations):
             if isinstance(item, Load) and (item.buffer, item.mask) == (operation.buffer, None):
@@ -345,7 +351,7 @@ class GroupSumPrinter(DotPrinter):
     def _is_first(self, index: Index) -> bool:
         """Whether an index is even for each element of a group, so that it has one neighbour in the pairs."""
         offset = index.substitute(dict.fromkeys(index.axes(), 0)).constant
-        return offset is not None and offset % PAIR == 0
+        return offset is not None and offset % _PAIR == 0
 
     def _load_pair(self, pair: tuple[int, int], operation: Load) -> None:
         """Prints one load of contiguous elements, and splits these into pairs."""
@@ -362,7 +368,7 @@ class GroupSumPrinter(DotPrinter):
             {**self.axis_names, **dict.fromkeys(dimension.axes, "0")}, self._indirect_index, self.helpers,
             self.parameters.integer,
         )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
-        lanes = f"tl.arange(0, {PAIR} * {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
+        lanes = f"tl.arange(0, {_PAIR} * {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
         mask = self._mask(own - {r}, None)
         arguments = [f"{self.pointers[first.buffer]} + {base} + {lanes}", *([f"mask={mask}"] if mask else [])]
         policy = self._eviction_policy(operation, False, False)
@@ -379,7 +385,7 @@ class GroupSumPrinter(DotPrinter):
         assert r is not None and isinstance(first, Load), "elements of groups are along reduced axes"
         own = self._index_dimensions(first.index)
         sizes = [item.block_constant if number in own else "1" for number, item in enumerate(self.tile.dimensions)]
-        shape = [*sizes[: r + 1], str(PAIR), *sizes[r + 1 :]]
+        shape = [*sizes[: r + 1], str(_PAIR), *sizes[r + 1 :]]
         order = [number for number in range(len(shape)) if number != r + 1] + [r + 1]
         names = [self._name(position, first.buffer) for position in pair]
         text = f"tl.reshape({wide}, ({', '.join(shape)}))"

@@ -357,16 +357,6 @@ def multiply(a, b):
     return a * b
 
 
-def prefetch_bytes(pointer, BYTES: tl.constexpr):
-    """Starts to move contiguous bytes into the cache of the GPU, from compute capability 9.0 on; reads no element."""
-    if has_dependent_launch():
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; and.b64 a, $1, -16; "
-            "@p cp.async.bulk.prefetch.L2.global [a], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [pointer.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1,
-        )
-
-
 def launch_dependents():
     """Lets the next launch start as soon as all programs of this one are here or have ended."""
     if has_dependent_launch():

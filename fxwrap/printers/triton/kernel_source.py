@@ -22,7 +22,6 @@ _PURE_FUNCTIONS = frozenset({
 """Functions of `triton.language` whose results depend on their operands alone, and need no other thread."""
 
 _PURE_METHODS = frozenset({"to"})
-_PREFETCH = "prefetch_bytes"
 _LIBRARIES = frozenset({"libdevice"})
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -106,12 +105,6 @@ class KernelSource:
         """Whether a statement or expression accesses no memory; with `memory`, loads are pure, too."""
         calls = _calls([node])
         return all((memory and is_load(call)) or self._is_pure_call(call, self.pure_helpers) for call in calls)
-
-    def is_prefetch(self, statement: ast.stmt) -> bool:
-        """Whether a statement only moves memory into a cache, which has the effect of no other statement."""
-        call = statement.value if isinstance(statement, ast.Expr) else None
-        is_call = isinstance(call, ast.Call) and ast.unparse(call.func) == _PREFETCH
-        return is_call and isinstance(call, ast.Call) and all(map(self.is_pure, call.args))
 
     def _is_pure_call(self, call: ast.Call, helpers: Iterable[str]) -> bool:
         match call.func:
