@@ -75,7 +75,7 @@ _GROUP_SUM_TILES = (
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
 The first of these is the best one of up to 8 rows and many columns, the second of few columns, the third of up to 16
-rows, and the fourth of several sums or more rows, and many columns.
+rows, the fourth of more rows and many columns, and the last of several sums of up to 8 rows and many columns.
 """
 
 _LONG_ROW_GROUPS = 128
@@ -213,6 +213,8 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
         wanted = _GROUP_SUM_TILES[2]
+    elif padded == _FEWEST_ROWS and is_wide and not has_one_sum:
+        wanted = _GROUP_SUM_TILES[-1]
     else:
         wanted = _GROUP_SUM_TILES[1 if not is_wide else 0 if padded == _FEWEST_ROWS and has_one_sum else 3]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
