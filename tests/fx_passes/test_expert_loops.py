@@ -140,6 +140,23 @@ def test_writes_into_a_copy_of_the_tokens() -> None:
     _check(traced, layer, inputs_of(10, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("numbers", [range(EXPERTS), (1, 2)])
+def test_zeros_in_rows_of_experts(numbers: Sequence[int]) -> None:
+    """The gradient of the tensor before a loop that writes rows is one call, and not one for each expert."""
+
+    def zeroed(tokens: Tensor, scores: Tensor) -> Tensor:
+        chosen, result = scores.argmax(-1), tokens
+        for number in numbers:
+            result = result.index_put((chosen == number,), torch.zeros_like(tokens[chosen == number]))
+        return result
+
+    tokens = torch.randn(2, 5, WIDTH), torch.randn(2, 5, EXPERTS)
+    graph = make_fx(zeroed, tracing_mode="real")(*tokens)
+    prepared = simplify_gradients_of_writes(prepare_graph(graph, tokens, Options(fuse=False)))
+    assert not [node for node in prepared.nodes if "index_put" in str(node.target)]
+    torch.testing.assert_close(prepared.graph_module(*tokens), zeroed(*tokens))
+
+
 def test_indices_of_argmax_are_experts() -> None:
     graph = Graph()
     scores = graph.placeholder("scores")
