@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.fx_passes.expert_conditions import are_in_range
+from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import (
     EXPERTS,
