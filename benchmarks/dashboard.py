@@ -53,7 +53,7 @@ from benchmarks.dashboard_rows import RowFile, exhausted_memory, is_complete, ta
 from benchmarks.dashboard_tables import INDUCTOR, OWN, summary, worst
 from benchmarks.models import Processes
 from benchmarks.results import REPOSITORY, add_record_option, cell_text, environment, result_path
-from fxwrap.runtime.native import build_bridge
+from fxwrap.runtime.native import build_bridge, build_planner
 
 SCRIPT = Path(__file__).parent / "dashboard_jobs.py"
 STEPS, PRECISIONS, BATCHES = ("inference", "training"), ("bfloat16", "amp", "float32"), ("static", "dynamic")
@@ -291,9 +291,9 @@ def main() -> None:
         dashboard = Dashboard(chosen, Path(name), rows, until)
         if not chosen.collect:
             start = time.monotonic()
-            build_bridge()  # else each row would build it
+            build_bridge(), build_planner()  # a wheel has them; else each row would build them
             seconds = time.monotonic() - start
-            print(f"{len(dashboard.missing())} rows to measure; the bridge took {seconds:.0f} s", flush=True)
+            print(f"{len(dashboard.missing())} rows to measure; native libraries took {seconds:.0f} s", flush=True)
             dashboard.run()
             left = len(dashboard.missing())
             print(f"{left} rows are missing" if left else "all rows done")

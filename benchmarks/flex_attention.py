@@ -209,9 +209,8 @@ class Call:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, is_grouped: bool, returns_lse: bool
 ) -> Any:
-    return flex_attention(
-        query, key, value, score_mod=score_mod, block_mask=block_mask, enable_gqa=is_grouped, return_lse=returns_lse
-    )
+    keywords: dict[str, Any] = {"enable_gqa": is_grouped, "return_lse": returns_lse}
+    return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask, **keywords)
 
 
 def _from_position(offset: Tensor, score_mod: Any, mask: Any) -> tuple[Any, Any]:
@@ -322,7 +321,8 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     """Returns the cases of a command line, by size first."""
     default = "4x16x4096x64" if arguments.device == "cuda" else "1x8x1024x64"
     sizes = arguments.sizes or [Sizes.parse(default)]
-    return [Case(*case, item) for item, *case in product(sizes, arguments.passes, arguments.variants)]
+    every = product(sizes, arguments.passes, arguments.variants)
+    return [Case(step, variant, item) for item, step, variant in every]
 
 
 def earlier_rows(path: Path | None) -> tuple[list[Row], list[object]]:
@@ -388,8 +388,8 @@ def rows_of_processes(
 def run_cases(arguments: argparse.Namespace, start: float, folder: Path = FOLDER) -> None:
     """Measures and reports the cases that have no row, until the time is over."""
     name = f"flex_attention-{arguments.device}"
-    earlier, raw = earlier_rows(result_path(name, arguments, folder))
-    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier, earlier_raw=raw)
+    earlier, samples = earlier_rows(result_path(name, arguments, folder))
+    report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier, earlier_raw=samples)
     known = [{key: row.get(key) for key in ("pass", "variant", "sizes")} for row in earlier]
     missing = [case for case in cases(arguments) if case.head not in known]
     rows = rows_of_processes if arguments.parallel else rows_in_order

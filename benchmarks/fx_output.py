@@ -144,7 +144,7 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> None:
         layers = chosen.gpt2_layers if model.startswith("gpt2") else None
         backends = tuple(chosen.backends)
         jobs.append(Job("run", model, False, backends, chosen.device, layers, chosen.threads, chosen.rounds))
-    processes = Processes(folder, link_bridge=True, time_limit=chosen.time_limit)
+    processes = Processes(folder, link_libraries=True, time_limit=chosen.time_limit)
     if chosen.cold:
         report = Report(f"fx_output-cold-{chosen.device}", chosen, chosen.device)
         for job in jobs:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.measure_kernels import BACKENDS
 from benchmarks.model_jobs import BASELINE, Job
 from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean
-from fxwrap.runtime.native import build_bridge
+from fxwrap.runtime.native import build_bridge, build_planner
 from tests.support.models import MODELS
 
 SIX = ("gpt2", "bert", "llama", "t5", "vit", "resnet")
@@ -92,13 +92,13 @@ def _median(samples: Sequence[float] | None) -> float:
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts processes of jobs, with their caches in a folder, with or without the bridge, within a time limit.
+    """Starts processes of jobs within a time limit, with their caches in a folder, with or without a wheel's libraries.
 
     `warm_caches` are the caches of earlier processes by variable.
     """
 
     folder: Path
-    link_bridge: bool
+    link_libraries: bool
     time_limit: float | None
     warm_caches: dict[str, Path] = field(default_factory=dict)
 
@@ -108,10 +108,9 @@ class Processes:
         caches = {name: folder / name for name in CACHE_VARIABLES} | (self.warm_caches if warm else {})
         for path in caches.values():
             path.mkdir(exist_ok=True)
-        if self.link_bridge:
-            bridge = build_bridge().folder
-            if not (linked := caches["FXWRAP_CACHE_DIR"] / bridge.name).exists():
-                linked.symlink_to(bridge)
+        for library in (build_bridge().folder, build_planner().parent) if self.link_libraries else ():
+            if not (linked := caches["FXWRAP_CACHE_DIR"] / library.name).exists():
+                linked.symlink_to(library)
         return caches
 
     def run_job(self, job: Job, warm: bool) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def parsed_arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--link-bridge", action="store_true",
-        help="give fxwrap's empty cache the C++ bridge, built once for each torch (implied by the C++ emitter)",
+        help="give fxwrap's empty cache the native libraries, built once for each torch (implied by the C++ emitter)",
     )  # fmt: skip
     parser.add_argument("--time-limit", type=float, help="seconds that a process may take")
     parser.add_argument("--lock", help="a file that scripts beside this one name too: one of them times at a time")
@@ -270,8 +269,8 @@ def main() -> None:
 
 
 def _measure(chosen: argparse.Namespace, folder: Path) -> None:
-    link_bridge = chosen.link_bridge or chosen.options.get("emitter") == "cpp" or "fxwrap:cpp" in chosen.backends
-    pairs = [(row, job, Processes(folder, link_bridge, chosen.time_limit)) for row, job in measured_rows(chosen)]
+    link_libraries = chosen.link_bridge or chosen.options.get("emitter") == "cpp" or "fxwrap:cpp" in chosen.backends
+    pairs = [(row, job, Processes(folder, link_libraries, chosen.time_limit)) for row, job in measured_rows(chosen)]
     rows = [row for row, _, _ in pairs]
     if chosen.measure != "run":
         report = Report(f"models-compile-{chosen.device}", chosen, chosen.device, f"medians of {chosen.repeats}")

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A row may import every row above it in this table, and never its neighbours in the same
 # row. Rows that share a level of the design are that level's own order.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("errors", "torch_compat", "caching", "garbage_collection", "events"),  # level 0
+    ("errors", "torch_compat", "caching", "garbage_collection", "events", "names"),  # level 0
     ("symbolic",),
     ("devices",),
     ("options",),

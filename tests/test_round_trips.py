@@ -37,7 +37,7 @@ def _subject(seed: int) -> Subject:
     return Subject(seed, list(SOURCES), [forms[seed % len(forms)]])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, BATCH))
 def test_programs_come_back(first: int) -> None:
     for subject in map(_subject, range(first, min(first + BATCH, PROGRAMS))):

@@ -31,8 +31,8 @@ def replace_in_place_calls(graph: PreparedGraph, context: FxPassContext) -> Prep
     """Returns a graph in which in-place operators on single elements return their results, where nothing else sees it.
 
     The tensor that they overwrite is one that the graph computes, and what is read of it later is read through their
-    results. An operator whose functional form has another dtype or other strides stays, and so do those of
-    `preserve_ops` and `lowerings`.
+    results. An operator whose functional form does not fuse, or has another dtype or other strides, stays, and so do
+    those of `preserve_ops` and `lowerings`.
     """
     targets = {node: target for node in graph.nodes if (target := _functional(node, context)) is not None}
     if not targets:
@@ -57,9 +57,10 @@ def _functional(node: Node, context: FxPassContext) -> OpOverload | None:
         return None
     name = operator_name(node.target)
     target = functional_of_in_place(name)
-    if target is None or torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+    if target is None or str(target) not in context.fused_operators or name in context.extern_operators:
         return None
-    return None if name in context.extern_operators else target
+    is_random = torch.Tag.nondeterministic_seeded in target.tags
+    return target if torch.Tag.pointwise in target.tags and not is_random else None
 
 
 def _is_private(node: Node, aliases: Sequence[Node], positions: Mapping[Node, int], fakes: NodeValues) -> bool:

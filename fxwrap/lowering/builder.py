@@ -16,6 +16,7 @@ from fxwrap.lines import WaitCollective
 from fxwrap.lowering.control.streams import StreamPlan, StreamTracker
 from fxwrap.lowering.in_flight import InFlight
 from fxwrap.lowering.symbols.table import GraphSymbols, ProgramSymbols
+from fxwrap.names import NameAllocator
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter
 from fxwrap.symbolic import floor_divide, product, total
@@ -79,24 +80,6 @@ class LoweringRequest:
     unfused_operands: frozenset[str] = frozenset()
 
 
-class ValueNames:
-    """The names of a program's values, each used once."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._counts: dict[str, int] = {}
-
-    def unique(self, name: str) -> str:
-        """Returns an unused name, `name` or one derived from it, and reserves it."""
-        name = name if name.isidentifier() else "v_" + "".join(c if c.isalnum() else "_" for c in name)
-        unique = name
-        while unique in self._names:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            unique = f"{name}_{self._counts[name]}"
-        self._names.add(unique)
-        return unique
-
-
 class ProgramKernels:
     """The kernels of a program, by hash."""
 
@@ -130,7 +113,7 @@ class ProgramState:
 
     symbols: ProgramSymbols
     graph_id: int = -1
-    names: ValueNames = field(default_factory=ValueNames)
+    names: NameAllocator = field(default_factory=NameAllocator)
     kernels: ProgramKernels = field(default_factory=ProgramKernels)
     constants: dict[str, Payload] = field(default_factory=dict)
     functions: dict[str, Block] = field(default_factory=dict)
@@ -232,7 +215,7 @@ class Builder:
 
     def unique(self, name: str) -> str:
         """Returns an unused name of a value, `name` or one derived from it."""
-        return self.state.names.unique(name)
+        return self.state.names.create_name(name)
 
     def add_scalar(self, name: str, fake: object) -> Value:
         """Adds a value for a scalar."""

@@ -11,6 +11,7 @@ import torch
 from fxwrap import wrapper_ir as ir
 from fxwrap.devices import DeviceSpec, collective_bucket_bytes
 from fxwrap.lines import ExtensionLine, ExternCall, StartCollective, View, WaitCollective
+from fxwrap.names import NameAllocator
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.symbolic import evaluate
@@ -101,8 +102,7 @@ class _Bucketing:
         self.candidates = {id(line): item for line in program.body.lines if (item := self._candidate(line))}
         self.values: dict[str, Value] = {}  # values that moved into a bucket, with their new types
         self.changed: dict[SchedulingUnit, Sequence[LineBase]] = {}
-        self.names = {value.name for line in program.lines() for value in ir.defined(line)}
-        self.names |= {value.name for value in ir.program_arguments(program)}
+        self.names = NameAllocator(ir.value_names(program))
 
     def _candidate(self, line: LineBase) -> _Candidate | None:
         name = functional_name(line)
@@ -236,7 +236,7 @@ class _Bucketing:
         return [*lines, cat, start]
 
     def _value(self, hint: str, member: _Candidate, sizes: tuple[int, ...], base: Value | None = None) -> Value:
-        name = unused_name(hint, self.names)
+        name = self.names.create_name(hint)
         type_ = TensorType.contiguous(member.kind.dtype, sizes, member.kind.device)
         return Value(name, type_ if base is None else replace(type_, storage_offset=base.tensor_type.storage_offset))
 
@@ -275,13 +275,3 @@ def _fixed_roots(program: Program) -> set[str]:
         elif not ir.is_release(line):
             fixed.update([root_of[value.name] for value in ir.consumed(line)])
     return fixed
-
-
-def unused_name(hint: str, names: set[str]) -> str:
-    """Returns a name that is not among `names`, and adds it to them."""
-    name, number = hint, 0
-    while name in names:
-        number += 1
-        name = f"{hint}_{number}"
-    names.add(name)
-    return name

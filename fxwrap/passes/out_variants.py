@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fxwrap.lines import Alloc, ExternCall, Free, Mutate, StartCollective, WaitCollective
-from fxwrap.passes.bucket_collectives import unused_name
+from fxwrap.names import NameAllocator
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
@@ -18,6 +18,7 @@ from fxwrap.wrapper_ir import (
     defined,
     is_release,
     used,
+    value_names,
     values_in,
 )
 
@@ -75,12 +76,12 @@ def use_out_variants(program: Program) -> Program:
 
 def _with_variants(program: Program, operators: Collection[str]) -> Program:
     """Returns the program with variants of these operators that write memory of the program."""
-    names = {value.name for line in program.lines() for value in defined(line)}
+    names = NameAllocator(value_names(program))
     functions = tuple([(name, _with_variants_in(block, names, operators)) for name, block in program.functions])
     return program.replace(body=_with_variants_in(program.body, names, operators), functions=functions)
 
 
-def _with_variants_in(block: Block, names: set[str], operators: Collection[str]) -> Block:
+def _with_variants_in(block: Block, names: NameAllocator, operators: Collection[str]) -> Block:
     freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
     buffers: dict[str, Value] = {}  # of collectives, by the names of their results
     uses = _Uses(block)
@@ -102,7 +103,7 @@ def _with_variants_in(block: Block, names: set[str], operators: Collection[str])
                         buffers[result.name] = operand
                         freed.remove(operand.name)  # it lives as long as the result
                         continue
-                buffer = buffers[result.name] = Value(unused_name(f"{result.name}_buffer", names), result.type)
+                buffer = buffers[result.name] = Value(names.create_name(f"{result.name}_buffer"), result.type)
                 lines.append(Alloc(buffer, origin=line.origin))
                 if operand is not None:
                     lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))

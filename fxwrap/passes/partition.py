@@ -12,6 +12,7 @@ import torch
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, CallFunction, Comment, ExternCall, Let, Reuse, View, WaitCollective, Yield
 from fxwrap.lines.frees import insert_frees
+from fxwrap.names import NameAllocator
 from fxwrap.passes.scheduling import SchedulingUnit, build_units, split_regions
 
 MIN_CAPTURED_CALLS = 3
@@ -280,8 +281,8 @@ class _PartitionBuilder:
         self.pending: Mapping[str, ir.Value] = classifier.pending
         self.static_inputs = static_inputs
         self.max_captures = max_captures
-        self.names = _names(program)
-        self.used_names = {name for name, _ in program.functions}
+        self.names = NameAllocator(ir.value_names(program))
+        self.function_names = NameAllocator({name for name, _ in program.functions})
         self.functions: list[tuple[str, ir.Block]] = []
         self.home: dict[str, _CaptureGroup | None] = {value.name: None for value in ir.program_arguments(program)}
         """The group that defines each root; None for outside."""
@@ -358,7 +359,7 @@ class _PartitionBuilder:
         for line in group.lines():
             function.add(line)
         results = [value for value in function.defined_roots if self.last_user.get(value.name, -1) > index]
-        name = _unused_name(f"partition_{number}", self.used_names)
+        name = self.function_names.create_name(f"partition_{number}")
         lines = [*function.lines, Yield(tuple([function.env[value.name] for value in results]))]
         operands = tuple(function.operands)
         arguments = tuple([function.env[value.name] for value in operands])
@@ -371,23 +372,7 @@ class _PartitionBuilder:
 
     def inner_value(self, value: ir.Value, number: int) -> ir.Value:
         """Returns a value with an unused name for a function."""
-        return ir.Value(_unused_name(f"{value.name}_p{number}", self.names), value.type)
-
-
-def _unused_name(name: str, used_names: set[str]) -> str:
-    """Returns a name with as many underscores as it needs to be unused, and adds it to the used ones."""
-    while name in used_names:
-        name += "_"
-    used_names.add(name)
-    return name
-
-
-def _names(program: ir.Program) -> set[str]:
-    names = {value.name for value in ir.program_arguments(program)}
-    for block in program.all_blocks():
-        names.update([value.name for value in block.arguments])
-        names.update([value.name for line in block.lines for value in ir.defined(line)])
-    return names
+        return ir.Value(self.names.create_name(f"{value.name}_p{number}"), value.type)
 
 
 class _FunctionBuilder:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fxwrap.devices import SYMMETRIC_MEMORY, DeviceSpec
 from fxwrap.lines import Alloc, ExternCall, Free, Mutate
-from fxwrap.passes.bucket_collectives import unused_name
+from fxwrap.names import NameAllocator
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
@@ -17,9 +17,8 @@ from fxwrap.wrapper_ir import (
     blocks,
     communication_effect,
     contiguous_strides,
-    defined,
-    program_arguments,
     symmetric_space,
+    value_names,
 )
 
 ONE_SHOT = "fxwrap_runtime.one_shot_all_reduce.default"
@@ -35,8 +34,7 @@ def allocate_symmetric_buffers(program: Program, specs: Mapping[str, DeviceSpec]
     """
     if not any(isinstance(line, ExternCall) and line.target == ONE_SHOT for line in program.lines()):
         return program
-    names = {value.name for line in program.lines() for value in defined(line)}
-    names |= {value.name for value in program_arguments(program)}
+    names = NameAllocator(value_names(program))
 
     def in_block(block: Block) -> Block:
         return Block(block.arguments, tuple([new for line in block.lines for new in in_line(line)]))
@@ -48,7 +46,7 @@ def allocate_symmetric_buffers(program: Program, specs: Mapping[str, DeviceSpec]
                 type_ = x.tensor_type
                 spec = specs.get(type_.device.type)
                 if spec is not None and SYMMETRIC_MEMORY in spec.memory_spaces:
-                    yield from _in_buffer(line, x, group, unused_name(f"{x.name}_buffer", names))
+                    yield from _in_buffer(line, x, group, names.create_name(f"{x.name}_buffer"))
                     return
             case _:
                 pass

@@ -43,6 +43,15 @@ def program_arguments(program: Program) -> list[Value]:
     return [*inputs, *(constant.value for constant in program.constants)]
 
 
+def value_names(program: Program) -> set[str]:
+    """Returns the names of all values of a program."""
+    names = {value.name for value in program_arguments(program)}
+    for block in program.all_blocks():
+        names.update([value.name for value in block.arguments])
+        names.update([value.name for line in block.lines for value in defined(line)])
+    return names
+
+
 def released_inputs(inputs: Iterable[Input]) -> list[Value]:
     """Returns the shared and owned inputs, each of which the body frees, reuses or returns."""
     released = (Ownership.SHARED, Ownership.OWNED)

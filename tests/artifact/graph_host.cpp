@@ -6,11 +6,9 @@
 // call, the numbers of captures and replays are printed.
 //
 // As on a GPU, captures compute nothing that calls see, and a replay overwrites the results of later captures in its pool.
+#include <ATen/EmptyTensor.h>  // the headers of operators that make tensors take seconds to compile
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/full_like.h>
 #include <fxwrap/fxwrap.hpp>
 
 #include <cmath>
@@ -27,6 +25,10 @@ namespace {
 int captured = 0, replayed = 0;
 bool fails = false;
 
+at::Tensor full(at::IntArrayRef sizes, double value) {
+  return at::Tensor(at::detail::empty_cpu(sizes, at::kFloat)).fill_(value);
+}
+
 // A tensor at an operand's address, as a graph has it: it does not keep the memory alive.
 at::Tensor at_address(const at::Tensor& operand) {
   return at::from_blob(operand.data_ptr(), operand.sizes(), operand.strides(), operand.options());
@@ -42,7 +44,7 @@ class CpuGraphCapturer final : public fxwrap::GraphCapturer {
     ++captured;
     fxwrap::Tensors places, results;
     for (const at::Tensor& operand : operands) places.push_back(at_address(operand));
-    for (const at::Tensor& value : body(places)) results.push_back(at::full_like(value, NAN));
+    for (const at::Tensor& value : body(places)) results.push_back(value.clone().fill_(NAN));
     fxwrap::Tensors& in_pool = results_[pool];
     in_pool.insert(in_pool.end(), results.begin(), results.end());
     const size_t position = in_pool.size();
@@ -99,14 +101,15 @@ int main(int count, char** words) {
         const double factor = std::atof(words[++i]);
         for (const FxwrapLeaf& leaf : models.back().constants()) {
           std::vector<std::pair<std::string, fxwrap::Value>> constants;
-          constants.emplace_back(leaf.name, at::full({4, 4}, factor));
+          constants.emplace_back(leaf.name, full({4, 4}, factor));
           models.back().load_constants(std::move(constants));
         }
       }
       if (word != "call") continue;
       const int64_t rows = std::atoll(words[++i]);
       const double seed = std::atof(words[++i]);
-      const at::Tensor x = at::arange(rows * 4, at::kFloat).reshape({rows, 4}).mul(seed), state = at::full({4}, seed);
+      const at::Tensor x = full({rows, 4}, 0), state = full({4}, seed);
+      for (int64_t element = 0; element < rows * 4; ++element) x.data_ptr<float>()[element] = float(element) * seed;
       std::vector<fxwrap::Value> inputs;
       inputs.emplace_back(x);
       inputs.emplace_back(state);

@@ -26,6 +26,7 @@ class _Routed(nn.Module):
         return routed(self.layer)(tokens, scores)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("weights", "frozen", "operator"),
     [("biased modules", True, "frozen_grouped_mm"), ("modules", False, "grouped_matmul"),

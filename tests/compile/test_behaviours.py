@@ -330,6 +330,7 @@ def _deep_programs(training: bool) -> dict[str, Program]:
     return {graph.name: graph.compiled.program for graph in graphs}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["inference", "forward", "backward"])
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_peak_memory_is_bounded_by_live_bytes(kind: str, emitter: str) -> None:

@@ -193,7 +193,7 @@ def _launches(programs: list[str]) -> list[int]:
     return [len(re.findall(r"launch @flex_attention_(?:\d|grad_query)", text)) for text in programs]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("function", "emitter"),
     [(_attend, "python"), (_attend, "cpp"), (_attend, "fx"), (_capped, "interpreter"), (_clipped, "interpreter")],

@@ -115,6 +115,7 @@ def test_grouped_keys(function: Callable[..., Tensor], operands: list[Tensor]) -
         assert not re.search(rf"\[{BATCH}, {HEADS}, {KEYS}, {WIDTH}\]|\[{BATCH * HEADS}, {KEYS}, {WIDTH}\]", text)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [_biased, _tabled])
 def test_symbolic_lengths(function: Callable[..., Tensor]) -> None:
     run, programs = _compiled(function, emitter="interpreter")
@@ -147,7 +148,7 @@ def test_repeated_keys_that_are_read_again() -> None:
     _check(attend, _operands(key_heads=2))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long  # the functions above have the same formulas
 @pytest.mark.parametrize("make_model", [_t5, _swin, _deberta], ids=lambda function: function.__name__.strip("_"))
 def test_models(make_model: Callable[[], tuple[nn.Module, dict[str, Tensor], int]]) -> None:
     """Relative positions, a table of windows, and disentangled scores are trained."""

@@ -103,6 +103,7 @@ def test_numbers_of_tokens(emitter: str) -> None:
         _check(compiled, layer, inputs_of(count))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
 def test_numbers_of_tokens_of_modules(emitter: str) -> None:
     torch.manual_seed(0)
@@ -232,6 +233,7 @@ def test_small_weights_of_modules_are_stacked(limit: int, stacks: int) -> None:
     _check(traced, layer, inputs_of(10))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_frozen_weights_of_modules_are_stacked_once(emitter: str) -> None:
     """The stack follows writes into a weight."""

@@ -92,7 +92,7 @@ def _layer(form: tuple[str, ...]) -> nn.Module:
     return (layers[form]() if form in layers else Experts(*form)).bfloat16()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("form", _FORMS)
 def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> None:
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def test_a_loop_and_its_backward_are_grouped_matmuls(form: tuple[str, ...]) -> N
 _WEIGHTS = ("stacked", "unbind", "sliced", "transposed", "reshaped", "addmm", "bias", "modules", "biased modules")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loops(seed: int) -> None:
     """Loops of random forms; indices may be beyond the experts, and there may be a single token."""
@@ -138,6 +138,7 @@ def test_an_expert_without_tokens_has_zero_gradients() -> None:
         assert parameter.grad is not None and not parameter.grad[1].any() and parameter.grad[0].any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_emitters(emitter: str) -> None:
     """Numbers of tokens are symbolic; the indices of the second layer are not known to be experts."""
@@ -170,6 +171,7 @@ def test_two_loops_and_other_gradients() -> None:
     assert _counts(graphs) == [4, 8]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights", ["unbind", "modules"])
 def test_a_training_step(weights: str) -> None:
     torch.manual_seed(0)

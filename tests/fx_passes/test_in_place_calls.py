@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxwrap import Options
 from fxwrap.fx_passes import prepare_graph
+from fxwrap.fx_passes.prepared_graph import PreparedGraph
+from fxwrap.lowering import RULES
 from tests.lowering.planned_programs import STRICT, check
 
 aten = torch.ops.aten
@@ -63,19 +67,29 @@ def _strided(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w)[:, ::2].exp_()
 
 
+def _unfused(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).i0_()
+
+
 def _random(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).bernoulli_(1.0)
 
 
 CASES: dict[Callable[..., Any], int] = {
     _chain: 0, _view: 0, _part_of_a_tuple: 0, _read_before: 0,
-    _input: 1, _read_around: 1, _part: 1, _both_returned: 1, _wider_operand: 1, _strided: 1, _random: 1,
+    _input: 1, _read_around: 1, _part: 1, _both_returned: 1, _wider_operand: 1, _strided: 1, _unfused: 1, _random: 1,
 }  # fmt: skip
 """Functions, and how many of their in-place calls stay."""
 
 
-def _in_place_calls(graph: Any) -> int:
-    return sum(str(node.target).split(".")[1].endswith("_") for node in graph.nodes if "aten." in str(node.target))
+def _in_place_calls(graph: GraphModule | PreparedGraph) -> int:
+    module = graph.graph_module if isinstance(graph, PreparedGraph) else graph
+    targets = [str(node.target) for node in module.graph.nodes]
+    return sum([target.startswith("aten.") and target.split(".")[1].endswith("_") for target in targets])
+
+
+def _prepared(graph: GraphModule, inputs: list[Tensor], options: Options) -> PreparedGraph:
+    return prepare_graph(graph, inputs, options, fused_operators=RULES)
 
 
 @pytest.mark.parametrize("function", CASES, ids=[case.__name__.strip("_") for case in CASES])
@@ -83,8 +97,8 @@ def test_in_place_calls(function: Callable[..., Any]) -> None:
     """Results, their aliases and inputs are those of eager mode."""
     inputs = [torch.randn(4, 4) for _ in range(2)]
     graph = make_fx(function)(*[item.clone() for item in inputs])
-    assert _in_place_calls(graph.graph) > 0
-    assert _in_place_calls(prepare_graph(graph, inputs, STRICT)) == CASES[function]
+    assert _in_place_calls(graph) > 0
+    assert _in_place_calls(_prepared(graph, inputs, STRICT)) == CASES[function]
     check(function, *inputs)
 
 
@@ -93,4 +107,4 @@ def test_excluded() -> None:
     inputs = [torch.randn(4, 4) for _ in range(2)]
     graph = make_fx(_chain)(*inputs)
     for options, count in ((STRICT.replace(fuse=False), 3), (STRICT.replace(preserve_ops=("aten.mul_.Tensor",)), 1)):
-        assert _in_place_calls(prepare_graph(graph, inputs, options)) == count
+        assert _in_place_calls(_prepared(graph, inputs, options)) == count

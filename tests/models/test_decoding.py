@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from fxwrap.comparison import capture
+import fxwrap
 from fxwrap.lines import Alloc, ExternCall, Launch, Mutate
 
 LAYERS, LENGTH, KEY_HEADS, WIDTH = 2, 16, 2, 8
@@ -44,7 +44,7 @@ def test_a_layer_has_one_kernel_between_its_calls() -> None:
         decoder = Decoder()
         compiled = torch.compile(decoder, backend="fxwrap", options=options, fullgraph=True)
         torch.testing.assert_close(compiled(token), expected)
-        (graph,) = capture(decoder.forward, (token,), options=options)
+    (graph,) = fxwrap.inspect(compiled)
     lines = graph.compiled.program.body.lines
     calls = Counter(line.target for line in lines if isinstance(line, ExternCall | Mutate))
     assert calls == {

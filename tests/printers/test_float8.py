@@ -127,6 +127,7 @@ for [i: 128, j: 128] reduce [k: 256] {{
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["f8e4m3fn", "f8e5m2", "f8e4m3fnuz"])
 def test_tensor_cores_multiply_float8_where_they_can(dtype: str) -> None:
     kernel = parse_kernel(SCALED.format(dtype=dtype))

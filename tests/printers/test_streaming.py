@@ -10,15 +10,11 @@ import pytest
 import torch
 
 from fxwrap.devices import CUDA
-from fxwrap.errors import KernelBuildError
 from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, ScheduleError, evaluate_kernel, parse_kernel
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
-from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import load_kernel
-from fxwrap.runtime.triton.architectures import compile_for_architectures
-from fxwrap.runtime.triton.compile import KernelUse
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
@@ -218,14 +214,6 @@ def test_configurations_fit_shared_memory(kind: str, caplog: pytest.LogCaptureFi
     assert compiled(printed, 86).metadata.shared <= 99 << 10
     with pytest.raises(ScheduleError, match="no configuration fits 4096 bytes of shared memory"):
         streaming_configurations(kernel, int, spec=replace(CUDA, shared_memory_bytes=4096))
-
-
-def test_kernels_for_other_architectures_fit_their_shared_memory() -> None:
-    kernel = attention_kernel(rows=256, keys=256, width=256, columns=256, dtype=torch.float16)
-    large = print_streaming_triton(kernel, StreamingConfiguration(128, 64, 8, 3))
-    use = KernelUse(KernelText("triton", large.source, large.signature, large.options), torch.device("cuda", 0))
-    with pytest.raises(KernelBuildError, match=r"bytes of shared memory, sm_86 has 101376\. Compile for it: Options"):
-        compile_for_architectures([use], ["sm_86"])
 
 
 def test_steps_without_a_schedule_are_declined() -> None:

@@ -212,6 +212,7 @@ def every_combination(dtype: torch.dtype) -> Kernel:
     return build([p], [r], {"x": (dtype, 16000)}, outputs, write)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [F32, torch.int64, torch.int8, torch.bool], ids=str)
 @pytest.mark.parametrize("looped", [False, True])
 def test_every_combination_compiles(dtype: torch.dtype, looped: bool) -> None:

@@ -233,11 +233,11 @@ def _run_cpp(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_cpp_source_equals_evaluation(tmp_path: Path) -> None:
-    cases = _collect_cases(400) + _edge_cases()
+    cases = _collect_cases(sample_size(400)) + _edge_cases()
     result = _run_cpp(_cpp_program(cases), tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.split()
-    assert len(lines) == len(cases) > 200
+    assert len(lines) == len(cases) > sample_size(200)
     for (expression, environment), line in zip(cases, lines):
         expected = evaluate(expression, environment)
         if expression_kind(expression) == "float":

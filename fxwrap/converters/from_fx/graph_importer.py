@@ -30,6 +30,7 @@ from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
 from fxwrap.inference import CallInference, with_declared_layout
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.lines.frees import drop_early_frees
+from fxwrap.names import NameAllocator
 from fxwrap.passes.coalesce_copies import coalesce_copies
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, make_symbol
 from fxwrap.torch_compat import is_opaque
@@ -52,7 +53,7 @@ class ImportState:
     symbols: ImportedSymbols
     inference: CallInference
     kernels: KernelTable
-    names: set[str] = field(default_factory=set)
+    names: NameAllocator = field(default_factory=NameAllocator)
     inlined: dict[int, tuple[GraphModule, GraphModule]] = field(default_factory=dict)
     constants: dict[str, ir.Value] = field(default_factory=dict)
     payloads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -60,16 +61,6 @@ class ImportState:
     functions: dict[str, ir.Block] = field(default_factory=dict)
     imported_functions: dict[object, Any] = field(default_factory=dict)
     node_of: dict[int, Node] = field(default_factory=dict)
-
-    def unique(self, name_hint: str) -> str:
-        """Returns a new name for a value, derived from the hint."""
-        base = name_hint if name_hint.isidentifier() else "v_" + "".join([c if c.isalnum() else "_" for c in name_hint])
-        name, number = base, 0
-        while name in self.names:
-            number += 1
-            name = f"{base}_{number}"
-        self.names.add(name)
-        return name
 
 
 @dataclass(frozen=True)
@@ -252,7 +243,7 @@ class GraphImporter:
 
     def value(self, name_hint: str, type_: ir.Type) -> ir.Value:
         """Returns a new value."""
-        return ir.Value(self.state.unique(name_hint), type_)
+        return ir.Value(self.state.names.create_name(name_hint), type_)
 
     def emit_definition(self, line: ir.LineBase, node: Node, node_value: ir.Value | None = None) -> None:
         """Adds a line that defines values; `node_value` becomes the node's value."""

@@ -30,6 +30,7 @@ from fxwrap.lowering.control.streams import stream_plan
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.graph_lowering import GraphLowering
 from fxwrap.lowering.symbols.inputs import InputBinder
+from fxwrap.names import NameAllocator
 from fxwrap.torch_compat import is_opaque, real_object
 from fxwrap.wrapper_ir import Block, Operand, Result, TensorType, Type, Value, defined, print_type, types_agree
 
@@ -187,7 +188,7 @@ class BlockLowering:
             types = [self.builder.symbols.type_of(fake) for fake in self.builder.fakes[node]]
             lowered = self.lower(node, graph, operands, examples, result_types=types, allow_aliases=True)
             constants = tuple(lowered.constants.captured())
-            unique = _unused_name(name, state.functions)
+            unique = NameAllocator(set(state.functions)).create_name(name)
             block = state.functions[unique] = lowered.block(constants)
             function = SharedFunction(unique, module, lowered, block.arguments, constants)
             self.functions[id(module)] = function
@@ -212,15 +213,6 @@ def _module_of(node: Node, graph: Node, operand_count: int) -> GraphModule:
         reason = f"'{graph.target}' has {count} placeholders, but the call passes {operand_count} operands"
         raise node_error(node, reason, "Pass one operand per placeholder")
     return module
-
-
-def _unused_name(name: str, names: Collection[str]) -> str:
-    """Returns an identifier that is not among `names`, `name` or one derived from it."""
-    base = "".join([letter if letter.isalnum() else "_" for letter in name])
-    unique, number = base, 0
-    while unique in names:
-        unique, number = f"{base}_{number}", number + 1
-    return unique
 
 
 def _argument(

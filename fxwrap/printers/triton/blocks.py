@@ -31,7 +31,8 @@ from fxwrap.loop_ir import (
     SymbolicScalar,
     operands,
 )
-from fxwrap.printers.triton.kernel_text import NameAllocator, TritonIndexPrinter, comment_lines
+from fxwrap.names import NameAllocator
+from fxwrap.printers.triton.kernel_text import RESERVED_WORDS, TritonIndexPrinter, comment_lines
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
 from fxwrap.printers.triton.schedule import fits_int32
 
@@ -64,7 +65,7 @@ class BlockPrinter:
         self.depth = 1
         self.origin = ""
         self.helpers: set[str] = set()
-        self.allocator = NameAllocator()
+        self.allocator = NameAllocator(reserved=RESERVED_WORDS)
         self.symbols = {symbol: self.allocator.create_name(str(symbol)) for symbol in kernel.symbols}
         buffers = (*kernel.inputs, *kernel.outputs)
         self.pointers = {item.name: self.allocator.create_name(f"{item.name}_ptr") for item in buffers}

@@ -13,9 +13,10 @@ from itertools import accumulate
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import DeviceAssert
+from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.configuration import programs_of_a_wave
-from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, BodyParameters, NameAllocator, comment_lines
+from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, RESERVED_WORDS, BodyParameters, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
 from fxwrap.symbolic import product
 
@@ -72,7 +73,7 @@ def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bo
     scheduled = [_scheduled(kernel) for kernel in kernels]
     template, _ = scheduled[0].template
     values = list(zip(*[item.template[1] for item in scheduled], strict=True))
-    unused = NameAllocator(set(template.names))
+    unused = NameAllocator(set(template.names), RESERVED_WORDS)
     selected = [parameter for parameter, same in zip(template.parameters, shared) if not same]
     own = [[unused.create_name(f"{parameter}_{number}") for parameter in selected] for number in range(len(kernels))]
     sizes = {row: unused.create_name("size") for row in dict.fromkeys(values) if len(set(row)) > 1}

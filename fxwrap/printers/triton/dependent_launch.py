@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from fxwrap.names import NameAllocator
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_source import (
     KernelSource,
@@ -22,7 +23,7 @@ from fxwrap.printers.triton.kernel_source import (
     target_names,
     used_names,
 )
-from fxwrap.printers.triton.kernel_text import NameAllocator
+from fxwrap.printers.triton.kernel_text import RESERVED_WORDS
 
 _LOADED_BYTES = 128
 """The bytes that each thread loads before the wait at most: 32 registers, which it would need soon after."""
@@ -80,7 +81,7 @@ class _Prelude:
         self.unwritten = unwritten
         self.warps = warps
         used = defined_names(kernel.function) | used_names(kernel.function) | {*kernel.parameters}
-        self.names = NameAllocator(used)
+        self.names = NameAllocator(used, RESERVED_WORDS)
         self.lines: list[str] = []
         self.copies: dict[tuple[_Definition, str], str] = {}
         self.loaded: dict[int, str] = {}  # by the identity of the load

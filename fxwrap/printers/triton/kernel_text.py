@@ -79,7 +79,7 @@ def comment_lines(origin: str) -> list[str]:
 
 
 _WORD = re.compile(r"[\w.]+(\([\w, .:]*\))?")
-_RESERVED = frozenset({"tl", "triton", "libdevice", "kernel", *HELPERS, *dir(builtins), *keyword.kwlist})
+RESERVED_WORDS = frozenset({"tl", "triton", "libdevice", "kernel", *HELPERS, *dir(builtins), *keyword.kwlist})
 
 
 def parenthesize(text: str) -> str:
@@ -99,25 +99,6 @@ class _SizePrinter(PythonPrinter):
 
     def _ceiling_division(self, base: sympy.Basic, divisor: sympy.Basic) -> tuple[str, Precedence]:
         return self.call("tl.cdiv", (base, divisor))
-
-
-@dataclass
-class NameAllocator:
-    """Creates legal, readable and unique names."""
-
-    used: set[str] = field(default_factory=lambda: set(_RESERVED))
-
-    def create_name(self, wanted: str) -> str:
-        """Returns a legal form of a name, with a numeric suffix if the name is in use."""
-        base = re.sub(r"\W", "_", wanted) or "value"
-        base = f"_{base}" if base[0].isdigit() else base
-        base = f"{base}_value" if base in _RESERVED else base
-        name, number = base, 1
-        while name in self.used:
-            number += 1
-            name = f"{base}_{number}"
-        self.used.add(name)
-        return name
 
 
 @dataclass

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operands
+from fxwrap.names import NameAllocator
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import (
+    RESERVED_WORDS,
     BodyParameters,
-    NameAllocator,
     TritonIndexPrinter,
     comment_lines,
     parenthesize,
@@ -36,7 +37,7 @@ class TilePrinter(ABC):
         self.depth = 1
         self.origin = ""
         self.helpers: set[str] = set()
-        self.names = NameAllocator()
+        self.names = NameAllocator(reserved=RESERVED_WORDS)
         self.symbols = {symbol: self.names.create_name(str(symbol)) for symbol in kernel.symbols}
         buffers = (*kernel.inputs, *kernel.outputs)
         self.pointers = {item.name: self.names.create_name(f"{item.name}_ptr") for item in buffers}

@@ -71,6 +71,7 @@ def test_models_come_back_as_the_compiled_program(name: str, plan: str, training
         assert not _writes(check_round_trip(captured, plan))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["default", "search"])
 def test_other_memory_plans_come_back(plan: str) -> None:
     assert plan in PLANS

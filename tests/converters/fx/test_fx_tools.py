@@ -25,6 +25,7 @@ from fxwrap.errors import GraphModuleError
 from fxwrap.wrapper_ir import Ownership, Program
 from tests.conftest import NO_PYDOT
 from tests.support.capture import CapturedGraph, capture_graphs
+from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
 from tests.support.samples import SAMPLES
 
@@ -167,7 +168,8 @@ def _prepare(captured: CapturedGraph) -> Prepared:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "tool"), [*[("gpt2", tool) for tool in TOOLS], ("resnet", "copied"), ("resnet", "retraced")]
+    ("name", "tool"),
+    [*[("gpt2", tool) for tool in TOOLS], long_only("resnet", "copied"), long_only("resnet", "retraced")],
 )
 @torch.no_grad()
 def test_fx_tools_preserve_outputs_of_models(name: str, tool: str) -> None:

@@ -14,6 +14,7 @@ from fxwrap.artifact.archive import Archive
 from fxwrap.cli.saved import inspection, read_program_file
 from fxwrap.converters.cpp import to_cpp
 from fxwrap.errors import ArtifactError, KernelBuildError, OptionError
+from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import compile_cpp, load_program
 from fxwrap.runtime.triton.architectures import compile_for_architectures
 from fxwrap.runtime.triton.binaries import compiled_variants, variants_unit
@@ -72,6 +73,26 @@ def test_each_gpu_runs_its_code_or_ptx(
             else:
                 assert not python_launches and loads == [expected[0]]
                 assert len(launches) == 1 and f" shared {expected[1]} " in launches[0]
+
+
+MATMUL = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x, out, N: tl.constexpr):
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    product = tl.dot(tl.load(x + rows * N + columns), tl.load(x + columns * N + rows))
+    tl.store(out + rows * N + columns, product)
+"""
+
+
+def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
+    kernel = KernelText("triton", MATMUL, ("*f16", "*f32"), (("N", 256), ("num_warps", 8)))
+    with pytest.raises(
+        KernelBuildError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376\. Compile for it: O"
+    ):
+        compile_for_architectures([KernelUse(kernel, CUDA)], ["sm_86"])
 
 
 def test_a_file_has_code_for_every_architecture(tmp_path: Path) -> None:
