@@ -199,7 +199,7 @@ def measure(model: str, form: str, count: int, training: bool, chosen: argparse.
         loop = Experts.routed.__get__(module.layer)
         module.layer.routed = loop  # type: ignore[method-assign]
         doubles = tuple([item.detach().double().requires_grad_(training) for item in inputs])
-        return [item.to("cpu") for item in call(module, module, doubles, upstream.double())]
+        return call(module, module, doubles, upstream.double())
 
     expected = reference()
     errors: dict[str, float] = {}
@@ -218,7 +218,7 @@ def measure(model: str, form: str, count: int, training: bool, chosen: argparse.
                 results = run()
             synchronize(device)
             seconds[side] = time.perf_counter() - start
-            errors[side] = relative_error([item.cpu() for item in stacked(results, module.layer)], expected)
+            errors[side] = relative_error(stacked(results, module.layer), expected)
             del results
             run()
             peaks[side] = _peak(run, device)

@@ -184,9 +184,11 @@ class GroupedRows:
             below, above = self._call(_aten.lt.Scalar, flat, 0), self._call(_aten.ge.Scalar, flat, self._count)
             self._outside = self._call(_aten.logical_or.default, below, above)
             flat = self._call(_aten.masked_fill.Scalar, flat, self._outside, self._count)
-        ordered = self._call(_aten.sort.stable, flat, stable=True)
-        self._experts, self._order = [self._call(operator.getitem, ordered, part) for part in (0, 1)]
         dtype = self._copy.fakes[flat].dtype
+        keys = self._call(_aten._to_copy.default, flat, dtype=_key_dtype(self._count, dtype))
+        ordered = self._call(_aten.sort.stable, keys, stable=True)
+        self._experts, self._order = [self._call(operator.getitem, ordered, part) for part in (0, 1)]
+        self._experts = self._call(_aten._to_copy.default, self._experts, dtype=dtype)
         numbers = self._arange(self._count, dtype)
         columns = self._call(_aten.unsqueeze.default, numbers, 1)
         before = self._call(_aten.le.Tensor, self._call(_aten.unsqueeze.default, flat, 0), columns)
@@ -392,3 +394,9 @@ class GroupedRows:
         return self._copy.call(
             self._before, target, arguments, f"{source.name}_rows", keywords, origin=self._copy.node_map[source]
         )
+
+
+def _key_dtype(count: int, dtype: torch.dtype) -> torch.dtype:
+    """Returns the narrowest dtype of the numbers of experts, and of `count` for none: a radix sort reads each byte."""
+    narrow = [item for item in (torch.uint8, torch.int16, torch.int32) if count <= torch.iinfo(item).max]
+    return narrow[0] if narrow else dtype

@@ -18,7 +18,7 @@ from tests.distributed.processes import run_ranks
 from tests.distributed.training_cases import CASES, GPU_CASES
 from tests.support.long_form import LONG
 
-IN_SUITE = ("experts", "whole_step_of_fsdp", *(("fsdp_of_blocks", "whole_step_of_ddp") if LONG else ()))
+IN_SUITE = ("experts", "whole_step_of_fsdp_and_experts", *(("fsdp_of_blocks", "whole_step_of_ddp") if LONG else ()))
 """Cases that `test_two_ranks.py` has nothing like; `tests/training/test_data_parallel.py` has steps with DDP."""
 
 

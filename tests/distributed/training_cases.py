@@ -27,11 +27,12 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, silu
 from torch.nn.parallel import DistributedDataParallel
 
 import fxwrap
 from tests.distributed.cases import Mlp, simple_fsdp
+from tests.fx_passes.expert_layers import SORTING
 from tests.support.long_form import LONG
 
 Compile = Callable[[Any], Any]
@@ -49,16 +50,45 @@ BLOCKS = 4 if LONG else 2
 
 
 class Blocks(nn.Module):
-    """Blocks in sequence."""
+    """Blocks in sequence; `last` makes the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: Callable[[], nn.Module] = Mlp) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Mlp() for _ in range(BLOCKS)])
+        self.blocks = nn.ModuleList([*[Mlp() for _ in range(BLOCKS - 1)], last()])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class Mixture(nn.Module):
+    """A loop over experts, two of each token; their weights are in one tensor, or in modules."""
+
+    def __init__(self, stacked: bool = False, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, experts)
+        if stacked:
+            self.up, self.down = [nn.Parameter(torch.randn(experts, *size) / 4) for size in ((16, 8), (8, 16))]
+        else:
+            layers = [(nn.Linear(8, 16, bias=False), nn.SiLU(), nn.Linear(16, 8, bias=False)) for _ in range(experts)]
+            self.experts = nn.ModuleList([nn.Sequential(*items) for items in layers])
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        factors, chosen = torch.topk(self.router(tokens).float().softmax(-1), 2, dim=-1)
+        result = torch.zeros_like(tokens)
+        for number in range(self.router.out_features):
+            token, position = torch.where(chosen == number)
+            rows = self._expert(number, tokens[token]) * factors[token, position, None]
+            result = result.index_add(0, token, rows.to(tokens.dtype))
+        return result.view(x.shape)
+
+    def _expert(self, number: int, rows: Tensor) -> Tensor:
+        if hasattr(self, "experts"):
+            result: Tensor = self.experts[number](rows)
+            return result
+        return silu(rows @ self.up[number].t()) @ self.down[number].t()
 
 
 def inputs(batch: int, rank: int | None = None) -> Tensor:
@@ -122,19 +152,23 @@ def ddp_python_reducer(compile_: Compile) -> list[Tensor]:
         return train(model, compile_(model), rank_inputs)
 
 
-def fsdp(compile_: Compile, blocks: int, reshard: bool = True, mixed: bool = False) -> list[Tensor]:
+def fsdp(
+    compile_: Compile, blocks: int, reshard: bool = True, mixed: bool = False, last: Callable[[], nn.Module] = Mlp
+) -> list[Tensor]:
     """FSDP2 over groups of this many blocks, 0 for the whole model."""
-    model = fsdp_model(blocks, reshard, mixed)
+    model = fsdp_model(blocks, reshard, mixed, last)
     return train(model, compile_(model), rank_inputs)
 
 
-def fsdp_model(blocks: int, reshard: bool = True, mixed: bool = False) -> nn.Module:
+def fsdp_model(
+    blocks: int, reshard: bool = True, mixed: bool = False, last: Callable[[], nn.Module] = Mlp
+) -> nn.Module:
     """Returns a model with FSDP2 over groups of this many blocks, 0 for the whole model."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     options: dict[str, Any] = {"mesh": whole_mesh(), "reshard_after_forward": reshard}
     if policy is not None:
         options["mp_policy"] = policy
-    model = Blocks()
+    model = Blocks(last)
     for first in range(0, BLOCKS if blocks else 0, blocks or 1):
         group = list(model.blocks[first : first + blocks])
         fully_shard(group if blocks > 1 else group[0], **options)
@@ -142,9 +176,9 @@ def fsdp_model(blocks: int, reshard: bool = True, mixed: bool = False) -> nn.Mod
     return model
 
 
-def simple(compile_: Compile) -> list[Tensor]:
+def simple(compile_: Compile, last: Callable[[], nn.Module] = Mlp) -> list[Tensor]:
     """FSDP as a parametrisation, without graph breaks."""
-    model = simple_fsdp(Blocks(), whole_mesh())
+    model = simple_fsdp(Blocks(last), whole_mesh())
     return train(model, compile_(model), rank_inputs)
 
 
@@ -352,7 +386,17 @@ def saved_state(compile_: Compile) -> list[Tensor]:
 # --- whole steps ------------------------------------------------------------------------------------------------------
 
 
-def whole_step(compile_: Compile, make: Callable[[], nn.Module]) -> list[Tensor]:
+def with_loops(case: Callable[[Compile], list[Tensor]]) -> Callable[[Compile], list[Tensor]]:
+    """Returns a case whose graphs have calls with sizes that depend on data, such as loops over experts."""
+
+    def run(compile_: Compile) -> list[Tensor]:
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            return case(compile_)
+
+    return run
+
+
+def whole_step(compile_: Compile, make: Callable[[], nn.Module], options: fxwrap.Options | None = None) -> list[Tensor]:
     """`compile_step` of a model that ranks share, with other batch sizes in each call.
 
     Gradients are clipped where they are all on one mesh, or all plain.
@@ -370,7 +414,7 @@ def whole_step(compile_: Compile, make: Callable[[], nn.Module]) -> list[Tensor]
         optimizer.zero_grad()
         return loss.detach()
 
-    run = step if compile_ is identity else fxwrap.compile_step(step, (rank_inputs(4),), dynamic=True)
+    run = step if compile_ is identity else fxwrap.compile_step(step, (rank_inputs(4),), dynamic=True, options=options)
     losses = [local(run(rank_inputs(batch))) for batch in BATCHES]
     if isinstance(model, FSDPModule):
         model.reshard()
@@ -436,6 +480,11 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "fsdp_of_groups": partial(fsdp, blocks=2),
     "fsdp_mixed_precision": partial(fsdp, blocks=1, mixed=True),
     "simple_fsdp": simple,
+    "fsdp_of_experts": with_loops(partial(fsdp, blocks=1, last=Mixture)),
+    "fsdp_of_stacked_experts_mixed_precision": with_loops(
+        partial(fsdp, blocks=1, mixed=True, last=partial(Mixture, stacked=True))
+    ),
+    "simple_fsdp_of_experts": with_loops(partial(simple, last=Mixture)),
     "uneven_fsdp": partial(uneven, parametrised=False),
     "uneven_simple_fsdp": partial(uneven, parametrised=True),
     "tensor_parallel": partial(tensor_parallel, sequence=False),
@@ -454,6 +503,9 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "whole_step_of_ddp": partial(whole_step, make=lambda: DistributedDataParallel(Normalised())),
     "whole_step_without_sync": whole_step_without_sync,
     "whole_step_of_fsdp": partial(whole_step, make=lambda: fsdp_model(blocks=1)),
+    "whole_step_of_fsdp_and_experts": with_loops(
+        partial(whole_step, make=lambda: fsdp_model(blocks=1, last=Mixture), options=fxwrap.Options(devices=(SORTING,)))
+    ),
     "whole_step_of_fsdp_groups": partial(whole_step, make=lambda: fsdp_model(blocks=2, reshard=False)),
     "whole_step_of_fsdp_mixed": partial(whole_step, make=lambda: fsdp_model(blocks=1, mixed=True)),
     "whole_step_of_uneven_fsdp": partial(whole_step, make=_uneven_fsdp),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import prepare_graph
 from fxwrap.fx_passes.expert_conditions import are_in_range
+from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.lines import ExternCall
 from tests.fx_passes.expert_layers import (
     EXPERTS,
@@ -139,6 +141,23 @@ def test_writes_into_a_copy_of_the_tokens() -> None:
     prepared, traced = _graph(routed(layer), inputs_of(10, dtype=torch.float32), Options(devices=(SORTING,)))
     assert _grouped(prepared, _ON_HOST) == 3 and not _loops(prepared)
     _check(traced, layer, inputs_of(10, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("numbers", [range(EXPERTS), (1, 2)])
+def test_zeros_in_rows_of_experts(numbers: Sequence[int]) -> None:
+    """The gradient of the tensor before a loop that writes rows is one call, and not one for each expert."""
+
+    def zeroed(tokens: Tensor, scores: Tensor) -> Tensor:
+        chosen, result = scores.argmax(-1), tokens
+        for number in numbers:
+            result = result.index_put((chosen == number,), torch.zeros_like(tokens[chosen == number]))
+        return result
+
+    tokens = torch.randn(2, 5, WIDTH), torch.randn(2, 5, EXPERTS)
+    graph = make_fx(zeroed, tracing_mode="real")(*tokens)
+    prepared = simplify_gradients_of_writes(prepare_graph(graph, tokens, Options(fuse=False)))
+    assert not [node for node in prepared.nodes if "index_put" in str(node.target)]
+    torch.testing.assert_close(prepared.graph_module(*tokens), zeroed(*tokens))
 
 
 def test_indices_of_argmax_are_experts() -> None:

@@ -156,7 +156,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
         first, second = (split, rows) if _has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
     elif is_outer_reduction(kernel, hint):
-        candidates = outer_reduction_configurations(kernel, hint)
+        candidates = outer_reduction_configurations(kernel, hint, spec)
     else:
         candidates = inner_reduction_configurations(kernel, hint, spec)
     return tuple(dict.fromkeys(candidates))

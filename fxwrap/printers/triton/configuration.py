@@ -25,6 +25,9 @@ MAX_PERSISTENT_ELEMENTS = 16384
 _MIN_TILE_SIDE = 16
 """The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
 
+_FEW_ROWS = 8
+"""The most rows of an outer reduction whose elements of a column one thread has in registers."""
+
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
@@ -185,12 +188,25 @@ def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and has_many_rows else 32
 
 
-def outer_reduction_configurations(kernel: Kernel, hint: Hint) -> list[Configuration]:
-    """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded."""
+def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded.
+
+    A few rows are summed within threads, which have whole vectors of columns.
+    """
     inner, _ = _contiguous_axes(kernel, hint, reduced=False)
     size = kernel.reduced_count
     widest = next_power_of_2(hint(inner.size))
     candidates = []
+    if isinstance(size, int) and size <= _FEW_ROWS:
+        elements = 8 if next_power_of_2(size) * max(len(full_tile_loads(kernel)), 1) <= 2 * _FEW_ROWS else 4
+        width = min(128 * elements, widest)
+        while width > 64 and hint(kernel.count) < width * programs_of_a_wave(spec):
+            width //= 2
+        if width > 64:
+            rows = next_power_of_2(size)
+            candidates.append(
+                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (32 * elements), 1))
+            )
     if isinstance(size, int):
         height = next_power_of_2(size)
         width = min(64 if height <= 128 else 32 if height <= 512 else 16, widest)
