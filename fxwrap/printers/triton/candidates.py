@@ -37,7 +37,6 @@ from fxwrap.printers.triton.configuration import (
     outer_reduction_configurations,
     pointwise_configurations,
 )
-from fxwrap.printers.triton.schedule import backward_slice
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -269,7 +268,7 @@ def _stationary_row_configurations(contraction: ContractionForm, hint: Hint, spe
         return []
     form = find_grouped_sums(summed, contraction)
     (chunks, groups), size = form.groups, int(form.contraction.summed_count)
-    used = backward_slice(summed, [column for item in form.sums for _, column in item.terms if column is not None])
+    used = summed.backward_slice([column for item in form.sums for _, column in item.terms if column is not None])
     is_element = summed.varying_along(form.contraction.summed)
     if not all(is_element[at] or not summed.value_axes[at] for at in used):
         return []

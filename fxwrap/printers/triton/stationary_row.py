@@ -14,7 +14,7 @@ from fxwrap.loop_ir import operands, operation_dtype
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
+from fxwrap.printers.triton.schedule import Dimension, Tile
 from fxwrap.symbolic import Size
 
 
@@ -50,7 +50,7 @@ class StationaryRowPrinter(GroupSumPrinter):
         rows = sorted({row for item in sums for row, _ in item.terms})
         columns = sorted({column for item in sums for _, column in item.terms if column is not None})
         step = self._loop_slice() - {at for item in sums for at in self._summed_slice(item)} - self.fused
-        of_row, of_columns = backward_slice(kernel, rows), self._prologue(columns)
+        of_row, of_columns = kernel.backward_slice(rows), self._prologue(columns)
         self._enter("pyx")
         for position in sorted({*of_row, *of_columns, *step} - {*self.form.totals}):
             if not self._varies(position):
