@@ -29,7 +29,6 @@ from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.group_sums import Digit, GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.schedule import backward_slice
 
 _BIASED_FLOATS = " ".join([f"prmt.b32 ${byte}, $4, 0x43, 0x4{byte}55;" for byte in range(4)])
 """Instructions that put a byte n into the bits of a float32 of 128, which are then those of 128 + n."""
@@ -90,7 +89,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         sums = {item.reduction: item for item in self.form.sums}
         terms = [term for item in self.form.sums for term in item.terms]
         rows, columns = [row for row, _ in terms], [column for _, column in terms if column is not None]
-        loaded = backward_slice(kernel, [*rows, *[self._loaded_number(column) for column in columns]])
+        loaded = kernel.backward_slice([*rows, *[self._loaded_number(column) for column in columns]])
         products = {at for item in self.form.sums for at in self._summed_slice(item)} - loaded - sums.keys()
         inside = (self._loop_slice() - products - self.fused - {*self.form.totals}) | loaded
         varying = kernel.varying_along((*self.form.groups, *self.contraction.summed))
@@ -176,7 +175,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         self._enter(self.result_block)
         self._emit_block_offsets(self._dimension("y"), self.first)
         rest = [position for position in range(len(kernel.operations)) if position not in done]
-        used = backward_slice(kernel, rest)
+        used = kernel.backward_slice(rest)
         again = [at for at in used if at in done and not varying[at] and self._has_columns(at)]
         for position in sorted({*rest, *again} - {*self.form.totals}):
             self._operation(position, looped=True)
