@@ -92,7 +92,7 @@ def _match(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> Pa
 
 def _reads_gradient(user: Node) -> bool:
     """Whether a user of a backward reads a gradient that it computes, or is unused itself."""
-    return user.target is operator.getitem and (user.args[1] != 0 or not user.users)
+    return user.target is operator.getitem and (bool(user.args[1]) or not user.users)
 
 
 class PatchMatmulWriter:
