@@ -334,6 +334,7 @@ CUDA = DeviceSpec(
     memory_spaces=("", SYMMETRIC_MEMORY),
     massively_parallel=True,
     channels_last_dtypes=_HALF,  # tensor cores
+    patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),

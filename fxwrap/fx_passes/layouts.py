@@ -32,7 +32,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
-from fxwrap.fx_passes.patch_convolutions import PatchConvolution, patch_convolutions, write_patch_matmul
+from fxwrap.fx_passes.patch_convolutions import PatchConvolution, PatchMatmulWriter, patch_convolutions
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import FakeTensor, OpOverload
@@ -254,10 +254,8 @@ class _LayoutRewriter:
 
     def _call(self, node: Node) -> None:
         operands: Mapping[Node, Node] = self.env
-        if node in self.patches:
-            result = write_patch_matmul(self.copy, self.position, self.patches[node], node.name)
-            self.copy.substitute(node, result, "fused")
-            self.changed.add(node)
+        if node in self.patches or (node.target is operator.getitem and node.args[0] in self.patches):
+            self._call_matmuls(node)
             return
         if node in self.convolutions:
             images = {operand: self._channels_last(operand) for operand in _convolution_operands(node)}
@@ -270,6 +268,17 @@ class _LayoutRewriter:
         if operands is not self.env and not _is_channels_last(items_of(self.fakes[self.env[node]])[0]):
             # Torch has no channels-last kernel here, for example in a build without the device's library.
             raise _LayoutNotRestorable(f"'{node.name}'")
+
+    def _call_matmuls(self, node: Node) -> None:
+        """Replaces a convolution of patches, or a result of its backward, by matmuls."""
+        if not node.users or (node in self.patches and self.patches[node].gradient is not None):
+            self.copy.erase(node)  # each of a backward's results is replaced
+            return
+        source, index = (node, 0) if node in self.patches else node.args
+        writer = PatchMatmulWriter(self.copy, self.position, self.patches[source], node.name)  # type: ignore[index]
+        results = (writer.result, writer.gradient_of_weight, writer.gradient_of_bias)
+        self.copy.substitute(node, results[index](), "fused")  # type: ignore[index]
+        self.changed.add(node)
 
     def _propagate_layout(self, node: Node, operands: Mapping[Node, Node]) -> bool:
         """Copies a call onto operands in new layouts; returns whether the call accepts them."""

@@ -65,24 +65,13 @@ class GroupedSums:
     totals: tuple[int, ...]
 
 
-def sum_groups(contraction: ContractionForm, chunk: int = 0) -> Kernel | None:
+def sum_groups(contraction: ContractionForm) -> Kernel | None:
     """Returns a contraction with the coefficients of groups applied to sums of groups, or None where it has none.
 
-    Packed elements are unpacked by as many products: the axes along which weights of one element lie are unrolled. With
-    `chunk`, groups are along two axes: chunks of so many groups, and the groups of a chunk; None if that is impossible.
+    Packed elements are unpacked by as many products: the axes along which weights of one element lie are unrolled.
     """
     plans = _plans(contraction)
-    if contraction.row_reductions or not plans:
-        return None
-    if not chunk:
-        return _GroupSummer(contraction, plans).run()
-    (axis, *others) = next(iter(plans.values())).groups
-    count = axis.size
-    if others or not isinstance(count, int) or count % chunk:
-        return None
-    outer, inner = Axis(f"{axis.name}_chunk", count // chunk), Axis(f"{axis.name}_group", chunk)
-    split = {at: replace(plan, groups=(outer, inner)) for at, plan in plans.items()}
-    return _GroupSummer(contraction, split, {axis: chunk * as_index(outer) + inner}).run()
+    return None if contraction.row_reductions or not plans else _GroupSummer(contraction, plans).run()
 
 
 def split_sums(contraction: ContractionForm, size: int) -> Kernel | None:
@@ -306,7 +295,7 @@ class _GroupSummer:
         self.points = [
             _Point({**(axes or {}), **dict(zip(plan.unrolled, point, strict=True))}) for point in cartesian(*sizes)
         ]
-        self.whole = _Point(axes or {})
+        self.whole = _Point({})
 
     def run(self) -> Kernel:
         for position, operation in enumerate(self.kernel.operations):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -215,6 +215,23 @@ class Kernel:
     def varying_along(self, axes: Collection[Axis]) -> tuple[bool, ...]:
         """Returns for each operation whether it depends on some of the axes."""
         return tuple([not own.isdisjoint(axes) for own in self.value_axes])
+
+    def backward_slice(
+        self, targets: Iterable[int], known: Container[int] = (), within: Sequence[bool] | None = None
+    ) -> set[int]:
+        """Returns the operations that targets are computed from, with the targets, without known ones.
+
+        Of their transitive operands, only those that `within` selects are followed.
+        """
+        needed, pending = set[int](), list(targets)
+        while pending:
+            position = pending.pop()
+            if position in needed or position in known:
+                continue
+            needed.add(position)
+            used = operands(self.operations[position])
+            pending += used if within is None else [item for item in used if within[item]]
+        return needed
 
     @property
     def reduces_in_steps(self) -> bool:

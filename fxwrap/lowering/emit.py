@@ -269,9 +269,11 @@ class LineEmitter:
             return False
         device_type = output.tensor_type.device.type
         merged = built.overwriting(source, output, output)
-        if merged is None or self.schedules.split(built.kernel, device_type) is None:
+        split = self.schedules.split(built.kernel, device_type)
+        if merged is None or split is None:
             return False
-        return self.schedules.split(merged.kernel, device_type) is None
+        other = self.schedules.split(merged.kernel, device_type)
+        return other is None or len(other.kernels) < len(split.kernels)
 
     def _scatter_base(self, definition: Scattered, prototype: Value, built: BuiltKernel) -> list[Value]:
         """Returns the initial tensor of a scatter if it has the result's type and the kernel does not read it."""

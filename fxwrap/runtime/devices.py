@@ -204,8 +204,8 @@ def _gpu_limits(device: torch.device) -> dict[str, int]:
     if not torch.cuda.is_available():
         return {}
     gpu = gpu_properties(device)
-    shared = getattr(gpu, "shared_memory_per_block_optin", 0) or gpu.shared_memory_per_block
-    return {"multiprocessors": gpu.multi_processor_count, "shared_memory_bytes": shared}
+    shared = getattr(gpu, "shared_memory_per_block_optin", None)  # some builds of torch for AMD's GPUs lack it
+    return {"multiprocessors": gpu.multi_processor_count, **({"shared_memory_bytes": shared} if shared else {})}
 
 
 CUDA_RUNTIME = DeviceRuntime(

@@ -25,7 +25,8 @@ from fxwrap import Options
 from fxwrap.artifact import environment
 from fxwrap.compile_cache import key as key_module
 from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
-from fxwrap.devices import CPU, scoped_registration
+from fxwrap.devices import CPU, CUDA, scoped_registration
+from fxwrap.runtime.devices import CUDA_RUNTIME
 from fxwrap.wrapper_ir import Ownership
 from tests.compile_cache.graphs import CALLS, dynamic_layer, hand_written_graph, key_of, plain_layer
 from tests.support.child_processes import child_environment
@@ -338,10 +339,18 @@ def test_graphs_that_differ_in_the_index_of_a_device_share_an_entry() -> None:
 
 def test_a_gpu_without_an_index_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator with `device="cuda"` in a graph names no index; one that the machine lacks counts as the first."""
-    properties = dataclasses.make_dataclass("Properties", ["name", "major", "minor", "multi_processor_count"])
+    fields = ["name", "major", "minor", "multi_processor_count", "shared_memory_per_block_optin"]
+    properties = dataclasses.make_dataclass("Properties", fields)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda item: properties(f"GPU of {item}", 9, 0, 132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda item: properties(f"GPU of {item}", 9, 0, 132, 1 << 17)
+    )
     devices = {"cuda": "cuda", "cuda:1": "cuda:1", "cuda:5": "0"}
     for device, used in devices.items():
         assert key_module._device_text(torch.device(device), "input") == f"input GPU of {used} 9.0 132"
+    assert CUDA_RUNTIME.read_limits is not None
+    limits: Any = CUDA_RUNTIME.read_limits(torch.device("cuda", 5))
+    assert dataclasses.replace(CUDA, **limits) == dataclasses.replace(
+        CUDA, multiprocessors=132, shared_memory_bytes=1 << 17
+    )

@@ -81,16 +81,22 @@ def test_where_it_is_chosen() -> None:
         assert target in check(_embedding, *_operands(*kernel), options=options).calls
 
 
-def test_training() -> None:
-    """The backward is the convolution's."""
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("needs_image", [False, True])
+def test_training(needs_image: bool, channels_last: bool) -> None:
+    """Gradients of weight and bias are a matmul and a sum; with that of the image, they are the convolution's."""
 
     def step(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
         leaves = [item.detach().requires_grad_() for item in (weight, bias)]
-        rows, image = _embedding(x, *leaves)
-        return rows, *torch.autograd.grad(rows.sin().sum() + image.cos().sum(), leaves)
+        image = x.detach().requires_grad_(needs_image)
+        rows, result = _embedding(image, *leaves)
+        wanted = [*leaves, image] if needs_image else leaves
+        return rows, *torch.autograd.grad(rows.sin().sum() + result.cos().sum(), wanted)
 
-    calls = check(step, *_operands(4, 4), options=NARROW).calls
-    assert calls == ["aten.addmm.default", "aten.convolution_backward.default"]
+    x, weight, bias = _operands(4, 2)
+    x = x.to(memory_format=torch.channels_last) if channels_last else x
+    calls = check(step, x, weight, bias, options=NARROW).calls
+    assert calls == ["aten.addmm.default", "aten.convolution_backward.default" if needs_image else "aten.mm.default"]
 
 
 def test_symbolic_batches() -> None:

@@ -1,9 +1,9 @@
-"""Emission of a program as a readable Python module."""
+"""Lines as readable Python statements."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -11,23 +11,10 @@ import torch
 import fxwrap.lines as lines
 from fxwrap import wrapper_ir as ir
 from fxwrap.converters.base import Converter, Handlers
-from fxwrap.converters.emitted_program import (
-    BoxedCallable,
-    EmittedProgram,
-    checks_inputs,
-    has_complex_inputs,
-    kernel_texts,
-)
-from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text, unpack_text
+from fxwrap.converters.python.text import INDENT, PythonModule, call_text, literal_text, tuple_text
 from fxwrap.converters.view_chains import single_view_operator
 from fxwrap.converters.views import arguments_written_by_kernels, detached_results, untracked_views
 from fxwrap.devices import language_traits
-from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.graph_capture.replay import GraphManager, bind_graph_lifetime
-from fxwrap.runtime.kernels import prepare_kernels
-from fxwrap.runtime.modules import load_module
-from fxwrap.runtime.plain_inputs import with_plain_inputs
-from fxwrap.symbolic import symbol_kind
 from fxwrap.torch_compat import PROFILER_FLAG, out_argument_names
 
 
@@ -431,80 +418,3 @@ class PythonConverter(Converter):
     def wait_collective(self, line: lines.WaitCollective) -> None:
         wait = self.module.operator("_c10d_functional.wait_tensor.default")
         self.assign(line.result, f"{wait}({self.text(line.pending)})", line.pending)
-
-
-@dataclass(frozen=True)
-class PythonModuleText:
-    """An emitted module.
-
-    Fields: `name` is the program's, `function` that of its boxed entry; `checks_inputs` is whether the program checks
-    its inputs, `has_complex_inputs` whether one is complex.
-    """
-
-    source: str
-    name: str
-    function: str
-    checks_inputs: bool
-    has_complex_inputs: bool
-
-
-class EmittedPython(EmittedProgram):
-    """A program as a Python module."""
-
-    def __init__(
-        self, text: PythonModuleText, kernels: tuple[KernelText, ...], constants: Mapping[str, torch.Tensor]
-    ) -> None:
-        """`kernels` are all that the module launches, `constants` the program's by name."""
-        super().__init__(text.source, lambda: _build(text, kernels, constants))
-        self.text = text
-
-
-def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedPython:
-    """Returns the program as a Python module, which is written to the cache folder at the first call.
-
-    `handlers` emit extension lines; the default are the handlers of the registered devices. Raises UnsupportedError for
-    a line that Python cannot express.
-    """
-    module = PythonModule(dict(program.functions))
-    writer = PythonConverter(program, module, handlers)
-    constants = [constant.value for constant in program.constants]
-    for value in ir.program_arguments(program):
-        writer.track_value(value.name)
-    count, check = len(program.inputs), module.runtime("checks", "check_input_count")
-    statements = [f"if len(arguments) != {count}:", f"    {check}({program.name!r}, {count}, len(arguments))"]
-    statements += unpack_text([module.local(item.name) for item in program.inputs])
-    for symbol in [item.name for item in program.inputs if not isinstance(item.value, ir.Value)]:
-        kind, check = symbol_kind(symbol), module.runtime("checks", "check_number")
-        statements += [f"if type({symbol}) is not {kind}:", f"    {check}({symbol}, {symbol!r}, {kind!r})"]
-    statements += writer.block(program.body)
-    function = "\n    ".join([f"def {module.local(program.name)}(arguments):", *statements])
-    names = [module.local(value.name) for value in constants]
-    source = module.text(_title(program), _constants_text(names, constants) + function)
-    checks, has_complex = checks_inputs(program), has_complex_inputs(program)
-    text = PythonModuleText(source, program.name, module.local(program.name), checks, has_complex)
-    return EmittedPython(text, kernel_texts(program), program.store.tensors)
-
-
-def _title(program: ir.Program) -> str:
-    header = "".join(f"\n{key}: {text}" for key, text in program.header)
-    return f"Program {program.name}, emitted by fxwrap.{header}"
-
-
-def _constants_text(names: list[str], constants: list[ir.Value]) -> str:
-    if not names:
-        return ""
-    assignments = [f"    {name} = constants[{value.name!r}]\n" for name, value in zip(names, constants, strict=True)]
-    return f"def load_constants(constants):\n    global {', '.join(names)}\n{''.join(assignments)}\n\n"
-
-
-def _build(
-    text: PythonModuleText, kernels: tuple[KernelText, ...], constants: Mapping[str, torch.Tensor]
-) -> BoxedCallable:
-    prepare_kernels(kernels)
-    module = load_module(text.source, text.name)
-    if constants:
-        module.load_constants(constants)
-    built: BoxedCallable = getattr(module, text.function)
-    if text.checks_inputs:
-        built = with_plain_inputs(built, has_complex=text.has_complex_inputs)
-    return bind_graph_lifetime(built, [item for item in vars(module).values() if isinstance(item, GraphManager)])

@@ -128,7 +128,7 @@ class FewRowsPrinter(StreamingPrinter):
             candidates = list(operation.operands)
         products = {item.position for item in self.parts.products}
         for position in candidates:
-            if products.isdisjoint(self.statements.backward_slice([position], {})):
+            if products.isdisjoint(self.kernel.backward_slice([position])):
                 return position, operation.name == "add"
         return None
 

@@ -53,7 +53,7 @@ class ReductionPrinter(LoopPrinter):
 
     def invariants(self, targets: Sequence[int], known: EmittedValues) -> set[int]:
         """Returns the operations that do not vary among the targets and the operands of those that vary."""
-        needed = self.statements.backward_slice(targets, known)
+        needed = sorted(self.kernel.backward_slice(targets, known))
         fixed = {item for item in needed if not self.plan.varying[item]}
         return fixed.intersection(targets) | self.frontier(needed, fixed)
 
@@ -125,11 +125,6 @@ class ReductionPrinter(LoopPrinter):
     def combine(self, position: int) -> str:
         """Returns the function that combines partial results."""
         return f"combine::{self.reduction(position).kind}"
-
-    def initial_accumulator(self, position: int) -> str:
-        """Returns the initial value of a reduction's accumulator."""
-        element = self.identity_element(self.reduction(position))
-        return f"{self.result_type(position)}{{{element}, 0}}" if self.is_arg_reduction(position) else element
 
     def finish(self, position: int, text: str, known: EmittedValues) -> None:
         """Writes a reduction's complete result as a constant."""
@@ -258,7 +253,7 @@ class RowPrinter(ReductionPrinter):
             self.declare_lanes(reductions, self.lanes())
             with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced if axis is not self.vector_axis]):
                 self.lane_loop(reductions, stores, dict(known), "0", print_size(self.vector_axis.size))
-        self.filled_row_buffers |= self.row_buffers & set(self.statements.backward_slice(targets, known))
+        self.filled_row_buffers |= self.row_buffers & self.kernel.backward_slice(targets, known)
         for position in reductions:
             self.finish(position, self.combined(position), known)
 
@@ -296,7 +291,7 @@ class RowPrinter(ReductionPrinter):
         for position in self.filled_row_buffers:
             known[position] = f"{name(position)}_row[{row}]"
         targets = self.targets(reductions, stores)
-        new = sorted((self.row_buffers - self.filled_row_buffers) & set(self.statements.backward_slice(targets, known)))
+        new = sorted((self.row_buffers - self.filled_row_buffers) & self.kernel.backward_slice(targets, known))
         values = [store.value for store in stores]
         self.statements.write([*targets, *new], known, named=[*new, *(values if len(values) > 1 else ())])
         for position in new:

@@ -75,7 +75,7 @@ class ScanPrinterBase(ReductionPrinter):
     def needed_scans(self, targets: Sequence[int], known: EmittedValues) -> list[int]:
         """Returns the scans that a pass over the reduced axes needs for its targets."""
         reduced = dict.fromkeys(self.kernel.reductions, "")
-        needed = self.statements.backward_slice(targets, {**reduced, **known})
+        needed = sorted(self.kernel.backward_slice(targets, {**reduced, **known}))
         return [position for position in needed if isinstance(self.kernel.operations[position], Scan)]
 
     def initialize_scans(self, targets: Sequence[int], known: EmittedValues) -> list[int]:
@@ -212,7 +212,7 @@ class ColumnPrinter(ScanPrinterBase):
     def hoist_column_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:
         """Writes the operations that do not vary: scalars as constants, values of columns as arrays with lanes."""
         frontier = self.invariants(targets, known)
-        needed = self.statements.backward_slice(frontier, known)
+        needed = sorted(self.kernel.backward_slice(frontier, known))
         scalars = {position for position in needed if self.is_scalar(position)}
         outermost = sorted(scalars & frontier | self.frontier(needed, scalars))
         self.statements.write(outermost, known, named=outermost)
@@ -231,7 +231,7 @@ class ColumnPrinter(ScanPrinterBase):
 
     def is_scalar(self, position: int) -> bool:
         """Whether a value is the same in all columns of a block."""
-        needed = self.statements.backward_slice([position], {})
+        needed = sorted(self.kernel.backward_slice([position]))
         on_reduction = any(isinstance(self.kernel.operations[item], Reduce) for item in needed)
         return self.vector_axis not in self.plan.dependent_axes[position] and not on_reduction
 

@@ -97,21 +97,10 @@ class StatementPrinter:
     gather_loads: frozenset[int] = frozenset()
     """Loads of half-precision elements at indices that differ between lanes."""
 
-    def backward_slice(self, targets: Iterable[int], known: EmittedValues) -> list[int]:
-        """Returns the positions of the operations that compute the targets from known values, in order."""
-        needed: set[int] = set()
-        stack = list(targets)
-        while stack:
-            position = stack.pop()
-            if position not in needed and position not in known:
-                needed.add(position)
-                stack.extend(operands(self.kernel.operations[position]))
-        return sorted(needed)
-
     def write(self, targets: Iterable[int], known: EmittedValues, named: Iterable[int] = ()) -> None:
         """Writes statements for the targets and adds their texts to `known`; those in `named` become constants."""
         targets = list(targets)
-        positions = self.backward_slice(targets, known)
+        positions = sorted(self.kernel.backward_slice(targets, known))
         uses = Counter([used for position in positions for used in operands(self.kernel.operations[position])])
         uses.update([*targets, *named, *named])
         for position in positions:
@@ -215,7 +204,7 @@ class StatementPrinter:
             match operation:
                 case Load():
                     continue
-                case Compute("where", (condition, *values)) if {*values} & {*self.backward_slice([condition], {})}:
+                case Compute("where", (condition, *values)) if {*values} & self.kernel.backward_slice([condition]):
                     stack.extend(values)
                 case _:
                     stack.extend(operands(operation))

@@ -99,7 +99,7 @@ class StreamingPrinter(LoopPrinter):
     def _hoist(self, targets: Iterable[int], axes: Collection[Axis], known: EmittedValues) -> None:
         """Writes the values among those that the targets are computed from that depend on these axes only."""
         targets, allowed = list(targets), frozenset(axes)
-        positions = self.statements.backward_slice(targets, known)
+        positions = sorted(self.kernel.backward_slice(targets, known))
         fixed = {item for item in positions if self.kernel.value_axes[item] <= allowed}
         needed = sorted(self.frontier(positions, fixed) | fixed.intersection(targets))
         self.statements.write(needed, known, named=needed)
@@ -308,7 +308,7 @@ class StreamingPrinter(LoopPrinter):
         """Returns a condition of a whole tile that makes a condition of its elements irrelevant, or None."""
         kernel, allowed = self.statements.kernel, frozenset([*self.outer, *self.parts.axes[:-1]])
         products = {item.position: "" for item in self.parts.products}
-        for position in self.statements.backward_slice(self.parts.elements, products):
+        for position in sorted(self.kernel.backward_slice(self.parts.elements, products)):
             operation = kernel.operations[position]
             if isinstance(operation, Compute) and operation.name == "logical_or":
                 uniform = [item for item in operation.operands if kernel.value_axes[item] <= allowed]
@@ -445,7 +445,7 @@ class StreamingPrinter(LoopPrinter):
         """
         row, inner = self.parts.row, self.inner
         factors = [item.factor for item in self.parts.scaled_weights]
-        positions = self.statements.backward_slice([*self.parts.elements, *factors], {})
+        positions = sorted(self.kernel.backward_slice([*self.parts.elements, *factors]))
         return tuple([
             position for position in sorted(positions)
             if isinstance(load := self.kernel.operations[position], Load) and load.mask is None

@@ -116,21 +116,10 @@ class BlockPrinter:
         assert not isinstance(operation, Store | DeviceAssert), "stores and assertions have no value"
         return operation.dtype
 
-    def slice(self, targets: Iterable[int], known: Collection[int]) -> list[int]:
-        """Returns the operations that the targets are computed from, in order, without known ones."""
-        needed: set[int] = set()
-        stack = list(targets)
-        while stack:
-            position = stack.pop()
-            if position not in needed and position not in known:
-                needed.add(position)
-                stack.extend(operands(self.kernel.operations[position]))
-        return sorted(needed)
-
     def fixed(self, targets: Sequence[int], axes: Collection[Axis], scope: Scope) -> list[int]:
         """Returns the values that the targets need and that depend on these axes only."""
         allowed = frozenset(axes)
-        positions = self.slice(targets, scope.text.keys())
+        positions = sorted(self.kernel.backward_slice(targets, scope.text.keys()))
         fixed = {item for item in positions if self.kernel.value_axes[item] <= allowed}
         used = {
             operand for item in positions if item not in fixed for operand in operands(self.kernel.operations[item])
@@ -139,7 +128,7 @@ class BlockPrinter:
 
     def write(self, targets: Iterable[int], scope: Scope) -> None:
         """Prints the values that the targets are computed from and that the scope does not know."""
-        for position in self.slice(targets, scope.text.keys()):
+        for position in sorted(self.kernel.backward_slice(targets, scope.text.keys())):
             self._operation(position, scope)
 
     def asserts(self, axes: Collection[Axis], checked: Collection[Axis], scope: Scope) -> None:

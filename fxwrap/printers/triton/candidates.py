@@ -37,7 +37,6 @@ from fxwrap.printers.triton.configuration import (
     outer_reduction_configurations,
     pointwise_configurations,
 )
-from fxwrap.printers.triton.schedule import backward_slice
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -76,7 +75,7 @@ _GROUP_SUM_TILES = (
 """Columns, groups of 64 elements, warps and stages of quantised matmuls that sum groups.
 
 The first of these is the best one of up to 8 rows and many columns, the second of few columns, the third of up to 16
-rows, and the fourth of several sums or more rows, and many columns.
+rows, the fourth of more rows and many columns, and the last of several sums of up to 8 rows and many columns.
 """
 
 _LONG_ROW_GROUPS = 128
@@ -93,14 +92,6 @@ The first of these is the best one of many columns, the second of few.
 _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: candidates of autotuning, which no default is among before GPUs have shown it."""
 
-_STATIONARY_ROW_TILES = ((16, 8, 3, 1), (16, 8, 2, 2), (32, 8, 2, 1))
-"""Columns, warps, stages and programs of a multiprocessor of one row that programs keep: candidates of autotuning."""
-
-_CHUNK = 8
-"""The groups of a row that are the columns of a dot, of which tensor cores multiply so many at least."""
-
-_MIN_CHUNKS = 4
-
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
 
@@ -115,9 +106,6 @@ _SPLIT_SUM_PRODUCTS = 64
 
 _ROW_BYTES = 2
 """The bytes of an element of the rows of such matmuls."""
-
-_ROW_SHARED_BYTES = 20 << 10
-"""The shared memory beyond that of stages that a kept row may use."""
 
 _MIN_GROUP_BYTES = 32
 """The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
@@ -225,6 +213,8 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
         wanted = _GROUP_SUM_TILES[2]
+    elif padded == _FEWEST_ROWS and is_wide and not has_one_sum:
+        wanted = _GROUP_SUM_TILES[-1]
     else:
         wanted = _GROUP_SUM_TILES[1 if not is_wide else 0 if padded == _FEWEST_ROWS and has_one_sum else 3]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
@@ -237,7 +227,6 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
     of_one_row = _row_group_sum_configurations(contraction, form, hint)
-    of_one_row += _stationary_row_configurations(contraction, hint, spec)
     is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
     return [*candidates, *of_one_row] if is_long and not _is_wide(contraction, hint) else [*of_one_row, *candidates]
 
@@ -259,34 +248,6 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
         )
         for (block, groups, warps, stages), loads_first in forms if columns % block == 0
     ]  # fmt: skip
-
-
-def _stationary_row_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
-    """Returns configurations whose programs keep one row, for blocks that divide columns, and chunks of groups."""
-    summed = sum_groups(contraction, _CHUNK) if not contraction.rows and not contraction.batch else None
-    columns = product([axis.size for axis in contraction.columns])
-    if summed is None or not isinstance(columns, int):
-        return []
-    form = find_grouped_sums(summed, contraction)
-    (chunks, groups), size = form.groups, int(form.contraction.summed_count)
-    used = backward_slice(summed, [column for item in form.sums for _, column in item.terms if column is not None])
-    is_element = summed.varying_along(form.contraction.summed)
-    if not all(is_element[at] or not summed.value_axes[at] for at in used):
-        return []
-    count, digits = int(chunks.size), hint(contraction.summed_count) // (int(chunks.size) * _CHUNK * size)
-    if count & (count - 1) or count < _MIN_CHUNKS:
-        return []
-    candidates = []
-    for block, warps, stages, occupancy in _STATIONARY_ROW_TILES:
-        row = count * _CHUNK * size * digits * _CHUNK * _ROW_BYTES
-        stage = block * count * _CHUNK * (size + 2 * _ROW_BYTES) * len(contraction.sums)
-        if columns % block or (row + stage * (stages - 1)) * occupancy > _block_bytes(spec) + _ROW_SHARED_BYTES:
-            continue
-        candidates.append(Configuration(
-            (groups,), contraction.columns, _CHUNK, block, _CHUNK * size, True, warps, stages, True, p=(chunks,),
-            p_block=count, programs=occupancy * spec.multiprocessors,
-        ))  # fmt: skip
-    return candidates
 
 
 def _batched_dots(

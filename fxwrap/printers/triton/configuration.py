@@ -48,7 +48,6 @@ class Configuration:
     then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
     `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
     `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once.
-    With `programs`, so many programs keep one row and go through blocks of columns (`stationary_row.py`).
     """
 
     x: tuple[Axis, ...] = ()
@@ -64,7 +63,6 @@ class Configuration:
     p: tuple[Axis, ...] = ()
     p_block: int = 1
     loads_first: bool = False
-    programs: int = 0
 
 
 # --- pointwise ------------------------------------------------------------------------------------------------------

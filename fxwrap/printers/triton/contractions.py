@@ -24,7 +24,7 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.schedule import Dimension, Tile, backward_slice
+from fxwrap.printers.triton.schedule import Dimension, Tile
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
 
 _DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
@@ -348,7 +348,7 @@ class DotPrinter(ContractionLoadPrinter):
         return isinstance(operation, Load) and operation.mask is None
 
     def _prologue(self, targets: Iterable[int]) -> set[int]:
-        return backward_slice(self.kernel, [self._source(target) for target in targets])
+        return self.kernel.backward_slice([self._source(target) for target in targets])
 
     def _left_right(self, item: ProductSum) -> tuple[int, int]:
         """Returns the operands that vary along y and along x."""

@@ -24,7 +24,6 @@ from fxwrap.loop_ir import (
     Reduce,
     as_index,
 )
-from fxwrap.printers.triton.schedule import backward_slice
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _is_selectable(kernel: Kernel, row: int) -> bool:
 
 def _varying_slice(kernel: Kernel, row: int) -> list[int]:
     """Returns the varying operations that an element of a row depends on, in order."""
-    return sorted(backward_slice(kernel, [row], kernel.varying))
+    return sorted(kernel.backward_slice([row], within=kernel.varying))
 
 
 class _KernelCopier(OperationCopier):

@@ -47,7 +47,7 @@ from fxwrap.printers.triton.reductions import (
 )
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
 from fxwrap.printers.triton.tile_printer import TilePrinter
-from fxwrap.symbolic import Size, symbol_kind
+from fxwrap.symbolic import symbol_kind
 
 _INT32 = 2**31 - 1
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
@@ -109,12 +109,9 @@ class TritonPrinter(TilePrinter):
             f"{body}\n",
             (*pointers, *[_SYMBOL_TYPES[kind] for kind in kinds.values()]),
             tuple(sorted({**constants, **launch}.items())),
-            self._num_programs(),
+            self.tile.num_programs,
             frozenset(self.names.used),
         )
-
-    def _num_programs(self) -> Size:
-        return self.tile.num_programs
 
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}

@@ -29,8 +29,6 @@ from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.group_sums import Digit, GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.schedule import backward_slice
-from fxwrap.printers.triton.stationary_row import StationaryRowPrinter
 
 _BIASED_FLOATS = " ".join([f"prmt.b32 ${byte}, $4, 0x43, 0x4{byte}55;" for byte in range(4)])
 """Instructions that put a byte n into the bits of a float32 of 128, which are then those of 128 + n."""
@@ -48,14 +46,11 @@ def print_grouped_sums(
     contraction = find_contraction(kernel)
     grouped = None
     if contraction is not None:
-        chunk = configuration.x_block if configuration.programs else 0
-        grouped = sum_groups(contraction, chunk) or split_sums(contraction, configuration.r_block)
+        grouped = sum_groups(contraction) or split_sums(contraction, configuration.r_block)
     row_dtype = None if contraction is None else row_precision(contraction, contraction.sums[0])
     assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
     form = find_grouped_sums(grouped, contraction)
-    printer = (
-        StationaryRowPrinter if configuration.programs else GroupSumPrinter if configuration.dot else RowGroupSumPrinter
-    )
+    printer = GroupSumPrinter if configuration.dot else RowGroupSumPrinter
     return printer(grouped, configuration, limits, parameters, form, row_dtype).print()
 
 
@@ -66,11 +61,15 @@ class RowGroupSumPrinter(GroupSumPrinter):
     """
 
     result_block = "py"
-    fuses_multiply_adds = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.fuses_multiply_adds = self._unpacks_registers()
         self.excess: dict[tuple[int, int], str] = {}
+
+    def _unpacks_registers(self) -> bool:
+        """Whether weights are in registers as they are in memory: those of steps ahead come from shared memory."""
+        return self.configuration.num_stages == 1
 
     def _emit_program_offsets(self) -> None:
         """Prints the first column of the program, and the numbers of its columns."""
@@ -90,7 +89,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         sums = {item.reduction: item for item in self.form.sums}
         terms = [term for item in self.form.sums for term in item.terms]
         rows, columns = [row for row, _ in terms], [column for _, column in terms if column is not None]
-        loaded = backward_slice(kernel, [*rows, *[self._loaded_number(column) for column in columns]])
+        loaded = kernel.backward_slice([*rows, *[self._loaded_number(column) for column in columns]])
         products = {at for item in self.form.sums for at in self._summed_slice(item)} - loaded - sums.keys()
         inside = (self._loop_slice() - products - self.fused - {*self.form.totals}) | loaded
         varying = kernel.varying_along((*self.form.groups, *self.contraction.summed))
@@ -176,7 +175,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         self._enter(self.result_block)
         self._emit_block_offsets(self._dimension("y"), self.first)
         rest = [position for position in range(len(kernel.operations)) if position not in done]
-        used = backward_slice(kernel, rest)
+        used = kernel.backward_slice(rest)
         again = [at for at in used if at in done and not varying[at] and self._has_columns(at)]
         for position in sorted({*rest, *again} - {*self.form.totals}):
             self._operation(position, looped=True)
@@ -204,8 +203,24 @@ class RowGroupSumPrinter(GroupSumPrinter):
     def _emit_sum(self, item: GroupSum) -> None:
         """Prints the sum of a group's products, or of elements of the row alone.
 
-        Each product has a sum of its own, so that fused multiply-adds compute it.
+        Where the compiler fuses multiply-adds, each product has a sum of its own, which consists of these.
         """
+        (name,) = self._result_names(item.reduction)
+        text = self._separate_sums(item) if self.fuses_multiply_adds else self._sum_of_products(item)
+        self._line(f"{name} = {text}", self.kernel.operations[item.reduction].origin)
+
+    def _sum_of_products(self, item: GroupSum) -> str:
+        text = ""
+        for row, column in item.terms:
+            if column is None:
+                text = f"{text} + {self._value(row)}" if text else self._value(row)
+            elif text:
+                text = f"tl.fma({self._value(row)}, {self._number(column)}, {text})"
+            else:
+                text = f"{self._value(row)} * {self._number(column)}"
+        return f"tl.sum({text}, 1, keep_dims=True)"
+
+    def _separate_sums(self, item: GroupSum) -> str:
         texts, excess = [], []
         for row, column in item.terms:
             number = "" if column is None else f" * {self._number(column)}"
@@ -213,8 +228,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
             if column in self.digits and (bias := self._placed(self.digits[column])[1]) != NUMBER_BIAS[self.row_dtype]:
                 excess.append((row, bias - NUMBER_BIAS[self.row_dtype]))
         texts = [*texts[:1], *[f"+ {text}" for text in texts[1:]], *[f"- {self._excess(*term)}" for term in excess]]
-        (name,) = self._result_names(item.reduction)
-        self._line(f"{name} = {' '.join(texts)}", self.kernel.operations[item.reduction].origin)
+        return " ".join(texts)
 
     def _excess(self, row: int, bias: int) -> str:
         """Returns the name of the sum of a row's elements times a bias; prints it at its first use of a step."""

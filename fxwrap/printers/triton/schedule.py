@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +96,7 @@ def _hoist_loads(kernel: Kernel, inlined: frozenset[int]) -> tuple[int, ...]:
             early.add(position)  # the cast that a load is inlined into
         if isinstance(operation, Store):
             written.add(operation.buffer)
-    early = {position for position in backward_slice(kernel, early) if position >= first}
+    early = {position for position in kernel.backward_slice(early) if position >= first}
     rest = [position for position in range(first, len(operations)) if position not in early]
     return (*range(first), *sorted(early), *rest)
 
@@ -114,20 +114,10 @@ def _stage_loops(kernel: Kernel, in_place: bool) -> dict[int, tuple[int, ...]]:
             if number != last and moved:
                 sinks[number] = [position for position in sinks[number] if position not in moved]
                 sinks[last] = sorted([*moved, *sinks[last]])
-    slices = {number: backward_slice(kernel, items, kernel.varying) for number, items in sorted(sinks.items()) if items}
+    slices = {
+        number: kernel.backward_slice(items, within=kernel.varying) for number, items in sorted(sinks.items()) if items
+    }
     return {number: tuple(sorted(positions)) for number, positions in slices.items()}
-
-
-def backward_slice(kernel: Kernel, sinks: Iterable[int], within: Sequence[bool] | None = None) -> set[int]:
-    """Returns operations and their transitive operands, of which only those that `within` selects are followed."""
-    needed = set(sinks)
-    pending = list(needed)
-    while pending:
-        for used in operands(kernel.operations[pending.pop()]):
-            if used not in needed and (within is None or within[used]):
-                needed.add(used)
-                pending.append(used)
-    return needed
 
 
 def _has_shared_loads(kernel: Kernel) -> bool:

@@ -149,7 +149,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def _grows_with_rows(self) -> bool:
         """Whether elements count where a position of rows is at least that of streamed ones, as under a causal mask."""
         streamed = frozenset(self.parts.axes)
-        for position in self.slice(self.parts.elements, ()):
+        for position in sorted(self.kernel.backward_slice(self.parts.elements)):
             operation = self.kernel.operations[position]
             if isinstance(operation, Compute) and operation.name in ("ge", "gt", "le", "lt"):
                 later, earlier = operation.operands if operation.name in ("ge", "gt") else operation.operands[::-1]
@@ -213,7 +213,8 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _split(self, axis: Axis) -> tuple[int, int] | None:
         """Returns a condition that holds from a position of an axis on, and that position; None if there is none."""
-        for position in self.slice(self.parts.elements, {item.position: "" for item in self.parts.products}):
+        products = {item.position for item in self.parts.products}
+        for position in sorted(self.kernel.backward_slice(self.parts.elements, products)):
             operation = self.kernel.operations[position]
             if isinstance(operation, Compute) and operation.name == "ge":
                 index, start = operation.operands
@@ -262,7 +263,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         allowed = frozenset([*self.outer, *self.parts.axes[:-1]])
         return [
             position
-            for position in self.slice(targets, scope.text.keys())
+            for position in sorted(self.kernel.backward_slice(targets, scope.text.keys()))
             if isinstance(self.kernel.operations[position], Load)
             and len(self.streamed) == 2
             and self.streamed[0] in self.kernel.value_axes[position] <= allowed
@@ -315,7 +316,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _missing_products(self, targets: list[int], scope: Scope) -> list[Contraction]:
         """Returns the products that targets are computed from and that a scope does not know."""
-        needed = self.slice(targets, scope.text.keys())
+        needed = sorted(self.kernel.backward_slice(targets, scope.text.keys()))
         return [item for item in self.parts.products if item.position in needed]
 
     def _product(self, item: Contraction, scope: Scope, loaded: dict[int, str]) -> None:

@@ -184,7 +184,7 @@ class StreamingValuePrinter(BlockPrinter):
         if not isinstance(operation, Compute) or operation.name != "mul":
             return None
         products = {item.position for item in self.parts.products}
-        return operation.operands if not products.isdisjoint(self.slice([position], ())) else None
+        return operation.operands if not products.isdisjoint(self.kernel.backward_slice([position])) else None
 
     def _float_difference(self, position: int, scope: Scope) -> str | None:
         """Returns the float of a difference of an index of rows and one of streamed positions, if that is exact.
