@@ -154,12 +154,13 @@ def _method(
                    *[_has_grouped_sum(node, fakes, spec) for node in sums]]  # fmt: skip
     separate = [item for item in stacked.values() if item.is_separate]
     if all(has_grouped) and all(is_contiguous(fakes[item.sources[0]]) for item in separate):
-        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.stacked_expert_bytes:
-            return GroupedMethod.LIBRARY
         matrices = [stacked[node.args[-1]] for node in matmuls if stacked[node.args[-1]].is_separate]  # type: ignore[index]
         frozen = frozen_nodes(graph, context) if context.options.freeze and spec.stacked_expert_bytes else set()
-        if not sums and all(frozen.issuperset(item.sources) and _are_matrices(item, fakes) for item in matrices):
+        is_frozen = all(frozen.issuperset(item.sources) and _are_matrices(item, fakes) for item in matrices)
+        if matrices and not sums and is_frozen:
             return GroupedMethod.FROZEN
+        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.stacked_expert_bytes:
+            return GroupedMethod.LIBRARY
     dtypes = {fakes[node].dtype for node in (*matmuls, *sums)}
     return GroupedMethod.EACH if dtypes <= spec.sorted_expert_dtypes else None
 
