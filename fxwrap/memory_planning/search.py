@@ -56,8 +56,8 @@ _FIRST_SWEEP = 4
 _MAX_FREE_SHARE = 0.15
 """The part of all bytes that are free above which no sweep runs."""
 
-_NATIVE_BUFFERS = 32
-"""Number of buffers from which the native search is worth its load."""
+_NATIVE_BUFFERS, _BUILT_BUFFERS = 32, 128
+"""Numbers of buffers from which the native search is worth its load, and from which it is worth its build."""
 
 _ORDERS = (
     Order(True, True, lambda length, size: length * size),
@@ -99,12 +99,13 @@ def search(
     """Searches for offsets with which live buffers never overlap and all end at or below `capacity`.
 
     `buffers` are (first, last_exclusive, size) with sizes above zero. `functions` are native by default, for many
-    buffers, else Python. A search until a deadline compiles the native ones. One with a limit of steps uses them
-    if they are compiled: it takes less time in Python than a compiler. The result does not depend on the functions, and
-    is deterministic, unless the deadline stops the search.
+    buffers, else Python. A search until a deadline, or of very many buffers, compiles the native ones. Other searches
+    use them if they are compiled: these take less time in Python than a compiler. The result does not depend on the
+    functions, and is deterministic, unless the deadline stops the search.
     """
-    is_large, is_timed = len(buffers) >= _NATIVE_BUFFERS, limits.deadline < math.inf
-    functions = functions or (native_search(builds=is_timed) if is_large else None) or PythonSearch()
+    is_large = len(buffers) >= _NATIVE_BUFFERS
+    builds = limits.deadline < math.inf or len(buffers) >= _BUILT_BUFFERS
+    functions = functions or (native_search(builds) if is_large else None) or PythonSearch()
     unit = math.gcd(*(size for _, _, size in buffers)) if buffers else 1
     offsets = [0] * len(buffers)
     steps = 0

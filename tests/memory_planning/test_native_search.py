@@ -121,7 +121,7 @@ def test_plans_are_the_same_without_a_compiler(native: NativeSearch, monkeypatch
         assert assign_offsets(buffers) == expected
 
 
-def test_only_a_search_with_a_time_limit_compiles_the_library(
+def test_searches_with_a_time_limit_and_of_many_buffers_compile_the_library(
     native: NativeSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An hour of compiling is no part of the limit."""
@@ -139,6 +139,8 @@ def test_only_a_search_with_a_time_limit_compiles_the_library(
     with _forgotten_library():
         assert assign_offsets(buffers) == expected and not builds
         assert assign_offsets(buffers, capacity=expected.peak).peak <= expected.peak and len(builds) == 1
+    with _forgotten_library():
+        assert assign_offsets(packed_problem(KINDS["shrunk"], 150, seed=1).buffers).peak and len(builds) == 2
 
 
 @contextmanager
