@@ -54,8 +54,7 @@ def steps(kernel: Kernel, columns: int, groups: int) -> Configuration:
 def test_sums_of_groups_are_those_of_products(rows: int, columns: int, groups: int) -> None:
     kernel = int4(rows)
     source = check(kernel, steps(kernel, columns, groups), tolerance=2e-4)
-    unpacked = re.findall(r"(digit_numbers|biased_bytes)\((?!\s*code)", source)
-    assert source.count("tl.dot(") == 4 and unpacked == ["biased_bytes" if rows else "digit_numbers"] * 2
+    assert source.count("tl.dot(") == 4 and "biased_bytes(" in source
     assert source.count("tl.load(x_ptr") == 1, "pairs of elements are loaded together"
     assert "tl.fma(sub, s, total)" in source
 
@@ -109,7 +108,7 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
         for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
     ]  # fmt: skip
     tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
-    int4_tiles = [(16, 4, True), (32, 4, True)] if rows else [(4, 1, True), (4, 1, True)]
+    int4_tiles = [(16, 4, True), (32, 4, True)] if rows else [(4, 4, True), (4, 1, True)]
     assert tiles == [*int4_tiles, (16, 2, True), (64, 4, False) if rows else (16, 4, True)]
 
 
@@ -130,10 +129,10 @@ def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     assert all(item.p_block * item.num_stages < 48 for item in known)
 
 
-def test_one_long_row_of_few_columns_has_dots() -> None:
+def test_one_row_loads_first_unless_it_is_long() -> None:
     one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
     firsts = [configurations(parse_kernel(one.replace("g: 64", f"g: {groups}")))[0] for groups in (64, 224)]
-    assert [item.dot for item in firsts] == [False, True]
+    assert [(item.dot, item.loads_first, item.num_stages) for item in firsts] == [(False, True, 1), (False, False, 3)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -205,11 +204,9 @@ def row_sums(kernel: Kernel) -> Configuration:
 def test_one_row_needs_no_dot(columns: int, groups: int, loads_first: bool, text: str) -> None:
     """The row is loaded once for the columns of a program; a step has one column after another, or all loads first."""
     kernel = parse_kernel(text) if text else int4(0)
-    stages = 1 if loads_first else 3
-    item = replace(row_sums(kernel), y_block=columns, p_block=groups, loads_first=loads_first, num_stages=stages)
+    item = replace(row_sums(kernel), y_block=columns, p_block=groups, loads_first=loads_first)
     source = check(kernel, item, tolerance=2e-3)
-    unpacked = "digit_floats(w" if loads_first else "biased_floats(bitwise"
-    assert "tl.dot" not in source and source.count(unpacked) == 2 * columns
+    assert "tl.dot" not in source and source.count("biased_floats(bitwise") == 2 * columns
     loop = source[source.index("for start") : source.index("= tl.sum(total, 0")]
     before, _, steps = loop.partition("tl.split(")
     assert before.count("tl.load(x_ptr") == 1 and "tl.load(x_ptr" not in steps
@@ -223,13 +220,14 @@ def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     text = str(kernel)
     assert not any(item.p and not item.dot for item in configurations(kernel)), "an axis of one row has dots"
     one = parse_kernel(replaced(text, {"i: 1, ": "", "4096*i + ": ""}))
-    without_stages = next(item for item in configurations(one) if not item.dot and item.p and item.num_stages == 1)
+    without_stages = next(
+        item for item in configurations(one)
+        if not item.dot and item.p and item.num_stages == 1 and not item.loads_first
+    )  # fmt: skip
     binary = compiled(print_triton(one, without_stages))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
-    assert binary.asm["ttgir"].count("ttg.convert_layout") <= 5, "the row is converted, not the weights"
-    assert "prmt.b32" not in ptx and ptx.count("lop3.b32") >= 128 and "fma.rn.f32" in ptx
-    assert not any(item.loads_first for item in configurations(one)[:1]), "no GPU has measured it"
+    assert binary.asm["ttgir"].count("ttg.convert_layout") <= 4, "the row is converted, not the weights"
     ptx = compiled(print_triton(one, replace(without_stages, loads_first=True))).asm["ptx"]
     loads, barrier = [item.start() for item in re.finditer(r"ld\.global", ptx)], ptx.index("bar.sync")
     assert len(loads) >= 16 and max(loads) < barrier, "a step waits for memory once"

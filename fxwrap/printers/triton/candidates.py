@@ -84,13 +84,10 @@ _LONG_ROW_GROUPS = 128
 _ROW_GROUP_SUM_TILES = (
     (4, 16, 1, 1), (4, 16, 1, 3), (8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 4, 1), (8, 64, 4, 1), (4, 32, 2, 1),
 )  # fmt: skip
-"""The same of one row whose products are summed without dots, which are faster for few columns with long rows.
-
-The first of these is the best one of many columns, the second of few.
-"""
+"""The same of one row whose products are summed without dots; the fourth is the best of few columns of long rows."""
 
 _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
-"""The same of steps that load first: candidates of autotuning, which no default is among before GPUs have shown it."""
+"""The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -226,9 +223,7 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    of_one_row = _row_group_sum_configurations(contraction, form, hint)
-    is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
-    return [*candidates, *of_one_row] if is_long and not _is_wide(contraction, hint) else [*of_one_row, *candidates]
+    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
 
 
 def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
@@ -238,9 +233,13 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
     is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
     if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
         return []
-    wanted = _ROW_GROUP_SUM_TILES[0 if _is_wide(contraction, hint) else 1]
-    tiles = sorted(_ROW_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
-    forms = [*[(tile, False) for tile in tiles], *[(tile, True) for tile in _LOADS_FIRST_TILES]]
+    is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
+    if _is_wide(contraction, hint):
+        wanted = _LOADS_FIRST_TILES[0 if len(contraction.sums) == 1 else 1], True
+    else:
+        wanted = (_ROW_GROUP_SUM_TILES[3], False) if is_long else (_LOADS_FIRST_TILES[2], True)
+    forms = [*[(tile, True) for tile in _LOADS_FIRST_TILES], *[(tile, False) for tile in _ROW_GROUP_SUM_TILES]]
+    forms.sort(key=lambda form: form != wanted)
     return [
         Configuration(
             y=contraction.columns, y_block=block, r_block=size, looped=True, num_warps=warps, num_stages=stages,

@@ -242,7 +242,7 @@ class DotPrinter(ContractionLoadPrinter):
             source = self._source(target)
             is_float8 = target in self.float8_operands
             if not is_float8 and dtype is not operation_dtype(self.kernel.operations[source]):
-                text = self._converted(target, text, dtype)
+                text = self._converted(source, text, dtype)
             mask = self._mask(self._filled_dimensions(r), None)
             if mask and source not in self.zero_filled:
                 text = f"tl.where({mask}, {text}, {'0' if is_float8 else '0.0'})"
@@ -257,8 +257,8 @@ class DotPrinter(ContractionLoadPrinter):
         self.side = ""
         return texts
 
-    def _converted(self, target: int, text: str, dtype: torch.dtype) -> str:
-        """Returns the text of the source of an operand in the dtype in which it is multiplied."""
+    def _converted(self, source: int, text: str, dtype: torch.dtype) -> str:
+        """Returns the text of an operand's source in the dtype in which it is multiplied."""
         return f"{parenthesize(text)}.to({TRITON_DTYPES[dtype]})"
 
     def _stable_name(self, wanted: str) -> str:

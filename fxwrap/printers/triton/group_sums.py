@@ -8,7 +8,6 @@ weights are unpacked four at a time, by instructions for whole registers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -38,18 +37,6 @@ _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
 _PAIR = 2
 """The number of weights in a byte, whose elements of the other operand are loaded together."""
 
-_BITS, _BYTES = 8, 4
-"""The bits of a byte, and the bytes of a register."""
-
-
-@dataclass(frozen=True)
-class Digit:
-    """A digit of the byte that an operation loads: the bits of `mask` after a shift to the right."""
-
-    byte: int
-    shift: int
-    mask: int
-
 
 class GroupSumPrinter(DotPrinter):
     """Prints a kernel of `sum_groups`: a batch of dots for the groups of each step.
@@ -71,12 +58,10 @@ class GroupSumPrinter(DotPrinter):
     ) -> None:
         self.form = form
         self.row_dtype = row_dtype
-        self.digits: dict[int, Digit] = {}
         super().__init__(kernel, configuration, limits, parameters, self.form.contraction)
         self.of_group = kernel.varying_along(self.form.groups)
         self.fused = self._fused_products()
         self.contiguous: dict[tuple[int, int], str] = {}
-        self.digits = self._find_digits()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -172,55 +157,11 @@ class GroupSumPrinter(DotPrinter):
     def _emit_operands(self, block: str, targets: Iterable[int], prologue: set[int], start: str) -> dict[int, str]:
         """Names each operand: sums of products and of rows alone share it."""
         texts = super()._emit_operands(block, targets, prologue, start)
-        is_row = bool(self.digits) and block == ("pyr" if self._rows_are_first() else "prx")
         named = {}
         for target, text in texts.items():
             named[target] = self._stable_name(f"operand{target}")
-            self._line(f"{named[target]} = {self._interleaved(text, block) if is_row else text}")
+            self._line(f"{named[target]} = {text}")
         return named
-
-    def _interleaved(self, text: str, block: str) -> str:
-        """Returns a block whose elements along r are in the order of numbers that `digit_numbers` returns."""
-        shape = [self._dimension(item).block_constant for item in block]
-        at = block.index("r")
-        wide = [*shape[:at], f"{shape[at]} // 4", "2", "2", *shape[at + 1 :]]
-        order = [*range(at + 1), at + 2, at + 1, *range(at + 3, len(wide))]
-        permuted = f"tl.permute(tl.reshape({text}, ({', '.join(wide)})), ({', '.join(map(str, order))}))"
-        return f"tl.reshape({permuted}, ({', '.join(shape)}))"
-
-    def _unpacks_registers(self) -> bool:
-        """Whether digits are masked where they are in a register, faster for one row, instead of byte by byte."""
-        return not self.contraction.rows
-
-    def _find_digits(self) -> dict[int, Digit]:
-        """Returns the digits that column operands are, if all are digits of loaded bytes; else none."""
-        if not self._unpacks_registers():
-            return {}
-        columns = [column for item in self.form.sums for _, column in item.terms if column is not None]
-        digits = {column: self._digit(self._source(column)) for column in columns}
-        known = {column: digit for column, digit in digits.items() if digit is not None}
-        return known if len(known) == len(digits) and self._dimension("r").block % _BYTES == 0 else {}
-
-    def _digit(self, position: int) -> Digit | None:
-        """Returns the digit of a loaded byte that a number is, or None."""
-        number, shift, mask = self.kernel.operations[position], 0, 255
-        if isinstance(number, Compute) and number.name == "bitwise_and":
-            position, constant = number.operands
-            mask = self._byte_constant(constant)
-            number = self.kernel.operations[position]
-        if isinstance(number, Compute) and number.name == "bitwise_right_shift":
-            position, constant = number.operands
-            shift = self._byte_constant(constant)
-            number = self.kernel.operations[position]
-        if not isinstance(number, Load) or number.dtype is not torch.uint8 or not 0 <= shift < _BITS or mask < 0:
-            return None
-        digit = Digit(position, shift, mask & 255 >> shift)
-        return digit if digit.mask < NUMBER_BIAS[torch.bfloat16] else None
-
-    def _byte_constant(self, position: int) -> int:
-        """Returns a constant byte, or -1."""
-        operation = self.kernel.operations[position]
-        return int(operation.value) if isinstance(operation, Constant) and 0 <= operation.value < 256 else -1
 
     def _add_total(self, position: int) -> None:
         """Prints the addition of a group's value to a total, as a fused multiply-add where it is a product."""
@@ -249,9 +190,7 @@ class GroupSumPrinter(DotPrinter):
         return self.row_dtype
 
     def _source(self, operand: int) -> int:
-        """Returns the byte that a biased number has the bits of or is a digit of, or what the operand widens."""
-        if operand in self.digits:
-            return self.digits[operand].byte
+        """Returns the byte that a biased number has the bits of, or what the operand widens."""
         operation = self.kernel.operations[operand]
         if isinstance(operation, Compute) and operation.name == "add":
             number, bias = [self.kernel.operations[item] for item in operation.operands]
@@ -262,26 +201,13 @@ class GroupSumPrinter(DotPrinter):
                         return source
         return super()._source(operand)
 
-    def _converted(self, target: int, text: str, dtype: torch.dtype) -> str:
-        if target in self.digits:
-            return self._digit_numbers(self.digits[target], text, dtype)
-        if operation_dtype(self.kernel.operations[self._source(target)]) is not torch.uint8:
-            return super()._converted(target, text, dtype)
+    def _converted(self, source: int, text: str, dtype: torch.dtype) -> str:
+        if operation_dtype(self.kernel.operations[source]) is not torch.uint8:
+            return super()._converted(source, text, dtype)
         upper = f"0x{f'{_UPPER[dtype]:02x}' * 4}"
         assembly = f"prmt.b32 $0, $2, {upper}, 0x4140; prmt.b32 $1, $2, {upper}, 0x4342;"
         arguments = f"{NUMBER_BIAS[dtype]}, {TRITON_DTYPES[dtype]}"
         return f'{self._use("biased_bytes")}({text}, {arguments}, "{assembly}")'
-
-    def _digit_numbers(self, digit: Digit, code: str, dtype: torch.dtype) -> str:
-        """Returns the biased numbers of a digit of bytes: those of bytes 0 and 2, then those of bytes 1 and 3."""
-        bits, upper = f"0x{digit.mask | digit.mask << 16:08x}", f"0x{f'{_UPPER[dtype]:02x}00' * 2}"
-        steps = []
-        for register, count in enumerate((digit.shift, digit.shift + _BITS)):
-            steps += [f"shr.u32 t, $2, {count};"] if count else []
-            steps.append(f"lop3.b32 ${register}, {'t' if count else '$2'}, {bits}, {upper}, 0xea;")
-        assembly = f"{{ .reg .b32 t; {' '.join(steps)} }}"
-        arguments = f"{digit.shift}, {digit.mask}, {NUMBER_BIAS[dtype]}, {TRITON_DTYPES[dtype]}"
-        return f'{self._use("digit_numbers")}({code}, {arguments}, "{assembly}")'
 
     def _ones(self, side: str) -> str:
         """Returns the name of a block of ones that column operands would have the layout of."""

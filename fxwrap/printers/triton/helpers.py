@@ -306,32 +306,12 @@ def biased_bytes(code, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.con
         return (code.to(tl.float32) + BIAS).to(DTYPE)
 
 
-def digit_numbers(
-    code, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr
-):
-    """Digits of bytes plus a bias, in half precision; of four bytes in a row, those of 0 and 2 come before 1 and 3."""
-    if has_packed_bytes():
-        return half_precision_of_bytes(code, DTYPE, ASSEMBLY)
-    else:
-        number = ((code >> SHIFT) & MASK).to(tl.float32) + BIAS
-        pairs = tl.permute(tl.reshape(number, (number.numel // 4, 2, 2)), (0, 2, 1))
-        return tl.reshape(pairs, number.shape).to(DTYPE)
-
-
 def biased_floats(code, ASSEMBLY: tl.constexpr):
     """The float32 numbers that are 128 plus bytes below 128, by their bits."""
     if has_packed_bytes():
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
     else:
         return code.to(tl.float32) + 128
-
-
-def digit_floats(code, SHIFT: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The float32 numbers that are digits of bytes plus a bias, by their bits."""
-    if has_packed_bytes():
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
-    else:
-        return ((code >> SHIFT) & MASK).to(tl.float32) + BIAS
 
 
 def ones_like_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):

@@ -56,9 +56,6 @@ _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 class TritonPrinter(TilePrinter):
     """Prints one kernel. `selected` are the reductions that select an element of their row, by position."""
 
-    fuses_multiply_adds = False
-    """Whether the compiler may round a product and a sum once, as in sums of products; eager mode rounds twice."""
-
     def __init__(
         self,
         kernel: Kernel,
@@ -90,8 +87,6 @@ class TritonPrinter(TilePrinter):
             self._emit_persistent()
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
         launch: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
-        if self.fuses_multiply_adds:
-            launch["enable_fp_fusion"] = True
         if any(isinstance(item, DeviceAssert) for item in self.kernel.operations):
             launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
         if self.is_looped:

@@ -7,12 +7,10 @@ groups and of the elements of these. Elements of the row are loaded and converte
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from fxwrap.loop_ir import (
-    NUMBER_BIAS,
     GroupSum,
     IndirectIndex,
     Kernel,
@@ -26,17 +24,12 @@ from fxwrap.loop_ir import (
     sum_groups,
 )
 from fxwrap.printers.triton.configuration import Configuration
-from fxwrap.printers.triton.group_sums import Digit, GroupSumPrinter
+from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 
 _BIASED_FLOATS = " ".join([f"prmt.b32 ${byte}, $4, 0x43, 0x4{byte}55;" for byte in range(4)])
 """Instructions that put a byte n into the bits of a float32 of 128, which are then those of 128 + n."""
-
-_MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
-_SHIFTED = {16: ("shf.l.wrap.b32 t, $4, $4, 16;", "shl.b32 t, $4, 8;", "", "shr.u32 t, $4, 8;")}
-_SHIFTED |= {8: (*_SHIFTED[16][1:], _SHIFTED[16][0])}
-"""By a bit of a register, the instructions that move each of its four bytes there."""
 
 
 def print_grouped_sums(
@@ -61,15 +54,6 @@ class RowGroupSumPrinter(GroupSumPrinter):
     """
 
     result_block = "py"
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.fuses_multiply_adds = self._unpacks_registers()
-        self.excess: dict[tuple[int, int], str] = {}
-
-    def _unpacks_registers(self) -> bool:
-        """Whether weights are in registers as they are in memory: those of steps ahead come from shared memory."""
-        return self.configuration.num_stages == 1
 
     def _emit_program_offsets(self) -> None:
         """Prints the first column of the program, and the numbers of its columns."""
@@ -201,15 +185,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
                 self._operation(position, looped=True)
 
     def _emit_sum(self, item: GroupSum) -> None:
-        """Prints the sum of a group's products, or of elements of the row alone.
-
-        Where the compiler fuses multiply-adds, each product has a sum of its own, which consists of these.
-        """
-        (name,) = self._result_names(item.reduction)
-        text = self._separate_sums(item) if self.fuses_multiply_adds else self._sum_of_products(item)
-        self._line(f"{name} = {text}", self.kernel.operations[item.reduction].origin)
-
-    def _sum_of_products(self, item: GroupSum) -> str:
+        """Prints the sum of a group's products, or of elements of the row alone."""
         text = ""
         for row, column in item.terms:
             if column is None:
@@ -218,29 +194,9 @@ class RowGroupSumPrinter(GroupSumPrinter):
                 text = f"tl.fma({self._value(row)}, {self._number(column)}, {text})"
             else:
                 text = f"{self._value(row)} * {self._number(column)}"
-        return f"tl.sum({text}, 1, keep_dims=True)"
-
-    def _separate_sums(self, item: GroupSum) -> str:
-        texts, excess = [], []
-        for row, column in item.terms:
-            number = "" if column is None else f" * {self._number(column)}"
-            texts.append(f"tl.sum({self._value(row)}{number}, 1, keep_dims=True)")
-            if column in self.digits and (bias := self._placed(self.digits[column])[1]) != NUMBER_BIAS[self.row_dtype]:
-                excess.append((row, bias - NUMBER_BIAS[self.row_dtype]))
-        texts = [*texts[:1], *[f"+ {text}" for text in texts[1:]], *[f"- {self._excess(*term)}" for term in excess]]
-        return " ".join(texts)
-
-    def _excess(self, row: int, bias: int) -> str:
-        """Returns the name of the sum of a row's elements times a bias; prints it at its first use of a step."""
-        if (row, bias) not in self.excess:
-            self.excess[row, bias] = self.names.create_name("excess")
-            self._line(f"{self.excess[row, bias]} = tl.sum({self._value(row)}, 1, keep_dims=True) * {bias}.0")
-        return self.excess[row, bias]
-
-    def _placed(self, digit: Digit) -> tuple[int, int]:
-        """Returns the bit of a float32 where a digit is placed, and the power of two that it is then added to."""
-        place = next(item for item in _SHIFTED if digit.mask << item + digit.shift < 1 << _MANTISSA_BITS) + digit.shift
-        return place, 1 << (_MANTISSA_BITS - place)
+        (name,) = self._result_names(item.reduction)
+        origin = self.kernel.operations[item.reduction].origin
+        self._line(f"{name} = tl.sum({text}, 1, keep_dims=True)", origin)
 
     def _loaded_number(self, column: int) -> int:
         """Returns the byte whose sum with the bias a column operand is, or the operand itself."""
@@ -250,22 +206,9 @@ class RowGroupSumPrinter(GroupSumPrinter):
     def _number(self, column: int) -> str:
         """Returns a weight's number, with its bias, in float32."""
         source = self._loaded_number(column)
-        if column in self.digits:
-            return self._digit_floats(self.digits[column], self._value(source))
         if source == column:
             return self._value(column)
         return f'{self._use("biased_floats")}({self._value(source)}, "{_BIASED_FLOATS}")'
-
-    def _digit_floats(self, digit: Digit, code: str) -> str:
-        """Returns the biased numbers of a digit of bytes, whose bits are placed in the mantissas of four float32."""
-        place, bias = self._placed(digit)
-        exponent = _EXPONENT_BIAS + _MANTISSA_BITS - place << _MANTISSA_BITS
-        steps = [
-            f"{move} lop3.b32 ${byte}, {'t' if move else '$4'}, 0x{digit.mask << place:08x}, 0x{exponent:08x}, 0xea;"
-            for byte, move in enumerate(_SHIFTED[place - digit.shift])
-        ]  # fmt: skip
-        assembly = f"{{ .reg .b32 t; {' '.join([item.strip() for item in steps])} }}"
-        return f'{self._use("digit_floats")}({code}, {digit.shift}, {digit.mask}, {bias}, "{assembly}")'
 
     def _added(self, position: int, name: str) -> str:
         """Returns the text of a total with the value of a group."""
