@@ -158,12 +158,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(500_000, 20, 20)
 
 
-# The longest tests run first, or one core would wait for the other at the end.
-_LONGEST = ("test_overlap.py", "test_native_threads.py", "test_cmake_export.py")
+# The longest tests run first, or one core would wait for the other at the end. So do those that fork processes: one
+# worker has most of them, and imports once what they are forked with.
+_LONGEST = ("test_native_threads.py", "test_cmake_export.py", "test_precompile.py")
+_FORKING = ("forking_context", "run_python", "run_ranks")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in _LONGEST)
+    items.sort(key=lambda item: not _runs_first(item))
     if not LONG:
         _mark_combinations_long(items)
     for item in items:
@@ -171,6 +173,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
         elif item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason=NOT_LONG))
+
+
+def _runs_first(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    return item.path.name in _LONGEST or any(hasattr(module, name) for name in _FORKING)
 
 
 def _mark_combinations_long(items: list[pytest.Item]) -> None:
