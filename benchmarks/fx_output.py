@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.model_jobs import TINY_KERNELS, Job
 from benchmarks.models import Processes, Row, print_failures
-from benchmarks.results import Cell, Report, add_record_option, display_name
+from benchmarks.results import Cell, Report, add_record_option, display_name, split_lists
 from tests.support.models import MODELS
 
 BACKENDS = (
@@ -122,11 +122,7 @@ def parsed_arguments() -> argparse.Namespace:
     tables.add_argument("--cold", action="store_true", help="only first calls of processes without a small function")
     add_record_option(parser)
     chosen = parser.parse_args()
-    for option, names in (("models", known), ("backends", BACKENDS)):
-        values = getattr(chosen, option).split(",")
-        if unknown := set(values) - set(names):
-            parser.error(f"--{option}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
-        setattr(chosen, option, values)
+    split_lists(parser, chosen, {"models": known, "backends": BACKENDS})
     return chosen
 
 

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.full_models import FULL
 from benchmarks.model_jobs import Job
 from benchmarks.models import Processes
-from benchmarks.results import Cell, Report, add_record_option, geometric_mean
+from benchmarks.results import Cell, Report, add_record_option, geometric_mean, split_lists
 
 SCRIPT = Path(__file__).parent / "gpu_jobs.py"
 TRAINED = ("gpt2", "llama")
@@ -246,12 +246,8 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
     add_record_option(parser)
     chosen = parser.parse_args()
-    for name, known in (("models", FULL), ("steps", ("forward", "training")), ("sides", SIDES),
-                        ("measure", ("run", "profile", "compile"))):  # fmt: skip
-        values = getattr(chosen, name).split(",")
-        if unknown := set(values) - set(known):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(known)}")
-        setattr(chosen, name, values)
+    steps, measures = ("forward", "training"), ("run", "profile", "compile")
+    split_lists(parser, chosen, {"models": FULL, "steps": steps, "sides": SIDES, "measure": measures})
     return chosen
 
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.measure_kernels import BACKENDS
 from benchmarks.model_jobs import BASELINE, Job
-from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean
+from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean, split_lists
 from fxwrap.runtime.native import build_bridge, build_planner
 from tests.support.models import MODELS
 
@@ -251,12 +251,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
     add_record_option(parser)
     chosen = parser.parse_args()
-    known = {"models": list(MODELS), "backends": CONTENDERS, "steps": ("forward", "training")}
-    for name, names in known.items():
-        values = getattr(chosen, name).split(",")
-        if unknown := set(values) - set(names):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
-        setattr(chosen, name, values)
+    split_lists(parser, chosen, {"models": MODELS, "backends": CONTENDERS, "steps": ("forward", "training")})
     return chosen
 
 

@@ -44,7 +44,7 @@ from benchmarks.measure_kernels import (
     synchronize,
     wide,
 )
-from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean
+from benchmarks.results import Cell, Report, add_record_option, display_name, geometric_mean, split_lists
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULTS: Mapping[str, tuple[str, int, int]] = {
@@ -268,12 +268,7 @@ def parsed_arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     dtype, rows, columns = DEFAULTS[chosen.device]
     chosen.dtype, chosen.rows, chosen.columns = chosen.dtype or dtype, chosen.rows or rows, chosen.columns or columns
-    known: Mapping[str, Sequence[str]] = {"only": list(OPERATORS), "backends": BACKENDS, "dtype": list(DTYPES)}
-    for name, names in known.items():
-        values = getattr(chosen, name).split(",")
-        if unknown := set(values) - set(names):
-            parser.error(f"--{name}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
-        setattr(chosen, name, values)
+    split_lists(parser, chosen, {"only": OPERATORS, "backends": BACKENDS, "dtype": DTYPES})
     return chosen
 
 

@@ -38,6 +38,17 @@ def add_record_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def split_lists(
+    parser: argparse.ArgumentParser, chosen: argparse.Namespace, known: Mapping[str, Iterable[str]]
+) -> None:
+    """Replaces options that are names with commas by lists; ends with an error for a name that is not `known`."""
+    for option, names in known.items():
+        values = getattr(chosen, option).split(",")
+        if unknown := set(values).difference(names):
+            parser.error(f"--{option}: {', '.join(sorted(unknown))} is not among {', '.join(names)}")
+        setattr(chosen, option, values)
+
+
 class Report:
     """One table: prints each row when it is added, and writes the result file if `--record` was given.
 
