@@ -72,7 +72,7 @@ class _Positions:
 
     def _move_up(self, start: int) -> None:
         """Moves a start up to the lines that it needs, as far as memory allows, and its waits to it."""
-        size = sum([self.regions.sizes.get(root, 0) for root in self.units[start].defined_roots])
+        size = sum([self.regions.sizes.get(root, 0) for root in self.schedule.moved_roots(start)])
         ready = self._ready(start)
         earlier = [other for other in self._same_kind(start) if self.keys[other] < self.keys[start]]
         anchor, distance = max([ready, *[self.keys[other] for other in earlier if self._ready(other) <= ready]])

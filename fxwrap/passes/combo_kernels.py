@@ -155,7 +155,7 @@ class _KernelCombining:
         return program.replace(kernels=tuple([self.kernels[name] for name in names]))
 
     def _combine_in_region(self, number: int) -> None:
-        schedule = UnitSchedule(self.regions.regions[number], fixed_waits=True)
+        schedule = UnitSchedule(self.regions.regions[number], fixed_waits=True, fixed_preparations=True)
         groups: dict[tuple[_LaunchKey, int], list[SchedulingUnit]] = {}
         passed = 0  # the starts and waits before a unit
         for unit in schedule.units:

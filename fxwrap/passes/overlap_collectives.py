@@ -434,7 +434,7 @@ class _RegionOverlap:
         at = self.schedule.at
         now = ceil(at[position])  # it is directly before this unit
         target = max(target, floor(self.schedule.earliest(position)) + 1)
-        size = sum([self.sizes.get(root, 0) for root in self.units[position].defined_roots])
+        size = sum([self.sizes.get(root, 0) for root in self.schedule.moved_roots(position)])
         first = now
         while first > target and self.live[first - 1] + size <= self.allowed:
             first -= 1

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fxwrap.lines import Alloc, View
+from fxwrap.lines import Alloc, ExternCall, Launch, StartCollective, View
 from fxwrap.passes.scheduling import SchedulingUnit
+
+_PAD, _GATHER = "aten.constant_pad_nd.default", "_c10d_functional.all_gather_into_tensor"
 
 
 class UnitSchedule:
     """The positions of a region's units: units that are merged into one share a position.
 
-    The predecessors of a unit have lower positions. Allocations, views and waits have none. Allocations and views
-    directly precede their first use; waits stay where they are, or directly follow a start that moves behind them.
-    With `fixed_waits`, waits have positions.
+    The predecessors of a unit have lower positions. Allocations, views, lines that only prepare inputs for all_gathers,
+    and waits have none. They directly precede their first use, but waits stay where they are, or directly follow a
+    start that moves behind them. With `fixed_waits`, waits have positions, with `fixed_preparations` preparing lines.
+    A part of a parameter is padded on ranks with fewer rows than others, and all ranks must move collectives alike.
     """
 
-    def __init__(self, units: Sequence[SchedulingUnit], *, fixed_waits: bool = False) -> None:
+    def __init__(
+        self, units: Sequence[SchedulingUnit], *, fixed_waits: bool = False, fixed_preparations: bool = False
+    ) -> None:
         self.units = units
         self._waits = [unit.lines[0].is_async_wait and not fixed_waits for unit in units]
-        floating = [
-            len(unit.lines) == 1 and (isinstance(unit.lines[0], Alloc | View) or self._waits[unit.position])
-            for unit in units
-        ]  # fmt: skip
+        self._preparations: set[int] = set()
+        floating: list[bool] = []
+        for unit in units:
+            is_ready = all(floating[item] and not self._waits[item] for item in unit.predecessors)
+            is_placed = len(unit.lines) > 1 or not (
+                isinstance(unit.lines[0], Alloc | View) or self._waits[unit.position]
+            )
+            if is_placed and is_ready and not fixed_preparations and self._prepares_gathers(unit):
+                self._preparations.add(unit.position)
+            floating.append(not is_placed or unit.position in self._preparations)
         self.at = {unit.position: float(unit.position) for unit in units if not floating[unit.position]}
         self._before: list[frozenset[int]] = []
         """For each unit, its predecessors, through units without a position."""
@@ -33,6 +44,21 @@ class UnitSchedule:
             self._before.append(before)
             for item in before if not floating[unit.position] else ():
                 self._after.setdefault(item, []).append(unit.position)
+
+    def _prepares_gathers(self, unit: SchedulingUnit) -> bool:
+        """Whether only all_gathers read the results of an elementwise line, and nothing later writes what it reads."""
+        line, users = unit.lines[0], [self.units[item].lines[0] for item in unit.successors]
+        is_plain = len(unit.lines) == 1 and not line.effects()
+        is_elementwise = isinstance(line, Launch) or (isinstance(line, ExternCall) and line.target == _PAD)
+        gathers = [item for item in users if isinstance(item, StartCollective) and item.operator.startswith(_GATHER)]
+        return is_plain and is_elementwise and bool(gathers) and all(
+            item in gathers or item.is_async_wait for item in users
+        )  # fmt: skip
+
+    def moved_roots(self, position: int) -> frozenset[str]:
+        """Returns the roots that exist from a start on: those it defines, and those of the lines that prepare it."""
+        before = [item for item in self.units[position].predecessors if item in self._preparations]
+        return self.units[position].defined_roots.union(*[self.units[item].accessed for item in before])
 
     def groups(
         self, units: Sequence[SchedulingUnit], accepts: Callable[[Sequence[SchedulingUnit]], bool]

@@ -183,14 +183,14 @@ def simple(compile_: Compile, last: Callable[[], nn.Module] = Mlp) -> list[Tenso
 
 
 class Uneven(nn.Module):
-    """A layer whose rows do not divide by the number of ranks."""
+    """Layers, of which one has rows that do not divide by the number of ranks: the last rank pads its part."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 7), nn.Linear(7, 8)
+        self.first, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 7), nn.Linear(7, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.up(x).relu())
+        result: Tensor = self.down(self.up(self.first(x).relu()).relu())
         return result
 
 
