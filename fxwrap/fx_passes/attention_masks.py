@@ -109,7 +109,8 @@ def find_mask_rewrites(graph: Graph, options: Options) -> dict[Node, MaskRewrite
 
 def classify_masks(graph: Graph, masks: Iterable[Node]) -> dict[Node, MaskRewrite | None]:
     """Returns the rewrite of each mask of a graph, which may still be traced; None for those that stay."""
-    constants, written = _constant_nodes(graph), _written_storages(graph)
+    written = _written_storages(graph)
+    constants = _constant_nodes(graph, written)
     return {mask: _classify_mask(mask, constants, written) for mask in dict.fromkeys(masks)}
 
 
@@ -229,20 +230,15 @@ def _is_lower_triangular(value: torch.Tensor) -> bool:
     return rows == columns and bool((value == torch.ones(rows, columns, dtype=torch.bool).tril()).all())
 
 
-def _constant_nodes(graph: Graph) -> frozenset[Node]:
-    """Returns the tensors that do not depend on the graph's inputs; none if a call may mutate one of them."""
+def _constant_nodes(graph: Graph, written: frozenset[int | None]) -> frozenset[Node]:
+    """Returns the tensors that depend neither on the graph's inputs nor on memory of `written` storages."""
     constants: set[Node] = set()
-    storages: set[int | None] = set()
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
+        if node.op in ("placeholder", "get_attr", "output") or may_mutate(node) or storage_of(node) in written:
             continue
-        operands = node.all_input_nodes
-        if may_mutate(node):
-            if any(storage_of(operand) in storages for operand in operands):
-                return frozenset()
-        elif constants.issuperset(operands) and name_of(node) in _MASK_OPERATORS and _is_foldable(fake_of(node)):
+        is_constant = constants.issuperset(node.all_input_nodes) and name_of(node) in _MASK_OPERATORS
+        if is_constant and _is_foldable(fake_of(node)):
             constants.add(node)
-            storages.add(storage_of(node))
     return frozenset(constants)
 
 

@@ -63,9 +63,15 @@ def _update(value: Node) -> set[Node]:
     return update
 
 
+_SAME_ELEMENTS = frozenset({
+    torch.ops.aten.detach.default, torch.ops.aten.alias.default,  # as torch 2.15 writes it
+    torch.ops.aten._local_scalar_dense.default,  # reads a counter of the optimizer
+})  # fmt: skip
+
+
 def _is_elementwise(node: Node) -> bool:
-    if node.target in (torch.ops.aten.detach.default, torch.ops.aten._local_scalar_dense.default):
-        return True  # the latter reads a counter of the optimizer
+    if node.target in _SAME_ELEMENTS:
+        return True
     if not isinstance(node.target, OpOverload):
         return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat)
     return torch.Tag.pointwise in node.target.tags and operator_schema(node.target).is_pure

@@ -162,7 +162,6 @@ def test_an_update_follows_its_gradient() -> None:
         assert sum(position > updates[layer] for position in matmuls) == 2 * layer - 1
 
 
-@pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
 def test_masks_of_lower_triangles_become_is_causal() -> None:
     """Torch selects attention kernels while the step is traced; a mask that is written to, or an input, stays."""
 
@@ -208,6 +207,7 @@ def test_masks_of_lower_triangles_become_is_causal() -> None:
     assert has_mask == [False, False, True, True]
 
 
+@pytest.mark.long  # `tests/memory_planning` bounds peaks of forwards and backwards
 def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     """The backward recomputes what the partitioner of separate graphs lets it recompute, and gradients die early."""
 
