@@ -291,7 +291,8 @@ def main() -> None:
         dashboard = Dashboard(chosen, Path(name), rows, until)
         if not chosen.collect:
             start = time.monotonic()
-            build_bridge(), build_planner()  # a wheel has them; else each row would build them
+            build_bridge()  # a wheel has both libraries; else each row would build them
+            build_planner()
             seconds = time.monotonic() - start
             print(f"{len(dashboard.missing())} rows to measure; native libraries took {seconds:.0f} s", flush=True)
             dashboard.run()

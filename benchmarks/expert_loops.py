@@ -36,6 +36,7 @@ from benchmarks.measure_kernels import (
     first_line,
     interleaved_host_times,
     relative_error,
+    repeat,
     synchronize,
 )
 from benchmarks.results import Report, Row, add_record_option, result_path
@@ -226,7 +227,7 @@ def measure(model: str, form: str, count: int, training: bool, chosen: argparse.
             print(f"  {side}: {first_line(error)}", flush=True)
             report.add({**_case(model, form, count, training, side), "ms": None, "note": type(error).__name__})
             continue
-        contenders[side] = Contender(partial(_repeat, run, chosen.calls), chosen.calls)
+        contenders[side] = Contender(partial(repeat, run, chosen.calls), chosen.calls)
     times = interleaved_host_times(contenders, chosen.rounds, device)
     for side in contenders:
         median = times[side].median
@@ -254,11 +255,6 @@ def _peak(run: Callable[[], object], device: torch.device) -> float:
     before = torch.cuda.memory_allocated()
     run()
     return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def _repeat(run: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        run()
 
 
 def main() -> None:

@@ -148,6 +148,12 @@ class Timed:
         return first, third
 
 
+def repeat(run: Callable[[], object], calls: int) -> None:
+    """Calls a function so many times: one run of a contender."""
+    for _ in range(calls):
+        run()
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for the device."""
     if device.type == "cuda":

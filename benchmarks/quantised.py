@@ -36,6 +36,7 @@ from benchmarks.measure_kernels import (
     interleaved_device_times,
     interleaved_host_times,
     relative_error,
+    repeat,
 )
 from benchmarks.results import Report, Row, add_record_option, result_path
 
@@ -230,7 +231,7 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
         except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
             report.add({"case": name, "rows": rows, "side": side, "ms": None, "note": f"{type(error).__name__}"})
             continue
-        contenders[side] = Contender(partial(_repeat, run, chosen.calls), chosen.calls)
+        contenders[side] = Contender(partial(repeat, run, chosen.calls), chosen.calls)
     source = torch.ones(min(max(case.weight_bytes, 1 << 20), 1 << 29), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     contenders["copy"] = Contender(lambda: target.copy_(source), 1)
@@ -249,11 +250,6 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
             "bandwidth": round(case.weight_bytes / median / bandwidth, 3), "error": distance,
         }  # fmt: skip
         report.add(row, {"seconds": times[side].samples, "copy": times["copy"].samples})
-
-
-def _repeat(run: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        run()
 
 
 def main() -> None:

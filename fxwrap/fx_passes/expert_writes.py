@@ -2,8 +2,8 @@
 
 The gradient of a write is the gradient of its result with zeros in the rows written. An expert before it reads its own
 rows of that. Where these are other rows, or where the gradient of the elements read before is added again, the rows are
-those of the gradient of the loop's result, which does not depend on the other experts. What is left after the writes of
-all experts, the gradient of the tensor before the loop, is zero where an index is that of an expert.
+those of the gradient of the loop's result, which does not depend on the other experts. The gradient of the loop's
+initial tensor is that of its result with zeros in the rows of all experts: one masked fill.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from fxwrap.wrapper_ir.operators import operator_name
 def replace_in_place_calls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which in-place operators on single elements return their results, where nothing else sees it.
 
-    The tensor that they overwrite is one that the graph computes, and what is read of it later is read through their
-    results. An operator whose functional form does not fuse, or has another dtype or other strides, stays, and so do
-    those of `preserve_ops` and `lowerings`.
+    They mutate an intermediate of the graph, and later reads of its memory go through their results. An operator whose
+    functional form does not fuse, or has another dtype or other strides, stays, and so do those of `preserve_ops` and
+    `lowerings`.
     """
     targets = {node: target for node in graph.nodes if (target := _functional(node, context)) is not None}
     if not targets:

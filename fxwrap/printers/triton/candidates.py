@@ -145,10 +145,8 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
         candidates = _grouped_configurations(grouped, hint, spec)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
-        grouped_sums, rows = (
-            _group_sum_configurations(contraction, hint, spec),
-            _matvec_configurations(kernel, hint, spec),
-        )
+        grouped_sums = _group_sum_configurations(contraction, hint, spec)
+        rows = _matvec_configurations(kernel, hint, spec)
         split = _split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
         first, second = (split, rows) if _has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
@@ -398,10 +396,8 @@ def _block_bytes(spec: DeviceSpec) -> int:
 
 def _shared_bytes(contraction: ContractionForm, configuration: Configuration) -> int:
     """Returns the bytes of the operands of a block, once for each stage."""
-    kernel, blocks = (
-        contraction.kernel,
-        ((configuration.x, configuration.x_block), (configuration.y, configuration.y_block)),
-    )
+    kernel = contraction.kernel
+    blocks = ((configuration.x, configuration.x_block), (configuration.y, configuration.y_block))
     used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
     size = 0
     for position in {at for operand in used for at in contraction.prologue(operand) if kernel.varying[at]}:
