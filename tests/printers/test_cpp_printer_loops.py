@@ -250,6 +250,19 @@ def test_transposed_loads(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     check(transposed(sizes, dtype))
 
 
+def test_the_vectorised_axis_is_not_that_of_many_values_of_rows() -> None:
+    """As in an inference batch norm of contiguous images, whose statistics and weights belong to channels."""
+    names = ("mean", "variance", "weight", "bias")
+
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        mean, variance, weight, bias = [body.load(name, as_index(row), F32) for name in names]
+        scale = weight / (variance * variance + 1e-5)
+        body.store("out", matrix(row, column), (body.load("x", matrix(row, column), F32) - mean) * scale + bias)
+
+    buffers = [Buffer("x", F32, 64 * 64), *[Buffer(name, F32, 64) for name in names]]
+    assert "load_transposed" not in check(pointwise(formula, 64, 64, *buffers))
+
+
 def test_masks_and_indices_with_divisions() -> None:
     def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
         inside = (body.index(column) >= 3) & (body.index(column) < 23)

@@ -182,7 +182,7 @@ class LoopPlan:
 
 
 def make_loop_plan(kernel: Kernel) -> LoopPlan:
-    """Returns the plan whose vectorised axis is the one along which most accesses are contiguous."""
+    """Returns the plan whose vectorised axis is the one along which the fewest accesses have a stride."""
     candidates = (*kernel.axes, *kernel.reduced)
     if not candidates:
         return LoopPlan(kernel, None)
@@ -201,7 +201,7 @@ def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
     for index, weight in accesses:
         stride = index.stride(axis)
         number = None if stride is None else stride.constant
-        score += weight * (2 if number == 1 else 0 if number == 0 else -1)
+        score += weight * (2 if number in (0, 1) else -1)
     small = isinstance(axis.size, int) and axis.size < 8
     return score - (64 * len(accesses) if small else 0)
 
