@@ -263,6 +263,48 @@ def test_the_vectorised_axis_is_not_that_of_many_values_of_rows() -> None:
     assert "load_transposed" not in check(pointwise(formula, 64, 64, *buffers))
 
 
+def window_sum(width: int, channels_last: bool) -> Kernel:
+    """Sums of the padded windows of images [2, 9, 11] of 24 channels: masks of rows, of columns and of both."""
+    body, channels, padding = KernelBuilder(), 24, width // 2
+    sizes = (2, 9, 11, channels) if channels_last else (2 * channels, 9, 11)
+    axes = [Axis(f"i{place}", size) for place, size in enumerate(sizes)]
+    total = body.constant(0.0, F32)
+    for row, column in product(range(-padding, padding + 1), repeat=2):
+        y, x = as_index(axes[1]) + row, as_index(axes[2]) + column
+        inside = (body.index(y) >= 0) & (body.index(y) < 9) & (body.index(x) >= 0) & (body.index(x) < 11)
+        at = linearize_index([axes[0], y, x, *axes[3:]], sizes)
+        total = total + body.where(inside, lambda at=at: body.load("x", at, F32), 0.5)
+    body.store("out", linearize_index(axes, sizes), total)
+    count = 2 * 9 * 11 * channels
+    return body.finish(axes, [], [Buffer("x", F32, count)], [Buffer("out", F32, count)])
+
+
+WINDOW_CASES = list(product((3, 5), (True, False)))
+
+compiled_window_sums = compiled_together(window_sum)
+
+
+@pytest.mark.usefixtures("compiled_window_sums")
+@pytest.mark.parametrize(("width", "channels_last"), WINDOW_CASES)
+def test_loops_of_masked_windows_have_cases(width: int, channels_last: bool) -> None:
+    source = check(window_sum(width, channels_last))
+    masks_remain = " ? " in source  # of five columns and five rows, not every pair has a loop of its own
+    assert "if (" in source and masks_remain == (width == 5)
+
+
+@pytest.mark.parametrize("split", [0, 5, 7])
+def test_a_sum_of_concatenated_rows(split: int) -> None:
+    """Rows of one buffer or of another one, which is shorter than the kernel's first rows if `split` is 5 of 7."""
+    body, row, column = KernelBuilder(), Axis("i", 7), Axis("j", 70)
+    is_first = body.index(row) < split
+    first = body.where(is_first, lambda: body.load("x", matrix(row, column), F32), 0.0)
+    rest = body.where(~is_first, lambda: body.load("y", matrix(row, column) - 70 * split, F32), 0.0)
+    body.store("out", as_index(row), body.reduce("sum", is_first.where(first, rest))[0])
+    inputs = [Buffer("x", F32, 70 * split), Buffer("y", F32, 70 * (7 - split))]
+    source = check(body.finish([row], [column], inputs, [Buffer("out", F32, 7)]))
+    assert (" ? x[" in source) == (split == 0)
+
+
 def test_masks_and_indices_with_divisions() -> None:
     def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
         inside = (body.index(column) >= 3) & (body.index(column) < 23)

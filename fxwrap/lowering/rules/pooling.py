@@ -137,7 +137,7 @@ def _window_max(reader: ElementReader, x: Definition, plane: Plane, indices: Ind
         wins = value > best
         if x.dtype.is_floating_point:
             wins = wins | value.apply("isnan")
-        best = wins.where(value, best)
+        best = best.maximum(value)  # NaN too; alone it needs none of the comparisons
         position = wins.where(reader.body.index(_flat_index(plane, element)), position)
     return best, position
 

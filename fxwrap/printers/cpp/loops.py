@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fxwrap.loop_ir import Axis, DeviceAssert, Kernel, Load, Reduce, Scan, Store, operands
 from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
-from fxwrap.printers.cpp.segments import Segment, find_interior_segment, split_loop
+from fxwrap.printers.cpp.segments import Segment, find_cases, specialise, split_loop
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
 
 _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}
@@ -122,14 +121,18 @@ class PointwisePrinter(LoopPrinter):
                 self.write_stores(stores, known)
         else:
             with self.writer.nest(heads, self.parallel()):
-                self.hoist(known)
+                cases = {} if inner else find_cases(self.kernel, self.outer_axes(), vector_axis)
+                if not cases:
+                    self.hoist(known)
                 self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
-                if not inner and split_loop(self.kernel, vector_axis):
+                if cases:
+                    self.print_cases(cases, known)
+                elif inner:
+                    with self.writer.nest([loop_head(vector_axis)], self.simd()):
+                        self.write_device_asserts(inner, known)
+                        self.write_stores(stores, known)
+                else:
                     self.print_segments(known)
-                    return
-                with self.writer.nest([loop_head(vector_axis)], self.simd()):
-                    self.write_device_asserts(inner, known)
-                    self.write_stores(stores, known)
 
     def outer_axes(self) -> list[Axis]:
         """Returns the axes of the loops around the vectorised one."""
@@ -158,23 +161,40 @@ class PointwisePrinter(LoopPrinter):
                     self.write_device_asserts(inner, known)
                     self.write_stores(self.kernel.stores, known)
 
+    def print_cases(self, cases: Mapping[Axis, Sequence[Segment]], known: EmittedValues) -> None:
+        """Writes the vectorised loop for each case of other axes, in which their conditions are constant."""
+        if not cases:
+            known = dict(known)
+            self.hoist(known)
+            self.print_segments(known)
+            return
+        (axis, segments), *rest = cases.items()
+        kernel = self.statements.kernel
+        for segment in segments:
+            is_last = segment.end == axis.size
+            lower = f"{segment.start} <= {axis.name} && " if len(segments) == 1 and segment.start else ""
+            head = "else" if is_last and segment is not segments[0] else f"if ({lower}{axis.name} < {segment.end})"
+            with self.writer.block(head if segment is segments[0] or is_last else f"else {head}"):
+                self.statements.kernel = specialise(kernel, axis, segment.start)
+                self.print_cases(dict(rest), known)
+        self.statements.kernel = kernel
+        if len(segments) == 1:
+            with self.writer.block("else"):
+                self.print_cases(dict(rest), known)
+
     def print_segments(self, known: EmittedValues) -> None:
-        """Writes the vectorised loop in segments; twice if most iterations of another axis need no masks either."""
-        lane = self.vector_axis
-        assert isinstance(lane.size, int)
-        cases = [("", self.kernel)]
-        if interior := find_interior_segment(self.kernel, self.outer_axes(), lane):
-            axis, inside = interior
-            condition = f"{inside.start} <= {axis.name} && {axis.name} < {inside.end}"
-            cases = [(f"if ({condition})", inside.kernel), ("else", self.kernel)]
-        for head, kernel in cases:
-            with self.writer.block(head) if head else nullcontext():
-                for segment in split_loop(kernel, lane) or [Segment(0, lane.size, kernel)]:
-                    self.statements.kernel = segment.kernel
-                    if segment.kernel.stores:
-                        with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
-                            self.write_stores(segment.kernel.stores, dict(known))
-        self.statements.kernel = self.kernel
+        """Writes the vectorised loop, in segments where conditions on its axis change."""
+        kernel, lane = self.statements.kernel, self.vector_axis
+        segments = split_loop(kernel, lane)
+        if not segments:
+            with self.writer.nest([loop_head(lane)], self.simd()):
+                self.write_stores(kernel.stores, known)
+        for segment in segments:
+            self.statements.kernel = segment.kernel
+            if segment.kernel.stores:
+                with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
+                    self.write_stores(segment.kernel.stores, dict(known))
+        self.statements.kernel = kernel
 
     def print_tiles(self) -> None:
         """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""
@@ -218,6 +238,8 @@ class PointwisePrinter(LoopPrinter):
 
     def hoist(self, known: EmittedValues) -> None:
         """Writes the operands of the vectorised loop that do not depend on its axis."""
-        everything = range(len(self.kernel.operations))
-        fixed = {item for item in everything if self.vector_axis not in self.plan.dependent_axes[item]}
-        self.statements.write(sorted(self.frontier(everything, fixed)), known)
+        kernel = self.statements.kernel
+        ends = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store | DeviceAssert)]
+        needed = kernel.backward_slice(ends)
+        fixed = {item for item in needed if self.vector_axis not in self.plan.dependent_axes[item]}
+        self.statements.write(sorted(self.frontier(needed, fixed)), known)

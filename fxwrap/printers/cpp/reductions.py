@@ -205,6 +205,7 @@ class RowPrinter(ReductionPrinter):
 
     def print(self) -> None:
         """Writes the loops."""
+        self.statements.lane = self.vector_axis
         pragma = "" if self.plan.splits_reduction else self.parallel()
         with ExitStack() as stack:
             if self.kernel.axes:

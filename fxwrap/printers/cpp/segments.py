@@ -29,6 +29,9 @@ from fxwrap.loop_ir import (
 
 MAX_SEGMENTS = 8
 
+MAX_LOOPS = 12
+"""The most copies of a vectorised loop, for segments of several axes."""
+
 _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
 
 
@@ -53,21 +56,30 @@ def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
     if not split_points or len(split_points) >= MAX_SEGMENTS:
         return []
     bounds = [0, *sorted(split_points), axis.size]
-    return [Segment(start, end, _specialise(kernel, axis, start)) for start, end in itertools.pairwise(bounds)]
+    return [Segment(start, end, specialise(kernel, axis, start)) for start, end in itertools.pairwise(bounds)]
 
 
-def find_interior_segment(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> tuple[Axis, Segment] | None:
-    """Returns the largest segment of one of the axes, which removes masks of strided loads in most of its range.
+def find_cases(kernel: Kernel, axes: Sequence[Axis], lane: Axis) -> dict[Axis, list[Segment]]:
+    """Returns the segments of axes around the vectorised loop whose conditions hinder its vectorisation.
 
-    Compilers vectorise masked loads only if they are contiguous. `lane` is the vectorised axis.
+    Compilers take one or two conditions on other axes out of a loop, and vectorise masked loads if they are contiguous.
+    An axis with too many segments has only its longest one, if that is most of the axis.
     """
-    if not any(isinstance(item, Load) and item.mask is not None and _strided(item, lane) for item in kernel.operations):
-        return None
+    loads = [item for item in kernel.operations if isinstance(item, Load) and item.mask is not None]
+    if len(loads) <= 2 and not any(_strided(load, lane) for load in loads):
+        return {}
+    loops = max(1, len(split_loop(kernel, lane)))
+    cases: dict[Axis, list[Segment]] = {}
     for axis in reversed(axes):
-        if segments := split_loop(kernel, axis):
-            longest = max(segments, key=lambda item: item.end - item.start)
-            return (axis, longest) if 2 * (longest.end - longest.start) > segments[-1].end else None
-    return None
+        segments = split_loop(kernel, axis)
+        if loops * len(segments) > MAX_LOOPS:
+            segments = [max(segments, key=lambda item: item.end - item.start)]
+        number = len(segments) + (len(segments) == 1)
+        is_most = len(segments) > 1 or any(2 * (item.end - item.start) > axis.size for item in segments)
+        if is_most and loops * number <= MAX_LOOPS:
+            cases[axis] = segments
+            loops *= number
+    return cases
 
 
 def _strided(load: Load, lane: Axis) -> bool:
@@ -107,7 +119,7 @@ def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> _AxisCompar
     return None if offset is None else _AxisComparison(operation.name, scale, int(right.value) - offset)
 
 
-def _specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
+def specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
     """Returns the kernel specialised to the segment that begins at `start`."""
     new: list[Operation] = []
     same = list(range(len(kernel.operations)))

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
     STORAGE_ONLY,
+    Axis,
     Compute,
     Constant,
     DeviceAssert,
@@ -26,6 +28,7 @@ from fxwrap.loop_ir import (
     Scan,
     Store,
     SymbolicScalar,
+    as_index,
     indices,
     operands,
 )
@@ -38,6 +41,7 @@ from fxwrap.printers.cpp.operations import (
     parenthesize,
     print_size,
 )
+from fxwrap.symbolic import Size
 
 _INLINE_WIDTH = 72
 _COMBINE = {"add": "sum", "max": "max", "min": "min", "prod": "prod"}
@@ -96,6 +100,13 @@ class StatementPrinter:
     """Writes a scan's step and returns the text of its result, in a loop along the scanned axis."""
     gather_loads: frozenset[int] = frozenset()
     """Loads of half-precision elements at indices that differ between lanes."""
+    lane: Axis | None = None
+    """The axis of the vectorised loop, where rows along it may be masked."""
+
+    @cached_property
+    def _input_extents(self) -> dict[str, Size]:
+        """The extents of buffers that the kernel only reads."""
+        return {buffer.name: buffer.extent for buffer in self.kernel.inputs}
 
     def write(self, targets: Iterable[int], known: EmittedValues, named: Iterable[int] = ()) -> None:
         """Writes statements for the targets and adds their texts to `known`; those in `named` become constants."""
@@ -135,7 +146,10 @@ class StatementPrinter:
                     text = f"load_bool({text})"
                 if operation.mask is None:
                     return text
-                return f"{parenthesize(known[operation.mask])} ? {text} : {literal(operation.other, operation.dtype)}"
+                condition, other = known[operation.mask], literal(operation.other, operation.dtype)
+                if self._has_row_mask(operation):
+                    return f"op::where({condition}, {self._row_element(operation, condition, known)}, {other})"
+                return f"{parenthesize(condition)} ? {text} : {other}"
             case Constant():
                 return literal(operation.value, operation.dtype)
             case SymbolicScalar():
@@ -237,6 +251,29 @@ class StatementPrinter:
         """Returns the origin of an operation as a comment; "" if it has none."""
         origin = re.sub(r"\s+", " ", operation.origin).replace("\\", "/")
         return f"  // {origin}" if self.origin_comments and origin else ""
+
+    def _has_row_mask(self, load: Load) -> bool:
+        """Whether a mask belongs to a whole row along the lanes, and the buffer's first elements can stand in for it.
+
+        Compilers do not vectorise a load under a condition, and do one whose row a condition selects.
+        """
+        if self.lane is None or load.mask is None or load.dtype is torch.bool:
+            return False
+        stride, extent = load.index.stride(self.lane), self._input_extents.get(load.buffer)
+        if stride is None or not isinstance(extent, int) or not isinstance(self.lane.size, int):
+            return False
+        step = stride.constant
+        if step is None or not 0 <= step * (self.lane.size - 1) < extent:
+            return False
+        used = [self.kernel.operations[at] for at in self.kernel.backward_slice([load.mask])]
+        return not any(self.lane in index.axes() for item in used for index in indices(item))
+
+    def _row_element(self, load: Load, condition: str, known: EmittedValues) -> str:
+        """Returns the element of a load, or of the buffer's first row where a condition is false."""
+        assert self.lane is not None
+        along = as_index(self.lane) * (load.index.stride(self.lane) or 0)
+        index = self.index(known)
+        return f"{load.buffer}[({parenthesize(condition)} ? {index(load.index - along)} : 0) + {index(along)}]"
 
     def _cheap(self, operation: Operation) -> bool:
         match operation:
