@@ -125,10 +125,10 @@ class DynamicGraph:
         if self.shape_env is None:
             return True
         numbers = {symbol: sympy.Integer(sizes.get(name, name)) for name, symbol in self.symbols().items()}
-        guarded = all(guard.expr.xreplace(numbers) == sympy.true for guard in self.shape_env.guards)
         try:
+            guarded = all(guard.expr.xreplace(numbers) == sympy.true for guard in self.shape_env.guards)
             traced = [size.xreplace(numbers) for size in self._traced_sizes]
-        except ZeroDivisionError:  # a traced size is a quotient by one that is 0 now
+        except ZeroDivisionError:  # a guard or a traced size has a quotient by a size that is 0 now
             return False
         return guarded and self.in_range(sizes, {}) and not any(size.is_negative for size in traced)
 
