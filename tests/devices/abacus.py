@@ -112,7 +112,9 @@ class _Writer:
                 dtypes = [str(operation.dtype)] if OPERATIONS[operation.name].result == "declared" else []
                 return f"unit.{operation.name}({', '.join([*operands, *dtypes])})"
             case Reduce():
-                return f"space.reduce({operation.kind!r}, v{operation.operands[0]})"
+                axes = [*self.kernel.axes, *self.kernel.reduced]
+                places = [axes.index(axis) for axis in self.kernel.reduced_by(operation)]
+                return f"space.reduce({operation.kind!r}, v{operation.operands[0]}, {places})"
             case Scan():
                 return f"space.scan({operation.kind!r}, v{operation.operands[0]})"
             case ReductionResult():

@@ -77,12 +77,16 @@ class Space:
         loaded[mask] = buffer[index[mask]]
         return loaded
 
-    def reduce(self, kind: str, value: Tensor) -> Any:
-        """Returns a reduction over all axes that are not parallel."""
-        ones = [1] * (len(self.sizes) - self.parallel)
-        reduced = _REDUCTIONS[kind](self._whole(value).flatten(self.parallel), self.parallel)
+    def reduce(self, kind: str, value: Tensor, axes: Sequence[int]) -> Any:
+        """Returns a reduction over some axes that are not parallel, of which 1 element remains."""
+        shape = [*[1] * (len(self.sizes) - value.dim()), *value.shape]
+        value = value.expand([self.sizes[axis] if axis in axes else size for axis, size in enumerate(shape)])
+        order = [*[axis for axis in range(len(self.sizes)) if axis not in axes], *axes]
+        first = len(order) - len(axes)
+        reduced = _REDUCTIONS[kind](value.permute(order).flatten(first), first)
         results = reduced if isinstance(reduced, tuple) else (reduced,)
-        shaped = tuple([item.reshape(*item.shape, *ones) for item in results])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        shaped = tuple([item.reshape(*item.shape, *[1] * len(axes)).permute(back) for item in results])
         return shaped if isinstance(reduced, tuple) else shaped[0]
 
     def scan(self, kind: str, value: Tensor) -> Any:
