@@ -1,10 +1,11 @@
-"""Rewrites of matmuls: fused epilogues, packing, separate biases, and outer products as multiplications.
+"""Rewrites of matmuls: fused epilogues, packing, separate biases, and products of vectors without matmuls.
 
 A GEMM that adds a bias and applies an activation to its accumulators saves a kernel that reads and writes the result.
 Small matmuls with one left operand (queries, keys and values) are bound by their launches, so one matmul with the
 weights side by side is faster, although the weights must be copied. Where a library is slow with a bias, the kernel
 that reads the result adds it. `DeviceSpec` declares where each rewrite is profitable. A matmul over one term is a
-multiplication, which fuses with its readers.
+multiplication, and a batch of products of two vectors a sum of each row, which fuse with their readers; libraries
+start a matmul for each row.
 """
 
 from __future__ import annotations
@@ -89,32 +90,65 @@ def _left_operand(node: Node) -> Node | None:
     return left if isinstance(left, Node) else None
 
 
-# --- outer products ---------------------------------------------------------------------------------------------------
+# --- products of vectors ----------------------------------------------------------------------------------------------
 
 
-def rewrite_outer_products(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
-    """Returns a graph in which matmuls over one term are multiplications, which fuse."""
-    if "aten.mul.Tensor" in context.extern_operators:
+def rewrite_vector_products(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph in which products of vectors are multiplications, which fuse, or their sums."""
+    if not {"aten.mul.Tensor", "aten.sum.dim_IntList"}.isdisjoint(context.extern_operators):
         return graph
-    outer = [node for node in graph.nodes if _is_outer(node, graph.fakes, context)]
-    if not outer:
+    rewrites: dict[Node, Callable[[GraphCopy, Node], Node]] = {}
+    for node in graph.nodes:
+        if (operands := _matmul_operands(node, graph.fakes, context)) is None:
+            continue
+        if is_outer_product(*operands):
+            rewrites[node] = _multiplication
+        elif _is_inner_product(*operands):
+            rewrites[node] = _row_sum
+    if not rewrites:
         return graph
     copy = GraphCopy(graph)
-    for node in outer:
-        before = copy.node_map[node]
-        copy.substitute(node, copy.call(before, _aten.mul.Tensor, before.args, f"{node.name}_outer"), "fused")
+    for node, rewrite in rewrites.items():
+        copy.substitute(node, rewrite(copy, copy.node_map[node]), "fused")
     return copy.finish()
 
 
-def _is_outer(node: Node, fakes: NodeValues, context: FxPassContext) -> bool:
-    """Whether a node is a matmul, or batch of matmuls, of a column and a row."""
+def _matmul_operands(
+    node: Node, fakes: NodeValues, context: FxPassContext
+) -> tuple[FakeTensor, FakeTensor, FakeTensor] | None:
+    """Returns the operands and the result of a matmul, or of a batch of matmuls."""
     if node.target not in (_aten.mm.default, _aten.bmm.default) or str(node.target) in context.extern_operators:
-        return False
+        return None
     left, right = [fakes.get(operand) if isinstance(operand, Node) else None for operand in node.args[:2]]
     result = fakes.get(node)
     if node.kwargs or not all(isinstance(item, FakeTensor) for item in (left, right, result)):
-        return False
-    return is_outer_product(left, right, result)  # type: ignore[arg-type]
+        return None
+    return left, right, result  # type: ignore[return-value]
+
+
+def _multiplication(copy: GraphCopy, before: Node) -> Node:
+    return copy.call(before, _aten.mul.Tensor, before.args, f"{before.name}_outer")
+
+
+def _is_inner_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) -> bool:
+    """Whether a matmul is a batch of rows [batch, 1, width] times columns [batch, width, 1], in floating point."""
+    ones = (left.shape[-2], right.shape[-1])
+    is_batch = len(result.shape) == 3 and all(type(size) is int and size == 1 for size in ones)
+    return is_batch and left.dtype is right.dtype is result.dtype and result.dtype.is_floating_point
+
+
+def _row_sum(copy: GraphCopy, before: Node) -> Node:
+    """Returns the sums of products, which are rounded once to half precision."""
+    name = f"{before.name}_inner"
+    row, column = before.args
+    operands = [row, copy.call(before, _aten.transpose.int, (column, 1, 2), f"{name}_row")]
+    dtype = copy.fakes[before].dtype  # type: ignore[union-attr]
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    if wide is not dtype:
+        operands = [copy.call(before, _aten._to_copy.default, (item,), name, {"dtype": wide}) for item in operands]
+    products = copy.call(before, _aten.mul.Tensor, operands, f"{name}_products")
+    total = copy.call(before, _aten.sum.dim_IntList, (products, [-1], True), name)
+    return total if wide is dtype else copy.call(before, _aten._to_copy.default, (total,), name, {"dtype": dtype})
 
 
 def is_outer_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) -> bool:

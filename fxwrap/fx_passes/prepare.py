@@ -20,7 +20,7 @@ from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
 from fxwrap.fx_passes.layouts import optimize_layouts
-from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_outer_products, unfuse_biases
+from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weights
@@ -90,8 +90,8 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
         lambda graph, _context: reduce_sums_once(graph), "fuse", _fuses,
     ),
     Step(
-        "rewrite_outer_products", "turn matmuls over one term into multiplications",
-        rewrite_outer_products, "fuse", _fuses,
+        "rewrite_vector_products", "turn matmuls over one term into multiplications, and of vectors into sums",
+        rewrite_vector_products, "fuse", _fuses,
     ),
     Step(
         "multiply_before_casts", "multiply matrices before the graph casts them from half precision to float32",

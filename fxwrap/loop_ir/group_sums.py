@@ -18,7 +18,6 @@ from fxwrap.loop_ir.contraction import ContractionForm, ProductSum, reduced_axes
 from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.loop_ir.kernel import (
     Compute,
-    Constant,
     DeviceAssert,
     IndexValue,
     Kernel,
@@ -31,6 +30,7 @@ from fxwrap.loop_ir.kernel import (
     renumber_index,
 )
 from fxwrap.loop_ir.operations import FLOAT8, HALF_PRECISION, OPERATIONS
+from fxwrap.loop_ir.ranges import value_range
 from fxwrap.symbolic import Number, product
 
 NUMBER_BIAS: Mapping[torch.dtype, int] = {torch.bfloat16: 128, torch.float16: 1024}
@@ -234,37 +234,8 @@ def _is_exact(kernel: Kernel, position: int, row_dtype: torch.dtype) -> bool:
         return False
     (source,) = operation.operands
     dtype = operation_dtype(kernel.operations[source])
-    low, high = integer_range(kernel.operations, source)
+    low, high = value_range(kernel.operations, source)
     return dtype in (row_dtype, *FLOAT8) or max(-low, high) <= _LARGEST_EXACT[row_dtype]
-
-
-def integer_range(operations: Sequence[Operation], position: int) -> tuple[float, float]:
-    """Returns the least and the largest number that an integer operation may have, as far as its form tells."""
-    operation = operations[position]
-    dtype = operation_dtype(operation)
-    if dtype.is_floating_point or dtype is torch.bool:
-        return (-float("inf"), float("inf")) if dtype.is_floating_point else (0, 1)
-    limits = torch.iinfo(dtype)
-    match operation:
-        case Constant():
-            return operation.value, operation.value
-        case Compute("bitwise_and", (left, right)):
-            masks = [integer_range(operations, item) for item in (left, right)]
-            highest = [high for low, high in masks if low >= 0]
-            return (0, min(highest)) if highest else (limits.min, limits.max)
-        case Compute("bitwise_right_shift", (shifted, count)):
-            low, high = integer_range(operations, shifted)
-            by, most = integer_range(operations, count)
-            if low >= 0 and by == most and 0 <= by < limits.bits:
-                return int(low) >> int(by), int(high) >> int(by)
-        case Compute("sub" | "add" as name, (left, right)):
-            (low, high), (least, most) = [integer_range(operations, item) for item in (left, right)]
-            low, high = (low + least, high + most) if name == "add" else (low - most, high - least)
-            if low >= limits.min and high <= limits.max:
-                return low, high
-        case _:
-            pass
-    return limits.min, limits.max
 
 
 # --- construction ---------------------------------------------------------------------------------------------------
@@ -334,7 +305,7 @@ class _GroupSummer:
         """Returns the number that is added to natural numbers, so that their bits need no conversion; else 0."""
         bias, (source,) = NUMBER_BIAS[plan.row_dtype], operands(self.kernel.operations[plan.number])
         digits = self._copy(source, self.points[0])
-        low, high = integer_range(self.body.operations, digits.position)
+        low, high = value_range(self.body.operations, digits.position)
         return bias if digits.dtype is torch.uint8 and low >= 0 and high < bias else 0
 
     def _sum(self, values: Sequence[Scalar]) -> Scalar:

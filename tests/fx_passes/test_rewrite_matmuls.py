@@ -60,7 +60,7 @@ def test_graphs_that_were_traced_with_real_tensors() -> None:
     torch.testing.assert_close(tuple(results), function(*inputs))
 
 
-# --- outer products ---------------------------------------------------------------------------------------------------
+# --- products of vectors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -72,6 +72,19 @@ def test_outer_products_are_fused(dtype: torch.dtype) -> None:
     program = lowered(function, x, y)
     assert extern_targets(program) == [] and any(isinstance(line, Launch) for line in program.body.lines)
     run(function, x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_inner_products_are_sums_of_rows(dtype: torch.dtype) -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum("bk,bk->b", x, y), torch.bmm(x[:, None, 3:], y[:, 3:, None]) * 2
+
+    x, y = torch.rand(6, 300).to(dtype), torch.randn(6, 300).to(dtype)
+    program = lowered(function, x, y)
+    assert extern_targets(program) == [] and len([line for line in program.body.lines if isinstance(line, Launch)]) <= 2
+    results = fxwrap.compile_graph(make_fx(function, tracing_mode="fake")(x, y))(x, y)
+    for result, eager, exact in zip(results, function(x, y), function(x.double(), y.double()), strict=True):
+        assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-6
 
 
 @pytest.mark.parametrize("emitter", ["python", "fx", "interpreter"])

@@ -10,7 +10,18 @@ from typing import TypeAlias
 import sympy
 import torch
 
-from fxwrap.loop_ir import Atom, Compute, Constant, Index, IndexLike, IndexValue, Scalar, SizeAtom, as_index
+from fxwrap.loop_ir import (
+    Atom,
+    Compute,
+    Constant,
+    Index,
+    IndexLike,
+    IndexValue,
+    Scalar,
+    SizeAtom,
+    as_index,
+    value_range,
+)
 from fxwrap.lowering.fusion.definitions import ElementReader, Indices
 from fxwrap.lowering.rules.registry import Declined, OperatorCall
 from fxwrap.symbolic import Size, depends_on_data, maximum, product, total
@@ -185,16 +196,19 @@ def checked_indirect_index(
     class of error that `error` names ("index" or "runtime"). The kernel continues with element 0, or without a load
     where the tensor may be empty, so that it never accesses memory outside the tensor. If the kernel `writes` the
     element, it continues without a store: the tensor may be an input, which keeps its content. A position that is known
-    to be in bounds (an `arange`) stays an affine index and is not checked.
+    to be in bounds is not checked; an affine one (an `arange`) stays an affine index.
     """
     known = affine_index(position)
     if known is not None:
         for candidate in (known, known + size) if wrap_negative else (known,):
             if statically_known_nonnegative(candidate) and statically_known_nonnegative(as_index(size) - 1 - candidate):
                 return candidate
+    low, high = value_range(reader.body.operations, position.position)
     position, limit = position.to(torch.int64), reader.body.index(size)
-    if wrap_negative:
+    if wrap_negative and low < 0:
         position = (position < 0).where(position + limit, position)
+    if isinstance(size, int) and (-size if wrap_negative else 0) <= low and high < size:
+        return reader.body.indirect_index(position, size)
     inside = (position >= 0) & (position < limit)
     reader.body.device_assert(inside, f"an index is out of bounds for a dimension of size {size}", error)
     guard = None if isinstance(size, int) and not writes else inside

@@ -249,6 +249,18 @@ def test_indices_known_in_bounds_are_affine() -> None:
     assert len([item for item in reader.body.operations if isinstance(item, DeviceAssert)]) == 3
 
 
+def test_indices_that_a_formula_bounds_are_not_checked() -> None:
+    reader = evaluate_definitions._DefinitionKernel(evaluate_definitions.Computed({}))
+    index = reader.body.load("index", Axis("i", 3), torch.int64)
+    halves = (reader.body.index(Axis("i", 12)).to(torch.float32) + 0.5) * 0.5 - 0.5  # as of an upsampled image
+    for bounded in (index.maximum(0).minimum(5), index.maximum(-6).minimum(-1), halves.maximum(0.0).to(torch.int64)):
+        checked_indirect_index(reader, bounded, 6, wrap_negative=True)
+    assert not any(isinstance(item, DeviceAssert) for item in reader.body.operations)
+    for wrong in (index.maximum(0).minimum(6), index.minimum(5), halves.to(torch.int64) - 7):
+        checked_indirect_index(reader, wrong, 6, wrap_negative=True)
+    assert len([item for item in reader.body.operations if isinstance(item, DeviceAssert)]) == 3
+
+
 # --- declined calls --------------------------------------------------------------------------------------------------
 
 

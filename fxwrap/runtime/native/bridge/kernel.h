@@ -25,9 +25,14 @@ extern "C" {
 #define MATH_1(name) VECTOR_MATH double name(double) noexcept; VECTOR_MATH float name##f(float) noexcept;
 #define MATH_2(name) VECTOR_MATH double name(double, double) noexcept; VECTOR_MATH float name##f(float, float) noexcept;
 MATH_1(exp) MATH_1(exp2) MATH_1(expm1) MATH_1(log) MATH_1(log2) MATH_1(log10) MATH_1(log1p)
-MATH_1(sin) MATH_1(cos) MATH_1(tan) MATH_1(sinh) MATH_1(cosh) MATH_1(tanh)
+MATH_1(tan) MATH_1(sinh) MATH_1(cosh) MATH_1(tanh)
 MATH_1(asin) MATH_1(acos) MATH_1(atan) MATH_1(asinh) MATH_1(acosh) MATH_1(atanh) MATH_1(erf) MATH_1(erfc)
 MATH_2(pow) MATH_2(atan2) MATH_2(hypot)
+// Under other names: GCC would compute a sine and a cosine of one angle by a function without a vector form.
+VECTOR_MATH double sine(double) noexcept __asm__("sin");
+VECTOR_MATH double cosine(double) noexcept __asm__("cos");
+VECTOR_MATH float sinef(float) noexcept __asm__("sinf");
+VECTOR_MATH float cosinef(float) noexcept __asm__("cosf");
 double lgamma(double) noexcept;
 float lgammaf(float) noexcept;
 double nextafter(double, double) noexcept;
@@ -218,8 +223,21 @@ INLINE bool isinf(double x) { return __builtin_fabs(x) == infinity; }
 INLINE bool signbit(float x) { return bitcast<int32_t>(x) < 0; }
 INLINE bool signbit(double x) { return bitcast<int64_t>(x) < 0; }
 
-// Both values are computed, so that a loop around it is vectorised; ?: computes one.
-template <class T> INLINE T where(bool condition, T a, T b) { return condition ? a : b; }
+template <int bytes> struct Bits;
+template <> struct Bits<4> { using type = uint32_t; };
+template <> struct Bits<8> { using type = uint64_t; };
+
+// Both values are computed, so that a loop around it is vectorised: compilers move calls and loads, of which a condition
+// selects the result, into branches, but not those whose bits it selects.
+template <class T> INLINE T where(bool condition, T a, T b) {
+  if constexpr (sizeof(T) < 4) {
+    return condition ? a : b;
+  } else {
+    using Word = typename Bits<sizeof(T)>::type;
+    const Word first = bitcast<Word>(a), second = bitcast<Word>(b);
+    return bitcast<T>(second ^ ((first ^ second) & -Word(condition)));
+  }
+}
 
 template <class T> INLINE T maximum(T a, T b) {
   const T larger = a > b ? a : b;  // b where one is NaN, as the processor's instruction is
@@ -263,11 +281,15 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
   INLINE float name(float a, float b) { return ::name##f(a, b); } \
   INLINE double name(double a, double b) { return ::name(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
-UNARY(sin) UNARY(cos) UNARY(tan) UNARY(sinh) UNARY(cosh)
+UNARY(tan) UNARY(sinh) UNARY(cosh)
 UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc) UNARY(lgamma)
 BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter) BINARY(fmod)
 #undef UNARY
 #undef BINARY
+INLINE float sin(float x) { return ::sinef(x); }
+INLINE double sin(double x) { return ::sine(x); }
+INLINE float cos(float x) { return ::cosinef(x); }
+INLINE double cos(double x) { return ::cosine(x); }
 
 INLINE double exp(double x) { return ::exp(x); }
 INLINE double erf(double x) { return ::erf(x); }
