@@ -5,7 +5,7 @@ elements of their own fragments, so that none moves between lanes. What a sum ad
 along the reduced axes is chosen for contiguous loads, for both operands alike.
 
 Columns of weights are the 16 rows of a fragment, and the rows of the kernel its 8 columns. Fewer rows leave columns to
-other groups: the row operand of a group is zero in the columns of others, so that one sum of products has several groups.
+other groups: each group has a column, in which the elements of other groups are zero or whose sums nobody reads.
 """
 
 from __future__ import annotations
@@ -32,66 +32,10 @@ from fxwrap.loop_ir import (
     operation_dtype,
 )
 from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, RUN, make_fragments
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-
-FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
-"""The elements of a fragment of weights along columns, and the columns of a fragment of results."""
-
-_LANES = 4
-"""The lanes that have a row of a fragment."""
-
-_RUN = 4
-"""The elements of one byte in a register, which are consecutive along the reduced axes."""
-
-_LOAD_BYTES = 16
-"""The bytes that a lane loads at once."""
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """How the elements of a step are shared out, as factors of its sizes.
-
-    `groups` of a step, of `size` bytes of a column each, are those of `warps`, times `parts` one after another, times
-    `joined`, whose sums are columns of one fragment; `rows` are the others. A column's bytes of joined groups are
-    `chunks` of four lanes, in which a lane has `lane_bytes`, and `side` groups lie side by side in a chunk, or one in
-    `repeats` chunks.
-    """
-
-    size: int
-    rows: int
-    columns: int
-    warps: int
-    parts: int
-
-    @property
-    def joined(self) -> int:
-        return FRAGMENT_COLUMNS // self.rows
-
-    @property
-    def lane_bytes(self) -> int:
-        return min(self.joined * self.size // _LANES, _LOAD_BYTES)
-
-    @property
-    def side(self) -> int:
-        return max(_LANES * self.lane_bytes // self.size, 1)
-
-    @property
-    def repeats(self) -> int:
-        return max(self.size // (_LANES * self.lane_bytes), 1)
-
-    @property
-    def chunks(self) -> int:
-        return self.joined // self.side
-
-    @property
-    def groups(self) -> int:
-        return self.warps * self.parts * self.joined
-
-    def fits(self) -> bool:
-        """Whether groups have the bytes of a fragment for four lanes at least."""
-        return self.parts > 0 and self.lane_bytes >= 2 * _RUN and self.columns % FRAGMENT_ROWS == 0
 
 
 @dataclass(frozen=True)
@@ -157,18 +101,18 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.result_block = "pyx" if any(item.name == "x" for item in self.whole.dimensions) else "py"
         self.fragments = parts = make_fragments(configuration)
         self.row_block = _Block("row", self.result_block.replace("y", "") + "r", (
-            ("lane", _LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
+            ("lane", LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
             ("warp", parts.warps), ("part", parts.parts), ("repeat", parts.repeats),
-            ("run", parts.lane_bytes // _RUN), ("element", _RUN),
+            ("run", parts.lane_bytes // RUN), ("element", RUN),
         ))  # fmt: skip
         self.column_block = _Block("column", "pyr", (
-            ("lane", _LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
+            ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
             ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", parts.chunks),
             ("repeat", parts.repeats), ("byte", parts.lane_bytes),
         ))  # fmt: skip
         pair = min(parts.joined, 2)
         self.coefficient_block = _Block("coefficient", "py", (
-            ("joined", parts.joined // pair), ("x", _LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
+            ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
             ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("pair", pair),
         ))  # fmt: skip
         self.sum_shape = (parts.parts, parts.warps, parts.columns, FRAGMENT_COLUMNS)
@@ -221,10 +165,10 @@ class FragmentSumPrinter(GroupSumPrinter):
 
     def _emit_fixed_positions(self) -> None:
         """Prints the positions of blocks that are the same in all steps, and the masks of rows."""
-        parts, run = self.fragments, _LANES * self.fragments.lane_bytes
+        parts, run = self.fragments, LANES * self.fragments.lane_bytes
         self.row_mask = self.joined_mask = ""
         with self._inside(self.row_block):
-            lane = {"lane": parts.lane_bytes, "run": _RUN, "element": 1, "repeat": run}
+            lane = {"lane": parts.lane_bytes, "run": RUN, "element": 1, "repeat": run}
             self._emit_position("r", self.row_block.position(lane))
             if "x" in self.row_block.loops:
                 x = self._dimension("x")
@@ -255,7 +199,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         else:
             factors |= {"joined": 2, "pair": 1}
         text = block.position(factors)
-        self._emit_position("p", f"{start} + {text}" if text else start)
+        self._emit_position("p", " + ".join([item for item in (start, text) if item]))
 
     def _emit_all(self, positions: Collection[int]) -> None:
         """Prints operations that the current block does not have."""
@@ -304,16 +248,19 @@ class FragmentSumPrinter(GroupSumPrinter):
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[position])]
             self._line(f"{name} = tl.zeros({_shape((1, *self.sum_shape[1:]))}, {dtype})")
-        p, start = self._dimension("p"), self._stable_name("start")
-        count = self.index_printer.size(p.size)
-        self._line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
-        self.depth += 1
+        p, start = self._dimension("p"), ""
+        is_loop = p.blocks != 1  # without a loop, loads may precede the wait for other launches
+        if is_loop:
+            start = self._stable_name("start")
+            count = self.index_printer.size(p.size)
+            self._line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
+        self.depth += is_loop
         for block, positions in blocks:
             with self._inside(block):
                 self._emit_group_positions(block, start)
                 self._emit_loads([at for at in positions if varying[at]])
         self._emit_step(blocks, rows, columns, combined - self.fused)
-        self.depth -= 1
+        self.depth -= is_loop
         self.origin = ""
         self._emit_results()
 
@@ -353,9 +300,9 @@ class FragmentSumPrinter(GroupSumPrinter):
         parts, block = self.fragments, self.row_block
         text = self._block_operand(row)
         order, columns = ("part", "warp", "repeat"), ("x", "joined")
-        count, length = parts.parts * parts.warps, parts.repeats * _LANES * parts.lane_bytes
+        count, length = parts.parts * parts.warps, parts.repeats * LANES * parts.lane_bytes
         plain, ones = self._stable_name(f"operand{row}"), self._stable_name(f"halves{row}")
-        pairs = _Block(block.name, block.loops, (*block.dimensions[:-1], ("two", _RUN // 2), ("element", 2)))
+        pairs = _Block(block.name, block.loops, (*block.dimensions[:-1], ("two", RUN // 2), ("element", 2)))
         self._line(f"{ones} = tl.reshape({text}, {pairs.shape})")
         order_of_pairs = (*order, "run", "two", "side", "lane", "element", *columns)
         self._line(f"{ones} = {pairs.permuted(ones, order_of_pairs, (count, length, FRAGMENT_COLUMNS))}")
@@ -376,12 +323,12 @@ class FragmentSumPrinter(GroupSumPrinter):
         name = self._stable_name(f"operand{column}")
         text = self._block_operand(column)
         fours = _Block(
-            block.name, block.loops, (*block.dimensions[:-1], ("run", parts.lane_bytes // _RUN), ("element", _RUN))
+            block.name, block.loops, (*block.dimensions[:-1], ("run", parts.lane_bytes // RUN), ("element", RUN))
         )
         self._line(f"{name} = tl.reshape({text}, {fours.shape})")
         order = ("part", "chunk", "warp", "eight", "y", "repeat", "run", "side", "lane", "element")
         count = parts.parts * parts.chunks * parts.warps
-        shape = (count, parts.columns, parts.repeats * _LANES * parts.lane_bytes)
+        shape = (count, parts.columns, parts.repeats * LANES * parts.lane_bytes)
         self._line(f"{name} = {fours.permuted(name, order, shape)}")
         return name
 
@@ -430,7 +377,9 @@ class FragmentSumPrinter(GroupSumPrinter):
             self._line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
             accumulator = f", {name}"
         if of_rows:
-            self._line(f"{name} = tl.reshape({name}, {_shape((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})")
+            self._line(
+                f"{name} = tl.reshape({name}, {_shape((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})"
+            )
             sixteens = (*self.sum_shape[:2], parts.columns // FRAGMENT_ROWS, FRAGMENT_ROWS, self.sum_shape[3])
             self._line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(sixteens)}), {_shape(self.sum_shape)})")
         elif parts.chunks == 1:
@@ -445,7 +394,7 @@ class FragmentSumPrinter(GroupSumPrinter):
 
     def _ones_text(self) -> str:
         parts = self.fragments
-        shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * _LANES * parts.lane_bytes)
+        shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes)
         return f"tl.full({_shape(shape)}, 1.0, tl.float32).to({TRITON_DTYPES[self.row_dtype]})"
 
     def _add_total(self, position: int) -> None:
@@ -487,7 +436,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         """Returns an address; those of coefficients have all dimensions of their block, as sums have."""
         if self.block is None:
             return super()._address(buffer, index, span, own)
-        if self.block is not self.coefficient_block and own >= span or not span:
+        if (self.block is not self.coefficient_block and own >= span) or not span:
             return f"{self.pointers[buffer]} + {self._index_text(index)}"
         text = self._index_text(index) if index.constant is None else f"tl.full((), {index.constant}, tl.int64)"
         return f"{self.pointers[buffer]} + tl.broadcast_to({text}, {self.block.shape})"
@@ -501,9 +450,9 @@ class FragmentSumPrinter(GroupSumPrinter):
             {**self.axis_names, **dict.fromkeys(dimension.axes, "0")}, self._indirect_index, self.helpers,
             self.parameters.integer,
         )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
-        run = _LANES * self.fragments.lane_bytes
-        lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * _RUN, "repeat": 2 * run})
-        terms = [base, *([lanes] if lanes else []), block.lanes("element", 2 * _RUN)]
+        run = LANES * self.fragments.lane_bytes
+        lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
+        terms = [base, *([lanes] if lanes else []), block.lanes("element", 2 * RUN)]
         mask = self._mask(own, None)
         arguments = [f"{self.pointers[first.buffer]} + {' + '.join(terms)}"]
         arguments += [f"mask={mask}", "other=0.0"] if mask else []
@@ -524,12 +473,3 @@ class FragmentSumPrinter(GroupSumPrinter):
         self._line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape([*sizes, 2])}))")
         for position, text in zip(pair, texts, strict=True):
             self.text[position] = text
-
-
-def make_fragments(configuration: Configuration) -> Fragments:
-    """Returns how the fragments of a configuration are shared out."""
-    rows, warps = configuration.x_block, configuration.num_warps
-    joined = FRAGMENT_COLUMNS // rows
-    return Fragments(
-        configuration.r_block, rows, configuration.y_block, warps, configuration.p_block // (warps * joined)
-    )
