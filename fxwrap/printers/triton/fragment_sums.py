@@ -34,15 +34,16 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, RUN, make_fragments
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of values: the `dimensions` of its tensors by name, in the order in which they are lanes, then warps.
+    """A block of values: matrices whose columns are the last dimension, and whose rows are all other ones.
 
-    `loops` are the dimensions of the kernel that these are parts of.
+    The first of the `dimensions`, which have names and sizes, changes fastest from row to row. Rows are the lanes of a
+    warp in this order, then warps, then registers. `loops` are the dimensions of the kernel that these are parts of.
     """
 
     name: str
@@ -50,33 +51,46 @@ class _Block:
     dimensions: tuple[tuple[str, int], ...]
 
     @property
-    def names(self) -> list[str]:
-        return [name for name, size in self.dimensions if size > 1]
+    def rows(self) -> int:
+        return prod([size for _, size in self.dimensions[:-1]])
 
     @property
     def shape(self) -> str:
-        return _shape([size for _, size in self.dimensions if size > 1])
+        return _shape([self.rows, self.dimensions[-1][1]])
 
     def size(self, name: str) -> int:
         return dict(self.dimensions).get(name, 1)
 
-    def lanes(self, name: str, size: int | None = None) -> str:
-        """Returns the text of the numbers along a dimension; "" where it has one."""
-        if self.size(name) == 1:
+    def positions(self, name: str) -> str:
+        """Returns the text of the position along a dimension; "" where it has one."""
+        names = [item for item, _ in self.dimensions]
+        number, size = names.index(name), self.size(name)
+        if size == 1:
             return ""
-        subscript = ", ".join([":" if other == name else "None" for other in self.names])
-        return f"tl.arange(0, {size or self.size(name)}).to(tl.int64)[{subscript}]"
+        if number == len(names) - 1:
+            return f"tl.arange(0, {size})[None, :]"
+        step, text = prod([other for _, other in self.dimensions[:number]]), f"tl.arange(0, {self.rows})[:, None]"
+        text = text if step == 1 else f"{text} // {step}"
+        return text if step * size == self.rows else f"{text} % {size}"
 
     def position(self, parts: Mapping[str, int]) -> str:
-        """Returns the text of the sum of the numbers along dimensions times factors; "" where all have one."""
-        texts = [(self.lanes(name), factor) for name, factor in parts.items() if self.size(name) > 1]
-        return " + ".join([text if factor == 1 else f"{factor} * {text}" for text, factor in texts])
+        """Returns the text of the sum of the positions along dimensions times factors; "" where all have one."""
+        texts = [(parenthesize(self.positions(name)), factor) for name, factor in parts.items() if self.size(name) > 1]
+        return " + ".join([f"{text}.to(tl.int64)" + (f" * {factor}" if factor > 1 else "") for text, factor in texts])
 
-    def permuted(self, value: str, order: Sequence[str], shape: Sequence[int]) -> str:
-        """Returns the text of a value of this block with its dimensions in another order, as a shape."""
-        names = self.names
+    def permuted(
+        self, value: str, order: Sequence[str], shape: Sequence[int], last: tuple[tuple[str, int], ...] = ()
+    ) -> str:
+        """Returns the text of a value of this block with its dimensions in another order, as a shape.
+
+        Some dimensions may replace the last one.
+        """
+        *others, own = self.dimensions
+        dimensions = [item for item in (*reversed(others), *(last or (own,))) if item[1] > 1]
+        names = [name for name, _ in dimensions]
         numbers = [names.index(name) for name in order if name in names]
-        text = value if numbers == sorted(numbers) else f"tl.permute({value}, {_shape(numbers)})"
+        text = f"tl.reshape({value}, {_shape([size for _, size in dimensions])})"
+        text = text if numbers == sorted(numbers) else f"tl.permute({text}, {_shape(numbers)})"
         return f"tl.reshape({text}, {_shape(shape)})"
 
 
@@ -113,7 +127,8 @@ class FragmentSumPrinter(GroupSumPrinter):
         pair = min(parts.joined, 2)
         self.coefficient_block = _Block("coefficient", "py", (
             ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
-            ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("pair", pair),
+            ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS),
+            *((("part", parts.parts), ("pair", pair)) if pair > 1 else (("part", parts.parts),)),
         ))  # fmt: skip
         self.sum_shape = (parts.parts, parts.warps, parts.columns, FRAGMENT_COLUMNS)
         self.block: _Block | None = None
@@ -178,8 +193,8 @@ class FragmentSumPrinter(GroupSumPrinter):
                     self._line(f"{self.row_mask} = {self.positions['x']} < {self.index_printer.size_operand(x.size)}")
             if parts.side > 1:
                 self.joined_mask = self._stable_name("own")
-                side, joined = self.row_block.lanes("side"), self.row_block.lanes("joined")
-                self._line(f"{self.joined_mask} = {side} == {joined} % {parts.side}")
+                side, joined = self.row_block.positions("side"), self.row_block.positions("joined")
+                self._line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
         with self._inside(self.column_block):
             self._emit_position("r", self.column_block.position({**lane, "byte": 1}))
             columns = self.column_block.position({"eight": FRAGMENT_COLUMNS, "y": 1})
@@ -302,17 +317,18 @@ class FragmentSumPrinter(GroupSumPrinter):
         order, columns = ("part", "warp", "repeat"), ("x", "joined")
         count, length = parts.parts * parts.warps, parts.repeats * LANES * parts.lane_bytes
         plain, ones = self._stable_name(f"operand{row}"), self._stable_name(f"halves{row}")
-        pairs = _Block(block.name, block.loops, (*block.dimensions[:-1], ("two", RUN // 2), ("element", 2)))
-        self._line(f"{ones} = tl.reshape({text}, {pairs.shape})")
         order_of_pairs = (*order, "run", "two", "side", "lane", "element", *columns)
-        self._line(f"{ones} = {pairs.permuted(ones, order_of_pairs, (count, length, FRAGMENT_COLUMNS))}")
+        pairs = ("two", RUN // 2), ("element", 2)
+        whole = (count, length, FRAGMENT_COLUMNS)
+        self._line(f"{plain} = {text}")
+        self._line(f"{ones} = {block.permuted(plain, order_of_pairs, whole, pairs)}")
         order_of_fours = (*order, "run", "side", "lane", "element", *columns)
         if parts.chunks == 1:
-            self._line(f"{plain} = {block.permuted(text, order_of_fours, (count, length, FRAGMENT_COLUMNS))}")
+            self._line(f"{plain} = {block.permuted(plain, order_of_fours, whole)}")
             return plain, ones
         shape = (parts.parts, 1, parts.warps, length, FRAGMENT_COLUMNS)
         repeated = (parts.parts, parts.chunks, parts.warps, length, FRAGMENT_COLUMNS)
-        self._line(f"{plain} = {block.permuted(text, order_of_fours, shape)}")
+        self._line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
         self._line(f"{plain} = tl.broadcast_to({plain}, {_shape(repeated)})")
         self._line(f"{plain} = tl.reshape({plain}, {_shape((prod(repeated[:3]), *repeated[3:]))})")
         return plain, ones
@@ -322,14 +338,11 @@ class FragmentSumPrinter(GroupSumPrinter):
         parts, block = self.fragments, self.column_block
         name = self._stable_name(f"operand{column}")
         text = self._block_operand(column)
-        fours = _Block(
-            block.name, block.loops, (*block.dimensions[:-1], ("run", parts.lane_bytes // RUN), ("element", RUN))
-        )
-        self._line(f"{name} = tl.reshape({text}, {fours.shape})")
         order = ("part", "chunk", "warp", "eight", "y", "repeat", "run", "side", "lane", "element")
         count = parts.parts * parts.chunks * parts.warps
         shape = (count, parts.columns, parts.repeats * LANES * parts.lane_bytes)
-        self._line(f"{name} = {fours.permuted(name, order, shape)}")
+        runs = ("run", parts.lane_bytes // RUN), ("element", RUN)
+        self._line(f"{name} = {block.permuted(text, order, shape, runs)}")
         return name
 
     def _block_operand(self, target: int) -> str:
@@ -452,9 +465,10 @@ class FragmentSumPrinter(GroupSumPrinter):
         )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
         run = LANES * self.fragments.lane_bytes
         lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
-        terms = [base, *([lanes] if lanes else []), block.lanes("element", 2 * RUN)]
+        terms = [base, *([lanes] if lanes else []), f"tl.arange(0, {2 * RUN})[None, :]"]
         mask = self._mask(own, None)
-        arguments = [f"{self.pointers[first.buffer]} + {' + '.join(terms)}"]
+        wide_shape = _shape((block.rows, 2 * RUN))
+        arguments = [f"{self.pointers[first.buffer]} + tl.broadcast_to({' + '.join(terms)}, {wide_shape})"]
         arguments += [f"mask={mask}", "other=0.0"] if mask else []
         wide = self.names.create_name(first.buffer)
         self._line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
@@ -463,13 +477,7 @@ class FragmentSumPrinter(GroupSumPrinter):
     def _split_pair(self, pair: tuple[int, int], wide: str) -> None:
         first, block = self.kernel.operations[pair[0]], self.row_block
         assert isinstance(first, Load), "pairs are loads"
-        own = {self.tile.dimensions[number].name for number in self._index_dimensions(first.index)}
-        parts = {"x": ("x",), "p": ("warp", "part", "joined"), "r": ("lane", "run", "repeat", "element")}
-        names = {part for name in own for part in parts[name]}
-        if self._mask(self._index_dimensions(first.index), None):
-            names |= {"side", "joined", "x"}
-        sizes = [size if name in names else 1 for name, size in block.dimensions if size > 1]
         texts = [self._name(position, first.buffer) for position in pair]
-        self._line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape([*sizes, 2])}))")
+        self._line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape((block.rows, RUN, 2))}))")
         for position, text in zip(pair, texts, strict=True):
             self.text[position] = text
