@@ -235,7 +235,8 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
     fragments = _fragment_configurations(contraction, form, hint)
-    known = [*_row_group_sum_configurations(contraction, form, hint), *candidates]
+    of_row = _row_group_sum_configurations(contraction, form, hint)
+    known = [*of_row, *(candidates[:1] if of_row and fragments else candidates)]
     return [*fragments, *known] if rows <= _MAX_SUMMED_ROWS else [*known, *fragments]
 
 
