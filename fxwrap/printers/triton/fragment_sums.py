@@ -414,11 +414,21 @@ class FragmentSumPrinter(GroupSumPrinter):
         (name,) = self.results[position]
         (used,) = operands(self.kernel.operations[position])
         is_product = used in self.fused
-        texts = [self._value(item) for item in (operands(self.kernel.operations[used]) if is_product else [used])]
-        if self.fragments.parts > 1:
-            self._line(f"{name} += tl.sum({' * '.join(texts)}, 0, keep_dims=True)")
-        else:
+        factors = operands(self.kernel.operations[used]) if is_product else (used,)
+        for texts in zip(*[self._parts(item) for item in factors], strict=True):
             self._line(f"{name} = tl.fma({', '.join(texts)}, {name})" if is_product else f"{name} += {texts[0]}")
+
+    def _parts(self, position: int) -> list[str]:
+        """Prints what a value of all groups of a step is for those that a warp has one after another."""
+        texts, count = [self._value(position)], self.fragments.parts
+        while len(texts) < self.fragments.parts:
+            count //= 2
+            shape = _shape((2, count, *self.sum_shape[1:]))
+            names = [[self.names.create_name("part") for _ in range(2)] for _ in texts]
+            for pair, text in zip(names, texts, strict=True):
+                self._line(f"{', '.join(pair)} = tl.split(tl.permute(tl.reshape({text}, {shape}), (1, 2, 3, 4, 0)))")
+            texts = [name for pair in names for name in pair]
+        return texts
 
     def _emit_results(self) -> None:
         """Prints the sums over warps and joined groups, and the operations after the loop."""
