@@ -16,7 +16,7 @@ from tests.printers.triton_kernels import check
 
 
 def int4(rows: int, groups: int, size: int) -> Kernel:
-    """Rows of groups of so many bytes, each of two weights, times 32 columns; without an axis of rows if there is one."""
+    """Rows of groups of so many bytes of two weights, times 32 columns; one row has no axis if `rows` is 0."""
     count = groups * size
     sizes = {
         "g: 4": f"g: {groups}", "h: 32": f"h: {size}", "32*128": f"32*{count}", "32*4]": f"32*{groups}]",
@@ -42,7 +42,7 @@ def fragments(kernel: Kernel, rows: int, columns: int, warps: int, parts: int) -
     [
         (0, 8, 32, 1, 32, 1, 1),  # two groups in a chunk, eight in a fragment
         (0, 32, 16, 1, 16, 2, 2),  # four groups in a chunk
-        (0, 16, 128, 1, 16, 1, 1),  # a group in two chunks
+        (0, 8, 128, 4, 16, 1, 1),  # a group in two chunks, and two groups in a fragment
         (1, 8, 32, 2, 16, 2, 1),
         (3, 8, 32, 4, 32, 1, 2),  # two groups and three of four rows
         (7, 4, 64, 8, 16, 2, 2),  # one group of seven rows
@@ -74,15 +74,17 @@ def test_a_computed_row_is_zero_in_the_columns_of_other_groups() -> None:
     assert source.count("tl.where(own_row, ") == 2 and source.count("tl.load(c_ptr") == 2
 
 
-def test_up_to_two_rows_have_fragments_first() -> None:
+def test_one_row_has_fragments_first() -> None:
+    """A step of larger groups has fewer of them, and as many warps as divide the groups of a row."""
     one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
     kernels = [parse_kernel(one.replace("g: 64", f"g: {groups}")) for groups in (64, 224, 60)]
+    kernels += [int4(0, 16, size) for size in (16, 64, 128)]
     firsts = [configurations(kernel)[0] for kernel in kernels]
-    tiles = [(item.y_block, item.num_warps, item.num_stages) if item.fragments else None for item in firsts]
-    assert tiles == [(16, 8, 1), (16, 4, 3), None], "the groups of a step divide those of a row"
+    tiles = [(item.num_warps, item.p_block, item.num_stages) if item.fragments else None for item in firsts]
+    assert tiles == [(8, 64, 1), (4, 32, 3), None, (2, 16, 1), (4, 16, 1), (8, 16, 1)]
     for rows in (2, 8, 16):
         known = configurations(large(rows))
-        assert any(item.fragments for item in known) == (rows <= 8) and known[0].fragments == (rows == 2)
+        assert any(item.fragments for item in known) == (rows <= 8) and not known[0].fragments
 
 
 @pytest.mark.parametrize("rows", [0, 8])

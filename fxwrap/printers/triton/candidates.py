@@ -215,8 +215,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         return []
     form = find_grouped_sums(summed, contraction)
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
-    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
         return []
+    fragments = _fragment_configurations(contraction, form, hint)
+    if size < _MIN_GROUP_BYTES:
+        return fragments
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
@@ -234,14 +237,13 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    fragments = _fragment_configurations(contraction, form, hint)
     of_row = _row_group_sum_configurations(contraction, form, hint)
     known = [*of_row, *(candidates[:1] if of_row and fragments else candidates)]
-    return [*fragments, *known] if rows <= _MAX_SUMMED_ROWS else [*known, *fragments]
+    return [*fragments, *known] if rows == 1 else [*known, *fragments]
 
 
 def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
-    """Returns configurations of fragments, first for up to two rows, of which they need the fewest instructions."""
+    """Returns configurations of fragments, of which one row needs the fewest instructions."""
     if hint(contraction.row_count) > _FEWEST_ROWS // 2:
         return fragment_configurations(contraction, form, _FULL_FRAGMENT_TILES)
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count

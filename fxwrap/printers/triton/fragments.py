@@ -21,6 +21,9 @@ RUN = 4
 _LOAD_BYTES = 16
 """The bytes that a lane loads at once."""
 
+_TILE_BYTES = 32
+"""The bytes of a group of 64 weights of four bits."""
+
 
 @dataclass(frozen=True)
 class Fragments:
@@ -40,31 +43,38 @@ class Fragments:
 
     @property
     def joined(self) -> int:
+        """The groups whose sums are columns of one fragment."""
         return FRAGMENT_COLUMNS // self.rows
 
     @property
     def lane_bytes(self) -> int:
+        """The bytes of a column that a lane has in a chunk."""
         return min(self.joined * self.size // LANES, _LOAD_BYTES)
 
     @property
     def side(self) -> int:
+        """The groups that lie side by side in a chunk."""
         return max(LANES * self.lane_bytes // self.size, 1)
 
     @property
     def repeats(self) -> int:
+        """The chunks of a group that fills several."""
         return max(self.size // (LANES * self.lane_bytes), 1)
 
     @property
     def chunks(self) -> int:
+        """The chunks of joined groups, without repeats."""
         return self.joined // self.side
 
     @property
     def groups(self) -> int:
+        """The groups of a step."""
         return self.warps * self.parts * self.joined
 
     def fits(self) -> bool:
-        """Whether groups have the bytes of a fragment for four lanes at least."""
-        return self.parts > 0 and self.lane_bytes >= 2 * RUN and self.columns % FRAGMENT_ROWS == 0
+        """Whether each lane has a register or more of one group, and two of a column at least."""
+        has_lanes = self.side <= LANES and self.lane_bytes >= 2 * RUN
+        return self.parts > 0 and has_lanes and self.columns % FRAGMENT_ROWS == 0
 
 
 def make_fragments(configuration: Configuration) -> Fragments:
@@ -79,21 +89,27 @@ def fragment_configurations(
 ) -> list[Configuration]:
     """Returns configurations of up to 8 rows whose blocks divide columns and groups.
 
-    `tiles` are columns, warps, groups of a warp one after another, and stages.
+    `tiles` are columns, warps, groups of a warp one after another, and stages, of groups of `_TILE_BYTES`. Fewer larger
+    ones share a fragment or follow one another, so that a lane has as many registers of weights.
     """
     count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
     groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if contraction.batch or not all(isinstance(item, int) for item in (count, columns, groups, size)):
         return []
-    rows = max(next_power_of_2(int(count)), 2) if contraction.rows else 1
+    scale = max(int(size) // _TILE_BYTES, 1)
+    rows = next_power_of_2(int(count)) if contraction.rows else 1
     if rows > FRAGMENT_COLUMNS or not _has_bytes_in_order(form) or not _has_plain_coefficients(form):
         return []
+    padded = max(rows, min(scale, FRAGMENT_COLUMNS), 2 if contraction.rows else 1)
     candidates = []
-    for block, warps, parts, stages in tiles:
-        fragments = Fragments(int(size), rows, block, warps, parts)
+    for block, most, wanted, stages in tiles:
+        parts, warps = max(wanted * padded // (scale * rows), 1), most
+        while warps > 1 and int(groups) % Fragments(int(size), padded, block, warps, parts).groups:
+            warps //= 2
+        fragments = Fragments(int(size), padded, block, warps, parts)
         if fragments.fits() and int(columns) % block == 0 and int(groups) % fragments.groups == 0:
             candidates.append(Configuration(
-                contraction.rows, contraction.columns, rows, block, int(size), True, warps, stages, True,
+                contraction.rows, contraction.columns, padded, block, int(size), True, warps, stages, True,
                 p=form.groups, p_block=fragments.groups, fragments=True,
             ))  # fmt: skip
     return candidates
