@@ -291,10 +291,10 @@ class _GroupSummer:
             if step.name == "mul":
                 value = (value - self._sum(rows) * pending if pending else value) * coefficient
             elif step.name == "add":
-                value = value - self._sum(rows) * (pending - coefficient) if pending else (
-                    value + self._sum(rows) * coefficient)  # fmt: skip
+                value = value + self._sum(rows) * (coefficient - pending if pending else coefficient)
             elif step.is_left:
-                value = value - self._sum(rows) * (coefficient + pending if pending else coefficient)
+                value = value + self._sum(rows) * (-pending - coefficient) if pending else (
+                    value - self._sum(rows) * coefficient)  # fmt: skip
             else:
                 value = self._sum(rows) * (coefficient + pending if pending else coefficient) - value
             pending = 0

@@ -37,6 +37,7 @@ from fxwrap.printers.triton.configuration import (
     outer_reduction_configurations,
     pointwise_configurations,
 )
+from fxwrap.printers.triton.fragments import fragment_configurations
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -81,13 +82,25 @@ rows, the fourth of more rows and many columns, and the last of several sums of 
 _LONG_ROW_GROUPS = 128
 """The number of groups of 64 elements from which on a row is long: a program has many steps."""
 
-_ROW_GROUP_SUM_TILES = (
-    (4, 16, 1, 1), (4, 16, 1, 3), (8, 16, 1, 1), (8, 32, 2, 3), (4, 64, 4, 1), (8, 64, 4, 1), (4, 32, 2, 1),
-)  # fmt: skip
-"""The same of one row whose products are summed without dots; the fourth is the best of few columns of long rows."""
+_LONG_ROW_TILE = (8, 32, 2, 3)
+"""The same of one row whose products are summed without dots: the best of few columns of long rows."""
 
 _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
+
+_FRAGMENT_TILES = (
+    (16, 1, 1, 1), (16, 2, 1, 1), (16, 8, 1, 1), (16, 4, 1, 3), (16, 4, 1, 1), (32, 2, 1, 1), (16, 2, 1, 3),
+)  # fmt: skip
+"""Columns, warps, groups of a warp one after another, and stages of fragments of up to 4 rows.
+
+The first of these is for one sum of many columns, the second for several sums, the third for few columns, and the
+fourth for few columns of long rows.
+"""
+
+_FULL_FRAGMENT_TILES = (
+    (16, 2, 4, 1), (32, 2, 4, 1), (16, 8, 4, 1), (32, 1, 4, 1), (32, 2, 2, 3), (16, 4, 2, 3),
+)  # fmt: skip
+"""The same of 5 to 8 rows."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -202,8 +215,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         return []
     form = find_grouped_sums(summed, contraction)
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
-    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
         return []
+    fragments = _fragment_configurations(contraction, form, hint)
+    if size < _MIN_GROUP_BYTES:
+        return fragments
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
@@ -221,7 +237,22 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
+    of_row = _row_group_sum_configurations(contraction, form, hint)
+    known = [*of_row, *(candidates[:1] if of_row and fragments else candidates)]
+    return [*fragments, *known] if rows == 1 else [*known, *fragments]
+
+
+def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+    """Returns configurations of fragments, of which one row needs the fewest instructions."""
+    if hint(contraction.row_count) > _FEWEST_ROWS // 2:
+        return fragment_configurations(contraction, form, _FULL_FRAGMENT_TILES)
+    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    if _is_wide(contraction, hint):
+        wanted = _FRAGMENT_TILES[0 if len(contraction.sums) == 1 else 1]
+    else:
+        wanted = _FRAGMENT_TILES[3 if hint(count * size) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES else 2]
+    tiles = sorted(_FRAGMENT_TILES, key=lambda tile: tile != wanted)
+    return fragment_configurations(contraction, form, tiles)
 
 
 def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
@@ -235,8 +266,8 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
     if _is_wide(contraction, hint):
         wanted = _LOADS_FIRST_TILES[0 if len(contraction.sums) == 1 else 1], True
     else:
-        wanted = (_ROW_GROUP_SUM_TILES[3], False) if is_long else (_LOADS_FIRST_TILES[2], True)
-    forms = [*[(tile, True) for tile in _LOADS_FIRST_TILES], *[(tile, False) for tile in _ROW_GROUP_SUM_TILES]]
+        wanted = (_LONG_ROW_TILE, False) if is_long else (_LOADS_FIRST_TILES[2], True)
+    forms = [*[(tile, True) for tile in _LOADS_FIRST_TILES], (_LONG_ROW_TILE, False)]
     forms.sort(key=lambda form: form != wanted)
     return [
         Configuration(
