@@ -129,10 +129,8 @@ def check(processes: int, folder: Path) -> None:
             entry.write_bytes(b"damaged")
         counts, _ = run_processes(processes, partial(compile_and_run, (2.0, 3.0)))
         assert counts == CompileCounts(compiled=2, loaded=2 * processes - 2), counts
-        start = time.perf_counter()
         counts, _ = run_processes(processes, fail)
-        assert counts == CompileCounts(compiled=processes), counts
-        assert time.perf_counter() - start < 60  # at once, not one after another
+        assert counts == CompileCounts(compiled=processes), counts  # none has waited until its time limit
     finally:
         compiler._compile_request = work
     counts, killed = run_processes(processes, die_while_compiling)

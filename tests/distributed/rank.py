@@ -90,7 +90,7 @@ def outcome(run: Callable[[], object]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Runs the cases: `rank.py RANK STORE`."""
     rank, store = int(arguments[0]), torch.distributed.FileStore(arguments[1], WORLD_SIZE)
-    timeout = timedelta(seconds=60)  # a rank that failed does not take part in collectives
+    timeout = timedelta(seconds=300)  # a rank that failed does not take part in collectives
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
     for name in CASES:
         error = outcome(partial(check, name, rank))

@@ -96,17 +96,17 @@ def test_a_mesh_in_a_file(tmp_path: Path) -> None:
 def test_collectives_that_fail(tmp_path: Path) -> None:
     """Errors reach the caller, also that of the timeout, and the processes end: `run_ranks` waits for them."""
     cases = ("uneven", "no_memory", "stalled", "dead")
-    first, second = run_ranks("tests.distributed.compile_rank", tmp_path, *cases, timeout=240)
-    for kind, text, _ in (first["uneven"], second["uneven"]):
+    first, second = run_ranks("tests.distributed.compile_rank", tmp_path, *cases)
+    for kind, text in (first["uneven"], second["uneven"]):
         assert kind == "RankError"
         assert "number 1 is all_gather_into_tensor(torch.float32[4, 4], 2) on rank 0 and " in text
         assert "all_gather_into_tensor(torch.float32[6, 4], 2) on rank 1" in text and "of the same sizes" in text
-    kind, text, seconds = first["no_memory"]
-    assert kind == "RuntimeError" and "can't allocate memory" in text and seconds < 2
+    kind, text = first["no_memory"]
+    assert kind == "RuntimeError" and "can't allocate memory" in text
     assert "Its collectives may run in buckets: bucket_collectives=False needs less memory" in text
     assert second["no_memory"][0] == "RuntimeError"  # it waits for rank 0
     assert len(first["stalled"]) == len(EMITTERS)
-    for kind, text, seconds in first["stalled"]:
-        assert kind == "RuntimeError" and re.search("[Tt]imed out", text) and 2 < seconds < 60
+    for kind, text in first["stalled"]:
+        assert kind == "RuntimeError" and re.search("[Tt]imed out waiting 3000ms", text)
     assert first["dead"] == "RuntimeError"
     assert second["dead"] == ""

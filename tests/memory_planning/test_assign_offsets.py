@@ -105,7 +105,7 @@ def can_fit(buffers: list[Buffer], capacity: int) -> bool:
 @given(buffers=FEW_BUFFERS, spare=st.integers(0, 2))
 def test_search_finds_a_plan_exactly_where_there_is_one(buffers: list[Buffer], spare: int) -> None:
     capacity = assign_offsets(buffers, algorithm="best_fit").lower_bound + spare
-    result = search(buffers, capacity, SearchLimits(100_000, time.monotonic() + 60))
+    result = search(buffers, capacity, SearchLimits(100_000, time.monotonic() + 600))
     assert result.outcome is (SearchStatus.SOLVED if can_fit(buffers, capacity) else SearchStatus.INFEASIBLE)
 
 
@@ -118,16 +118,16 @@ WASTEFUL = [
 
 def test_search_proves_that_the_lower_bound_cannot_be_reached() -> None:
     assert not can_fit(WASTEFUL, 6)
-    result = search(WASTEFUL, 6, SearchLimits(1_000, time.monotonic() + 60))
+    result = search(WASTEFUL, 6, SearchLimits(1_000, time.monotonic() + 600))
     assert result.outcome is SearchStatus.INFEASIBLE and result.steps < 1_000
     result = assign_offsets(WASTEFUL)
     assert (result.peak, result.lower_bound) == (7, 6)
 
 
 def test_disjoint_time_ranges_are_searched_separately() -> None:
-    one = search(WASTEFUL, 7, SearchLimits(1_000, time.monotonic() + 60))
+    one = search(WASTEFUL, 7, SearchLimits(1_000, time.monotonic() + 600))
     apart = WASTEFUL + [(first + 10, last + 10, size) for first, last, size in WASTEFUL]
-    both = search(apart, 7, SearchLimits(1_000, time.monotonic() + 60))
+    both = search(apart, 7, SearchLimits(1_000, time.monotonic() + 600))
     assert both.offsets == one.offsets * 2
     assert both.steps == one.steps * 2
 
@@ -137,7 +137,7 @@ def test_disjoint_time_ranges_are_searched_separately() -> None:
 def test_minimalloc_problem_fits(name: str, algorithm: str) -> None:
     buffers = read_problem(name)
     # A limit of steps decides in the search; this one of time is only for a machine that is very busy.
-    result = assign_offsets(buffers, capacity=CAPACITY, algorithm=algorithm, time_limit_s=120)
+    result = assign_offsets(buffers, capacity=CAPACITY, algorithm=algorithm, time_limit_s=600)
     assert_valid(buffers, result)
     assert result.algorithm == "search" and result.peak <= CAPACITY
 
@@ -151,12 +151,12 @@ def test_greedy_algorithms_do_not_solve_minimalloc_problems(name: str) -> None:
 
 def test_search_takes_the_same_steps_on_every_run() -> None:
     buffers = read_problem("B")
-    limits = SearchLimits(10_000, time.monotonic() + 120)
+    limits = SearchLimits(10_000, time.monotonic() + 600)
     assert search(buffers, CAPACITY, limits) == search(buffers, CAPACITY, limits)
 
 
 def test_search_stops_at_its_step_limit() -> None:
-    result = search(read_problem("F"), CAPACITY, SearchLimits(50, time.monotonic() + 120))
+    result = search(read_problem("F"), CAPACITY, SearchLimits(50, time.monotonic() + 600))
     assert (result.outcome, result.offsets, result.steps) == (SearchStatus.LIMIT_REACHED, (), 50)
 
 
@@ -175,7 +175,7 @@ def test_auto_counts_steps_instead_of_seconds() -> None:
 @pytest.mark.parametrize("kind", ("straight cuts", "pinwheels", "long live ranges", "short live ranges"))
 def test_full_rectangles_are_packed_at_their_known_optimum(kind: str, count: int) -> None:
     problem = packed_problem(KINDS[kind], count, seed=count)
-    result = assign_offsets(problem.buffers, capacity=problem.capacity, time_limit_s=120)
+    result = assign_offsets(problem.buffers, capacity=problem.capacity, time_limit_s=600)
     assert_valid(problem.buffers, result)
     assert result.peak == result.lower_bound == problem.capacity
 
@@ -247,7 +247,7 @@ def test_blocks_are_the_same_on_every_run() -> None:
 def test_packings_with_similar_sizes_or_few_times_are_solved(kind: str, count: int) -> None:
     problem = packed_problem(KINDS[kind], count, seed=100)
     result = assign_offsets(
-        problem.buffers, alignment=problem.alignment, capacity=problem.capacity, time_limit_s=120
+        problem.buffers, alignment=problem.alignment, capacity=problem.capacity, time_limit_s=600
     )  # fmt: skip
     assert_valid(problem.buffers, result, problem.alignment)
     assert result.peak == problem.capacity
@@ -365,7 +365,7 @@ def test_sweep_packs_problems_with_few_free_bytes(kind: str, count: int, toleran
     functions = native_search()
     assert functions is not None, "this test needs a C++ compiler"
     result = functions.sweep(
-        buffers, problem.capacity, SweepOptions(8, tolerance), SearchLimits(1_000_000, time.monotonic() + 120)
+        buffers, problem.capacity, SweepOptions(8, tolerance), SearchLimits(1_000_000, time.monotonic() + 600)
     )
     assert result.outcome is SearchStatus.SOLVED
     assert peak_of(buffers, result.offsets) == problem.capacity

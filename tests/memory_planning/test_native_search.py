@@ -34,7 +34,7 @@ def native() -> NativeSearch:
 
 
 def limits(steps: int) -> SearchLimits:
-    return SearchLimits(steps, time.monotonic() + 300)
+    return SearchLimits(steps, time.monotonic() + 600)
 
 
 @given(buffers=st.lists(BUFFER.filter(lambda buffer: buffer[2] > 0), min_size=1, max_size=25), spare=st.integers(0, 20))

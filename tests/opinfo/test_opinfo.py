@@ -122,7 +122,7 @@ def test_in_place_methods() -> None:
 def test_the_sweep_runs_each_row_in_a_process() -> None:
     rows = [case for case in cases((torch.float32,)) if case.name in ("trunc", "neg")]
     setting = Setting(Options(fallback="error"), most=1)
-    records = {record.name: record for record in run_sweep(rows, setting, jobs=1, timeout=120.0, limit=240.0)}
+    records = {record.name: record for record in run_sweep(rows, setting, jobs=1, timeout=600.0, limit=1200.0)}
     assert records.keys() == {"trunc", "neg"}
     assert all(record.verdicts == {PASSED: 1} and record.kinds == {"fused": 1} for record in records.values())
 

@@ -280,7 +280,7 @@ def run_in_browser(text: str, code: str, tmp_path: Path, *, virtual_time: bool =
         *(["--virtual-time-budget=5000"] if virtual_time else []), "--window-size=1600,900", "--dump-dom",
         (tmp_path / "page.html").as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     body = re.search(r"<body[^>]*>(.*)</body>", done.stdout, re.DOTALL)
     assert body is not None, done.stderr
     return json.loads(body[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
