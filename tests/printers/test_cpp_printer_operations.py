@@ -188,6 +188,24 @@ def test_casts_match_torch(source: torch.dtype) -> None:
         torch.testing.assert_close(out[in_range], operand[in_range].to(target), rtol=0, atol=0, equal_nan=True)
 
 
+def test_casts_of_every_float16_and_of_the_floats_between_them() -> None:
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    numbers = halves[halves.isfinite()].float().sort().values
+    middle = (numbers[1:] + numbers[:-1]) / 2
+    beside = [torch.nextafter(middle, torch.full_like(middle, side)) for side in (torch.inf, -torch.inf)]
+    large = torch.tensor([65519.0, 65520.0, 65536.0, 1e30, torch.inf, torch.nan, 1e-45, 2**-25])
+    floats = torch.cat([middle, *beside, large, -large])
+    for source, target in ((halves, torch.float32), (floats, torch.float16)):
+        body, axis = KernelBuilder(), Axis("i", source.numel())
+        value = body.load("x", as_index(axis), source.dtype)
+        body.store("out", as_index(axis), body.compute("cast", value, dtype=target))
+        buffers = [Buffer("x", source.dtype, axis.size)], [Buffer("out", target, axis.size)]
+        printed, out = print_cpp_kernel(body.finish([axis], [], *buffers)), torch.empty(source.numel(), dtype=target)
+        load_kernel("cpp", printed.source, printed.signature, printed.options)((1, 1, 1), source, out)
+        torch.testing.assert_close(out, source.to(target), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(out.signbit(), source.to(target).signbit())
+
+
 @pytest.mark.parametrize("source", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_a_cast_to_an_integer_and_back_is_not_trunc(source: torch.dtype) -> None:
     """GCC takes it for trunc, which gives -0.0 for -0.5, and NaN for NaN."""

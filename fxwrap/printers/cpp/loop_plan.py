@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -186,14 +187,26 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
     candidates = (*kernel.axes, *kernel.reduced)
     if not candidates:
         return LoopPlan(kernel, None)
-    varying = LoopPlan(kernel, None).varying
+    varying, passes = LoopPlan(kernel, None).varying, _passes(kernel)
     accesses = [
-        (item.index, (8 if varying[position] else 1) * (3 if isinstance(item, Store) else 2))
+        (item.index, (8 * passes[position] if varying[position] else 1) * (3 if isinstance(item, Store) else 2))
         for position, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]
     scores = [(_score(axis, accesses), position) for position, axis in enumerate(candidates)]
     return LoopPlan(kernel, candidates[max(scores)[1]])
+
+
+def _passes(kernel: Kernel) -> Counter[int]:
+    """Returns for each operation the number of passes over the reduced axes that compute it."""
+    targets: dict[int, list[int]] = {}
+    for position, item in enumerate(kernel.operations):
+        if isinstance(item, Reduce | Store):
+            targets.setdefault(kernel.stages[position], []).extend(
+                [position] if isinstance(item, Store) else item.operands
+            )
+    reductions = frozenset(kernel.reductions)
+    return Counter([item for used in targets.values() for item in kernel.backward_slice(used, reductions)])
 
 
 def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:

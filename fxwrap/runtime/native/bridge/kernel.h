@@ -112,19 +112,41 @@ template <class U> struct Cast<bfloat16, U> {
 template <> struct Cast<bool, bfloat16> {
   static INLINE bool of(bfloat16 value) { return Cast<float, bfloat16>::of(value) != 0; }
 };
-template <> struct Cast<bfloat16, float16> {
-  static INLINE bfloat16 of(float16 value) { return Cast<bfloat16, float>::of(value); }
-};
-template <> struct Cast<float16, bfloat16> {
-  static INLINE float16 of(bfloat16 value) { return float16(Cast<float, bfloat16>::of(value)); }
-};
-template <class T> struct Cast<T, float16> {
-  static INLINE T of(float16 value) { return Cast<T, float>::of(float(value)); }
-};
-template <class U> struct Cast<float16, U> { static INLINE float16 of(U value) { return float16(float(value)); } };
-template <> struct Cast<float16, float16> { static INLINE float16 of(float16 value) { return value; } };
+#ifdef __AVX512FP16__
 template <> struct Cast<float, float16> { static INLINE float of(float16 value) { return value; } };
 template <> struct Cast<float16, float> { static INLINE float16 of(float value) { return float16(value); } };
+#else  // by integers, which are vectorised; GCC 12 vectorises the conversions of these processors one by one
+template <> struct Cast<float, float16> {
+  static INLINE float of(float16 value) {
+    const uint32_t bits = bitcast<uint16_t>(value), magnitude = bits & 0x7fff;
+    const uint32_t small = bitcast<uint32_t>(float(int32_t(magnitude)) * 0x1p-24f);
+    const uint32_t finite = magnitude < 0x400 ? small : (magnitude << 13) + (112u << 23);
+    return bitcast<float>(((bits & 0x8000) << 16) | (magnitude < 0x7c00 ? finite : (magnitude << 13) | 0x7f800000));
+  }
+};
+template <> struct Cast<float16, float> {  // to the nearest, ties to even
+  static INLINE float16 of(float value) {
+    const uint32_t bits = bitcast<uint32_t>(value), magnitude = bits & 0x7fffffff;
+    const uint32_t small = bitcast<uint32_t>(bitcast<float>(magnitude) + 0.5f) - (126u << 23);
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    const uint32_t finite = magnitude < (113u << 23) ? small : normal < 0x7c00 ? normal : 0x7c00;
+    return bitcast<float16>(uint16_t((bits >> 16 & 0x8000) | (magnitude > 0x7f800000 ? 0x7e00 : finite)));
+  }
+};
+#endif
+template <> struct Cast<bfloat16, float16> {
+  static INLINE bfloat16 of(float16 value) { return Cast<bfloat16, float>::of(Cast<float, float16>::of(value)); }
+};
+template <> struct Cast<float16, bfloat16> {
+  static INLINE float16 of(bfloat16 value) { return Cast<float16, float>::of(Cast<float, bfloat16>::of(value)); }
+};
+template <class T> struct Cast<T, float16> {
+  static INLINE T of(float16 value) { return Cast<T, float>::of(Cast<float, float16>::of(value)); }
+};
+template <class U> struct Cast<float16, U> {
+  static INLINE float16 of(U value) { return Cast<float16, float>::of(static_cast<float>(value)); }
+};
+template <> struct Cast<float16, float16> { static INLINE float16 of(float16 value) { return value; } };
 template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
 
 // 8-bit floats: a sign, an exponent with a bias, M bits of mantissa. `largest` is the code of the largest finite number
