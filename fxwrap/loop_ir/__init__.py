@@ -14,4 +14,5 @@ from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *
+from fxwrap.loop_ir.streaming_bounds import *
 from fxwrap.loop_ir.verify import *

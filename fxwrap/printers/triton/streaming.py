@@ -15,6 +15,7 @@ import torch
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
+    AxisBound,
     Compute,
     Constant,
     Contraction,
@@ -190,13 +191,13 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _ranges(self, scope: Scope) -> list[tuple[str, str, dict[int, bool]]]:
         """Returns the ranges of the axis before the innermost one, and the conditions that hold in each."""
-        bound, first = self.parts.bound, self.streamed[0]
+        bound, first = self.parts.visit_bound, self.streamed[0]
         if len(self.streamed) == 1:
             return [("0", "1", {})]
         end, held = self.index_printer(scope).size_operand(first.size), dict[int, bool]()
-        if bound is not None and bound.axis == first:
-            end = f"tl.minimum({self.value(bound.count, scope)}, {end}).to(tl.int32)"
-            held[bound.condition] = True
+        if bound is not None and bound.axis == first and not bound.is_lower:
+            end = f"tl.minimum({self._limit(bound, scope)}, {end}).to(tl.int32)"
+            held[bound.condition] = bound.holds
         self.line(f"visits = {end}")
         split = self._split(first)
         if split is None:
@@ -228,8 +229,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         """Prints the loop over blocks of the streamed axes of a range."""
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
         parts, scope = self.parts, rows.inner()
-        size = self.index_printer(scope).size_operand(self.inner.size)
-        self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
+        first_tile = self._tiles(scope)
         factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
         targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
         self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
@@ -246,7 +246,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
                 scope.names[visit] = self.allocator.create_name(visit.name)
                 self.line(f"{scope.names[visit]} = step // tiles")
                 first = "step % tiles"
-            self.line(f"first_key = {first} * KEY_BLOCK")
+            self.line(f"first_key = {f'({first_tile} + {first})' if first_tile else first} * KEY_BLOCK")
             self.write([item for item in self.fixed(targets, shared, scope) if item not in scope.text], scope)
             self.asserts(shared, [*self.outer, *self.leading], scope)
             self._step(scope)
@@ -254,6 +254,35 @@ class StreamingTritonPrinter(StreamingValuePrinter):
                 self.line(f"{scope.text[item]} = {text}")
         self.kernel = kernel
         self.origin = ""
+
+    def _tiles(self, scope: Scope) -> str:
+        """Prints the number of blocks of the innermost axis within its bounds; returns the first one, "" for 0."""
+        end, first_tile, start = self.index_printer(scope).size_operand(self.inner.size), "", "0"
+        outside = frozenset([*self.outer, *self.leading, self.parts.row])
+        for bound in self.parts.bounds:
+            if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
+                limit, first_tile = self._limit(bound, scope), "first_tile" if bound.is_lower else first_tile
+                start = f"tl.maximum({limit}, {start})" if bound.is_lower else start
+                end = end if bound.is_lower else f"tl.minimum({limit}, {end})"
+        index = "tl.int64" if self.use_int64 else "tl.int32"
+        end = f"{end}.to({index})" if end.startswith("tl.minimum(") else end
+        if not first_tile:
+            self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
+            return ""
+        self.line(f"first_tile = {start}.to({index}) // KEY_BLOCK")
+        self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
+        return first_tile
+
+    def _limit(self, bound: AxisBound, scope: Scope) -> str:
+        """Prints the limit of a bound for a block of rows; returns its text."""
+        self.write([bound.limit], scope)
+        limit, row = self.value(bound.limit, scope), self.parts.row
+        if self.parts.is_exact(bound):
+            return limit
+        combine, neutral = ("min", 1 << 60) if bound.is_lower else ("max", -(1 << 60))
+        if row in scope.masks:
+            limit = f"tl.where({scope.masks[row]}, {limit}, tl.full((), {neutral}, tl.int64))"
+        return f"tl.{combine}({limit})"
 
     def _visited_loads(self, targets: Sequence[int], scope: Scope) -> list[int]:
         """Returns the loads that depend on the visit and on no element of its block, such as that of a block's number.
