@@ -233,7 +233,7 @@ class ElementGraph(ScalarGraph):
         own = (0, bytes_of(fake))
         if not isinstance(node.target, OpOverload) or name_of(node) not in ELEMENTWISE:
             return own
-        if fake.ndim < 2 and fake.dtype is not torch.bool:  # few numbers; a mask tells which keys need not be read
+        if fake.ndim < 2 and fake.dtype.is_floating_point:  # few numbers; masks and positions bound the loop over keys
             return own
         count, size = 1, 0
         for item in node.args:

@@ -63,8 +63,8 @@ def computed_bias_functions(query: FakeTensor, bias: Node, fakes: NodeValues, wr
     graph, fake = ElementGraph(query, fakes, written, query.shape[1]), fakes[bias]
     parts = [*graph.indices][len(graph.indices) - fake.ndim :]
     coordinates = tuple([
-        None if size == 1 or stride == 0 else Coordinate(part)
-        for part, size, stride in zip(parts, fake.shape, fake.stride(), strict=True)
+        None if size == 1 or (type(stride) is int and stride == 0) else Coordinate(part)
+        for part, size, stride in zip(parts, sizes_of(bias, fakes), fake.stride(), strict=True)
     ])  # fmt: skip
     score = graph.call(_aten.add.Tensor, graph.score, graph.element(bias, coordinates))
     return ScoreFunctions(*graph.finish_graph(score), 1.0, graph.read_tensors)

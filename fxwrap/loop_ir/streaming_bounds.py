@@ -208,7 +208,10 @@ class _BoundFinder:
         return len(self.kernel.operations) + len(self.added) - 1
 
     def _linear(self, position: int, axis: Axis) -> _LinearValue | None:
-        """Returns an integer as a multiple of an axis plus what does not depend on it; None for other values."""
+        """Returns an integer as a multiple of an axis plus what does not depend on it; None for other values.
+
+        Sums of an index of the axis and a number are those that do not overflow.
+        """
         operation = self.kernel.operations[position]
         if operation_dtype(operation) not in (torch.int32, torch.int64):
             return None
@@ -220,12 +223,14 @@ class _BoundFinder:
                 return _LinearValue(stride.constant, operation.index - stride * axis)
             case Constant() if abs(operation.value) < _LARGEST:
                 return _LinearValue(0, as_index(int(operation.value)))
+            case _ if axis not in self.kernel.value_axes[position]:
+                return _LinearValue(0, ZERO, ((1, position),))
             case Compute("cast", (operand,)):
                 value = self._linear(operand, axis)
-                is_changed = value is not None and value.terms and operation.dtype is torch.int32
-                return _LinearValue(0, ZERO, ((1, position),)) if is_changed else value
+                is_narrowed = operation.dtype is torch.int32 and value is not None and value.terms
+                return None if is_narrowed else value
             case Compute("add" | "sub" as name, (one, other)):
                 left, right = self._linear(one, axis), self._linear(other, axis)
                 return None if left is None or right is None else left.plus(right, 1 if name == "add" else -1)
             case _:
-                return _LinearValue(0, ZERO, ((1, position),))
+                return None

@@ -257,21 +257,22 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _tiles(self, scope: Scope) -> str:
         """Prints the number of blocks of the innermost axis within its bounds; returns the first one, "" for 0."""
-        end, first_tile, start = self.index_printer(scope).size_operand(self.inner.size), "", "0"
+        size = end = self.index_printer(scope).size_operand(self.inner.size)
+        start = "0"
         outside = frozenset([*self.outer, *self.leading, self.parts.row])
         for bound in self.parts.bounds:
             if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
-                limit, first_tile = self._limit(bound, scope), "first_tile" if bound.is_lower else first_tile
+                limit = self._limit(bound, scope)
                 start = f"tl.maximum({limit}, {start})" if bound.is_lower else start
                 end = end if bound.is_lower else f"tl.minimum({limit}, {end})"
-        index = "tl.int64" if self.use_int64 else "tl.int32"
-        end = f"{end}.to({index})" if end.startswith("tl.minimum(") else end
-        if not first_tile:
+        index = "tl.int64" if self.use_int64 else "tl.int32"  # in which only numbers up to the size fit
+        end = end if end == size else f"tl.maximum({end}, 0).to({index})"
+        if start == "0":
             self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
             return ""
-        self.line(f"first_tile = {start}.to({index}) // KEY_BLOCK")
+        self.line(f"first_tile = tl.minimum({start}, {size}).to({index}) // KEY_BLOCK")
         self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
-        return first_tile
+        return "first_tile"
 
     def _limit(self, bound: AxisBound, scope: Scope) -> str:
         """Prints the limit of a bound for a block of rows; returns its text."""
