@@ -100,9 +100,10 @@ def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, position: Tensor
     visible = (keys <= position) & (keys > position - 300)
     ended = query.new_zeros(2, 1, 1, key.shape[2]).masked_fill(keys >= lengths[:, None, None, None], -torch.inf)
     finite = query.new_zeros(1, key.shape[2]).masked_fill(keys > position, torch.finfo(torch.float32).min)
+    finite = finite.expand(4, -1)
     first = attend(query, key, value, attn_mask=visible.expand(4, -1))
     second = attend(query + 1, key, value, attn_mask=visible.expand(4, -1))
-    return [first, second, attend(query, key, value, attn_mask=ended), attend(query, key, value, attn_mask=finite.expand(4, -1))]
+    return [first, second, attend(query, key, value, attn_mask=ended), attend(query, key, value, attn_mask=finite)]
 
 
 @pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])

@@ -15,7 +15,6 @@ import torch
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
-    AxisBound,
     Compute,
     Constant,
     Contraction,
@@ -36,21 +35,20 @@ from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
+from fxwrap.printers.triton.streaming_bounds import BoundedStreamPrinter
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, row_blocks
-from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
+from fxwrap.printers.triton.streaming_values import LOG2_E
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
 
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 
-class StreamingTritonPrinter(StreamingValuePrinter):
+class StreamingTritonPrinter(BoundedStreamPrinter):
     """Prints one streaming reduction."""
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
         super().__init__(kernel, configuration, limits)
-        self.outer = [axis for axis in kernel.axes if axis != self.parts.row and axis not in self.parts.columns]
         self.row_blocks = row_blocks(kernel, self.parts)
-        self.leading, self.streamed = self.parts.axes[:-2], self.parts.axes[-2:]
         self.lefts: dict[int, str] = {}
         self.branch: int | None = None
 
@@ -196,7 +194,8 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             return [("0", "1", {})]
         end, held = self.index_printer(scope).size_operand(first.size), dict[int, bool]()
         if bound is not None and bound.axis == first and not bound.is_lower:
-            end = f"tl.minimum({self._limit(bound, scope)}, {end}).to(tl.int32)"
+            self.write([bound.limit], scope)
+            end = f"tl.minimum({self.value(bound.limit, scope)}, {end}).to(tl.int32)"
             held[bound.condition] = bound.holds
         self.line(f"visits = {end}")
         split = self._split(first)
@@ -229,7 +228,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         """Prints the loop over blocks of the streamed axes of a range."""
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
         parts, scope = self.parts, rows.inner()
-        first_tile = self._tiles(scope)
+        first_tile = self.tiles(scope)
         factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
         targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
         self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
@@ -254,36 +253,6 @@ class StreamingTritonPrinter(StreamingValuePrinter):
                 self.line(f"{scope.text[item]} = {text}")
         self.kernel = kernel
         self.origin = ""
-
-    def _tiles(self, scope: Scope) -> str:
-        """Prints the number of blocks of the innermost axis within its bounds; returns the first one, "" for 0."""
-        size = end = self.index_printer(scope).size_operand(self.inner.size)
-        start = "0"
-        outside = frozenset([*self.outer, *self.leading, self.parts.row])
-        for bound in self.parts.bounds:
-            if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
-                limit = self._limit(bound, scope)
-                start = f"tl.maximum({limit}, {start})" if bound.is_lower else start
-                end = end if bound.is_lower else f"tl.minimum({limit}, {end})"
-        index = "tl.int64" if self.use_int64 else "tl.int32"  # in which only numbers up to the size fit
-        end = end if end == size else f"tl.maximum({end}, 0).to({index})"
-        if start == "0":
-            self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
-            return ""
-        self.line(f"first_tile = tl.minimum({start}, {size}).to({index}) // KEY_BLOCK")
-        self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
-        return "first_tile"
-
-    def _limit(self, bound: AxisBound, scope: Scope) -> str:
-        """Prints the limit of a bound for a block of rows; returns its text."""
-        self.write([bound.limit], scope)
-        limit, row = self.value(bound.limit, scope), self.parts.row
-        if self.parts.is_exact(bound):
-            return limit
-        combine, neutral = ("min", 1 << 60) if bound.is_lower else ("max", -(1 << 60))
-        if row in scope.masks:
-            limit = f"tl.where({scope.masks[row]}, {limit}, tl.full((), {neutral}, tl.int64))"
-        return f"tl.{combine}({limit})"
 
     def _visited_loads(self, targets: Sequence[int], scope: Scope) -> list[int]:
         """Returns the loads that depend on the visit and on no element of its block, such as that of a block's number.
@@ -315,6 +284,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def _step(self, scope: Scope) -> None:
         parts, loaded = self.parts, dict[int, str]()
         self._block(scope, self.inner, 1, "first_key")
+        self.write_conditions(scope)
         checked = [*self.outer, *parts.axes[:-1]]
         self.asserts([*self.outer, *parts.axes, parts.row], checked, scope)
         if parts.softmax is not None:
