@@ -26,7 +26,7 @@ from fxwrap.fx_passes.library_attention import (
     without_broadcasts,
 )
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
-from fxwrap.torch_compat import flex_attention_operator
+from fxwrap.torch_compat import FakeTensor, flex_attention_operator
 
 _MAX_ROWS = 16
 """The largest number of query rows: those of one block of a dot."""
@@ -94,7 +94,7 @@ def _replace(
     before, name = copy.node_map[node], f"{node.name}_split"
     query, key, value = [copy.node_map[arguments[item]] for item in ("query", "key", "value")]
     fake = copy.fakes[query]
-    functions, buffers = _score_functions(copy, node, bias_of(arguments), fakes, written)
+    functions, buffers = _score_functions(copy, node, (fake, bias_of(arguments)), fakes, written)
     names = ("scores", "mask")
     score_mod, mask_mod = [
         copy.attribute(before, f"{name}_{item}", module) for item, module in zip(names, functions, strict=True)
@@ -112,14 +112,14 @@ def _replace(
 
 
 def _score_functions(
-    copy: GraphCopy, node: Node, bias: Node | None, fakes: NodeValues, written: Set[int]
+    copy: GraphCopy, node: Node, scores: tuple[FakeTensor, Node | None], fakes: NodeValues, written: Set[int]
 ) -> tuple[tuple[GraphModule, GraphModule], tuple[Node, ...]]:
-    """Returns `score_mod` and `mask_mod` of a call, and the tensors that they read.
+    """Returns `score_mod` and `mask_mod` of a call, and the tensors that they read; `scores` are its query and bias.
 
     A bias is computed where that reads no more than the bias: so kernels know which keys a mask of positions excludes,
     and several calls need no tensor that all of them read.
     """
-    before, name, query = copy.node_map[node], f"{node.name}_split", fakes[node.args[0]]
+    (query, bias), before, name = scores, copy.node_map[node], f"{node.name}_split"
     if bias is None:
         return biased_score_functions(query, None), ()
     try:
