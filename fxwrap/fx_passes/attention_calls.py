@@ -14,18 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
+from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention_formulas import DROPOUT, AttentionFormula
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
-from fxwrap.fx_passes.attention_scores import (
-    Coordinate,
-    ReadTensor,
-    ScoreFunctions,
-    UnsupportedScoresError,
-    product_split,
-    score_functions,
-)
+from fxwrap.fx_passes.attention_scores import ScoreFunctions, score_functions
 from fxwrap.fx_passes.dropout_masks import drawn_mask
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
@@ -131,7 +125,7 @@ class AttentionRewriter:
         stages = (operands.query, operands.key, operands.value)
         tensors = [kernel_operand(copy, before, stage, operands, name) for stage in stages]
         chain = self._split_and_copies(formula, operands)
-        buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
+        buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
@@ -286,7 +280,7 @@ class AttentionRewriter:
     ) -> Node:  # fmt: skip
         """Returns the output of FlexAttention, stored like that of `_library_call`."""
         copy = self.copy
-        buffers = tuple([self._buffer(before, item, operands, name) for item in functions.reads])
+        buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
@@ -294,26 +288,6 @@ class AttentionRewriter:
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], is_transposed)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
         return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
-
-    def _buffer(self, before: Node, read: ReadTensor, operands: AttentionOperands, name: str) -> Node:
-        """Returns a tensor that the scores read, with a dimension for each index that it is read at.
-
-        A tensor whose keys are not neighbours in memory is copied once: kernels of each head and batch read it.
-        """
-        copy, node = self.copy, self.copy.node_map[read.node]
-        stride = next((stride for stride, item in zip(copy.fakes[node].stride(), read.coordinates, strict=True)
-                       if item == Coordinate("key")), 1)  # fmt: skip
-        if type(stride) is int and stride > 1:
-            node = copy.call(before, _aten.clone.default, (node,), name, {"memory_format": torch.contiguous_format})
-        for dim in reversed(range(len(read.coordinates))):
-            coordinate = read.coordinates[dim]
-            if coordinate is None:
-                node = copy.call(before, _aten.select.int, (node, dim, 0), name)
-            elif coordinate.part == "product" and operands.heads != 1:
-                sizes = copy.fakes[node].shape
-                split = [*sizes[:dim], *product_split(sizes[dim], operands.heads), *sizes[dim + 1 :]]
-                node = copy.call(before, _aten.view.default, (node, copy.size_arguments(before, split)), name)
-        return node
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:
         """Returns the nodes that read the output as (batch, heads, rows, width); none if it is not split like this.

@@ -16,15 +16,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
+from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, UnsupportedScoresError
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
-from fxwrap.fx_passes.attention_scores import (
-    BiasedScores,
-    Coordinate,
-    ReadTensor,
-    ScoreFunctionBuilder,
-    UnsupportedScoresError,
-)
+from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor, flex_scatter_operator, in_fake_mode
 
@@ -86,7 +81,7 @@ class _BiasedGradients(BiasedScores):
         maximum = self.call(_aten.index.Tensor, maxima, [self.indices[name] for name in ("batch", "head", "row")])
         is_dead = self.call(_aten.eq.Scalar, maximum, -math.inf)
         shift = self.call(_aten.masked_fill.Scalar, maximum, is_dead, 0.0)
-        module, _ = self._finish(self.call(_aten.sub.Tensor, value, shift))
+        module, _ = self.finish_graph(self.call(_aten.sub.Tensor, value, shift))
         return module
 
     def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype | None) -> GraphModule:
@@ -136,7 +131,7 @@ class _Builder(ScoreFunctionBuilder):
             None if factor is None else (
                 self._part([factor], (self.score, start, maxima)), self._part([factor], (self.score, start))
             ),
-            tuple([ReadTensor(*key) for key in self.reads]),
+            self.read_tensors,
         )  # fmt: skip
 
     def _dropout_factor(self, dropout: Dropout) -> Node:

@@ -8,14 +8,15 @@ pack keys as for many rows, and read those that a mask hides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.attention_scores import biased_score_functions
+from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
+from fxwrap.fx_passes.attention_scores import biased_score_functions, computed_bias_functions
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
-from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
+from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint, written_storages
 from fxwrap.fx_passes.library_attention import (
     WHOLE,
     bias_of,
@@ -25,7 +26,7 @@ from fxwrap.fx_passes.library_attention import (
     without_broadcasts,
 )
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
-from fxwrap.torch_compat import flex_attention_operator
+from fxwrap.torch_compat import FakeTensor, flex_attention_operator
 
 _MAX_ROWS = 16
 """The largest number of query rows: those of one block of a dot."""
@@ -48,9 +49,11 @@ def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> Pr
     }  # fmt: skip
     if not calls:
         return graph
-    copy = GraphCopy(graph)
-    for node, arguments in calls.items():
-        _replace(copy, node, arguments)
+    copy, written = GraphCopy(graph), set[int]()
+    for node in graph.nodes:
+        if node in calls:
+            _replace(copy, node, calls[node], graph.fakes, written)
+        written |= written_storages([node], graph.fakes)
     return copy.finish()
 
 
@@ -84,15 +87,14 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     )
 
 
-def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
-    """Replaces a call, whose output keeps its layout."""
+def _replace(
+    copy: GraphCopy, node: Node, arguments: Mapping[str, Any], fakes: NodeValues, written: Set[int]
+) -> None:  # fmt: skip
+    """Replaces a call, whose output keeps its layout; before it, the graph writes the storages `written`."""
     before, name = copy.node_map[node], f"{node.name}_split"
     query, key, value = [copy.node_map[arguments[item]] for item in ("query", "key", "value")]
-    bias, buffer = bias_of(arguments), None
-    if bias is not None:
-        buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
     fake = copy.fakes[query]
-    functions = biased_score_functions(fake, None if buffer is None else copy.fakes[buffer])
+    functions, buffers = _score_functions(copy, node, (fake, bias_of(arguments)), fakes, written)
     names = ("scores", "mask")
     score_mod, mask_mod = [
         copy.attribute(before, f"{name}_{item}", module) for item, module in zip(names, functions, strict=True)
@@ -102,9 +104,28 @@ def _replace(copy: GraphCopy, node: Node, arguments: Mapping[str, Any]) -> None:
         scale = fake.shape[3] ** -0.5
     block_mask = (1, 1, *[None] * 8, WHOLE, WHOLE, mask_mod)
     results = result_fakes(copy.fakes[before][0])
-    buffers = () if buffer is None else (buffer,)
     operands: tuple[object, ...] = (query, key, value, score_mod, block_mask, scale, {}, buffers, ())
     call = copy.call(before, flex_attention_operator(), operands, name, fake=results)
     output = copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
     for user in node.users:
         copy.substitute(user, output, "fused", (node,))
+
+
+def _score_functions(
+    copy: GraphCopy, node: Node, scores: tuple[FakeTensor, Node | None], fakes: NodeValues, written: Set[int]
+) -> tuple[tuple[GraphModule, GraphModule], tuple[Node, ...]]:
+    """Returns `score_mod` and `mask_mod` of a call, and the tensors that they read; `scores` are its query and bias.
+
+    A bias is computed where that reads no more than the bias: so kernels know which keys a mask of positions excludes,
+    and several calls need no tensor that all of them read.
+    """
+    (query, bias), before, name = scores, copy.node_map[node], f"{node.name}_split"
+    if bias is None:
+        return biased_score_functions(query, None), ()
+    try:
+        functions = computed_bias_functions(query, bias, fakes, written)
+    except UnsupportedScoresError:
+        buffer = without_broadcasts(copy, before, copy.node_map[bias], name)
+        return biased_score_functions(query, copy.fakes[buffer]), (buffer,)
+    buffers = [read_buffer(copy, before, item, query.shape[1], name) for item in functions.reads]
+    return (functions.score_mod, functions.mask_mod), tuple(buffers)

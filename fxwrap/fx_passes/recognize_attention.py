@@ -12,9 +12,9 @@ import torch
 from torch.fx import GraphModule
 
 from fxwrap.fx_passes.attention_calls import AttentionRewriter
+from fxwrap.fx_passes.attention_elements import UnsupportedScoresError
 from fxwrap.fx_passes.attention_formulas import find_attention
 from fxwrap.fx_passes.attention_operands import AttentionOperands, attention_operands
-from fxwrap.fx_passes.attention_scores import UnsupportedScoresError
 from fxwrap.fx_passes.biased_attention import replace_biased_attention
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of, written_storages

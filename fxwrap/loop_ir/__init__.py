@@ -15,4 +15,5 @@ from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.ranges import value_range as value_range
 from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *
+from fxwrap.loop_ir.streaming_bounds import *
 from fxwrap.loop_ir.verify import *

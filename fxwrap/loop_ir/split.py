@@ -35,7 +35,8 @@ from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
 _MIN_ELEMENTS = 1 << 20  # a smaller reduction is faster than a second launch,
-_MAX_PROGRAM_ELEMENTS = 1 << 17  # unless one program reduces more than this
+_MAX_PROGRAM_ELEMENTS = 1 << 17  # unless one program reduces more than this,
+_MAX_POSITION_ELEMENTS = 1 << 14  # or this in rows of which it finds positions: it compares pairs
 _MIN_INNER_PART = 2048  # elements of a part of a contiguous row
 _MIN_OUTER_PART = 64
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
@@ -100,7 +101,10 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> S
     busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
     wanted = min(-(-programs // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     again = any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
-    if count * size < _MIN_ELEMENTS and count * size <= busy * _MAX_PROGRAM_ELEMENTS:
+    kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
+    finds_positions = not across and not again and not kinds.isdisjoint(ORDERED_REDUCTIONS)
+    most = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
+    if count * size < _MIN_ELEMENTS and count * size <= busy * most:
         return None
     if busy * (4 if again else 2) > programs or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from fxwrap.loop_ir.index import Axis
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
+from fxwrap.loop_ir.streaming_bounds import AxisBound, find_bounds
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,6 @@ class RunningMaximum:
 
 
 @dataclass(frozen=True)
-class TileBound:
-    """The number of iterations of an axis that count: `condition` is that its index is less than operation `count`."""
-
-    axis: Axis
-    condition: int
-    count: int
-
-
-@dataclass(frozen=True)
 class StreamingReduction:
     """The parts of a streaming reduction, as positions of operations.
 
@@ -95,7 +87,8 @@ class StreamingReduction:
         scaled_weights: weights that a maximum shifts, times factors, which are weights of such sums.
         updates: stores of values of each row and streamed position.
         row_updates: additions of values of each row, which are computed from sums over `axes`.
-        bound: a number of iterations of one of `axes`, beyond which weights, and values of updates, are zero.
+        bounds: bounds of `axes`, beyond which weights, and values of updates, are zero. Limits may vary over rows.
+        kernel: the kernel, with operations after its last that limits are computed from.
     """
 
     axes: tuple[Axis, ...]
@@ -108,7 +101,17 @@ class StreamingReduction:
     scaled_weights: tuple[ScaledWeights, ...]
     updates: tuple[Update, ...]
     row_updates: tuple[Update, ...]
-    bound: TileBound | None
+    bounds: tuple[AxisBound, ...]
+    kernel: Kernel
+
+    @property
+    def visit_bound(self) -> AxisBound | None:
+        """The bound of the number of iterations of an axis before the innermost one, as of the list of a block mask."""
+        return next((item for item in self.bounds if item.axis != self.axes[-1] and self.is_exact(item)), None)
+
+    def is_exact(self, bound: AxisBound) -> bool:
+        """Whether a bound is the same for all rows, so that its condition holds in a loop within it."""
+        return self.row not in self.kernel.value_axes[bound.limit]
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -181,13 +184,13 @@ class _Finder:
         lefts = dict.fromkeys([item.left for item in weighted])
         scaled = tuple([part for left in lefts if (part := self._scaled(left, softmax)) is not None])
         parts = StreamingReduction(
-            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), scaled, inside, by_row, None
+            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), scaled, inside, by_row, (), self.kernel
         )
         is_complete = all(self._reduced_axes(item.position) == axes for item in inside) and not (softmax and inside)
         elements = [*parts.elements, *[part.factor for part in scaled]]
         if not is_complete or any(not used.isdisjoint(self.kernel.value_axes[item]) for item in elements):
             return None
-        return replace(parts, bound=self._bound(parts))
+        return self._bounded(parts)
 
     def _operation(self, position: int) -> Operation:
         return self.kernel.operations[position]
@@ -367,38 +370,15 @@ class _Finder:
 
     # --- bounds -----------------------------------------------------------------------------------------------------
 
-    def _bound(self, parts: StreamingReduction) -> TileBound | None:
-        """Returns the bound of a streamed axis beyond which all weights are zero, and scores minus infinity."""
+    def _bounded(self, parts: StreamingReduction) -> StreamingReduction:
+        """Returns the parts with the bounds beyond which all weights are zero, and scores minus infinity."""
+        stores = [self._operation(item.position) for item in parts.updates]
+        if any(isinstance(store, Store) and store.mode == "set" for store in stores):
+            return parts  # zeros are stored, too
         neutral = 0.0 if parts.softmax is None else -math.inf
-        shared = [[*self._conditions(position, neutral)] for position in parts.elements]
-        for condition in shared[0]:
-            test = self._operation(condition)
-            if isinstance(test, Compute) and test.name == "lt" and all(condition in item for item in shared):
-                index, count = test.operands
-                value = self._operation(index)
-                axis = value.index.single_axis if isinstance(value, IndexValue) else None
-                if axis is not None and axis in parts.axes and self._is_outside(count, axis, parts):
-                    return TileBound(axis, condition, count)
-        return None
-
-    def _is_outside(self, position: int, axis: Axis, parts: StreamingReduction) -> bool:
-        """Whether a value is known before the loop over a streamed axis starts."""
-        inside = {*parts.axes[parts.axes.index(axis) :], parts.row, *parts.columns}
-        widths = [item for product in parts.products for item in product.axes]
-        return inside.union(widths).isdisjoint(self.kernel.value_axes[position])
-
-    def _conditions(self, position: int, neutral: float) -> Iterator[int]:
-        """Yields conditions without any of which a value is neutral; a product is 0 where both factors are."""
-        operation = self._operation(position)
-        while isinstance(operation, Compute) and operation.name == "where":
-            condition, value, other = operation.operands
-            if not self._is_constant(other, neutral):
-                return
-            yield from self._conjuncts(condition)
-            operation = self._operation(value)
-        if isinstance(operation, Compute) and operation.name == "mul" and neutral == 0:
-            left, right = [[*self._conditions(item, neutral)] for item in operation.operands]
-            yield from [item for item in left if item in right]
+        inner = [*parts.columns, *[axis for product in parts.products for axis in product.axes]]
+        bounds, kernel = find_bounds(self.kernel, parts.elements, neutral, parts.axes, inner)
+        return replace(parts, bounds=bounds, kernel=kernel)
 
     def _conjuncts(self, condition: int) -> Iterator[int]:
         operation = self._operation(condition)

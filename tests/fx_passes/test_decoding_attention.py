@@ -94,6 +94,40 @@ def test_heads_that_share_keys_count_as_rows_on_few_threads() -> None:
     assert "flex_attention" in _targets(run, (query, key, value, bias), Options())
 
 
+def _attend_to_cache(query: Tensor, key: Tensor, value: Tensor, position: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Three layers of a step: a mask of positions that two of them read, and a finite one of lengths."""
+    keys = torch.arange(key.shape[2])
+    visible = (keys <= position) & (keys > position - 300)
+    ended = query.new_zeros(2, 1, 1, key.shape[2]).masked_fill(keys >= lengths[:, None, None, None], -torch.inf)
+    finite = query.new_zeros(1, key.shape[2]).masked_fill(keys > position, torch.finfo(torch.float32).min)
+    finite = finite.expand(4, -1)
+    first = attend(query, key, value, attn_mask=visible.expand(4, -1))
+    second = attend(query + 1, key, value, attn_mask=visible.expand(4, -1))
+    return [first, second, attend(query, key, value, attn_mask=ended), attend(query, key, value, attn_mask=finite)]
+
+
+@pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
+def test_masks_of_positions_bound_the_keys_that_are_read(options: Options) -> None:
+    """Kernels compute masks from positions, so no tensor has one; positions may be out of range."""
+    torch.manual_seed(0)
+    operands = _operands(4, 1024)
+    inputs = (*operands, torch.tensor([5]), torch.tensor([700, 3], dtype=torch.int32))
+    with torch.no_grad():
+        compiled = fxwrap.compile_graph(make_fx(_attend_to_cache)(*inputs), inputs, options=options)
+    sizes = [line.outs[0].tensor_type.sizes for line in compiled.program.body.lines if isinstance(line, Launch)]
+    assert (1024,) not in [size[-1:] for size in sizes]
+    for position, lengths in ((5, [700, 3]), (-1, [0, 1024]), (1023, [-4, 1]), (1200, [1025, 64]), (1 << 40, [9, 9])):
+        moved = (*operands, torch.tensor([position]), torch.tensor(lengths, dtype=torch.int32))
+        expected = _attend_to_cache(*[item.double() if item.is_floating_point() else item for item in moved])
+        for result, exact in zip(compiled(*moved), expected, strict=True):
+            torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-5)
+    poisoned = [item.clone() for item in operands[1:]]
+    for item in poisoned:
+        item[:, :, 320:] = torch.nan
+    first, *_ = compiled(operands[0], *poisoned, torch.tensor([200]), torch.tensor([1, 1], dtype=torch.int32))
+    torch.testing.assert_close(first, _attend_to_cache(*operands, torch.tensor([200]), inputs[4])[0])
+
+
 @pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
 def test_dynamic_lengths(options: Options) -> None:
     compiled = torch.compile(attend, backend=make_backend(options), fullgraph=True, dynamic=True)
@@ -182,7 +216,7 @@ def test_calls_of_gpu_libraries(operator: Any, flags: tuple[object, ...]) -> Non
     (split,) = [node for node in prepared.nodes if node.op == "call_function" and "flex_attention" in str(node.target)]
     assert prepared.fakes[split][0].stride() == output.stride()
     buffers: Any = split.args[7]
-    assert [tuple(prepared.fakes[item].shape) for item in buffers] == ([(1, 1, 1, 1024)] if flags else [])
+    assert [tuple(prepared.fakes[item].shape) for item in buffers] == ([(1024,)] if flags else [])
     assert split_decoding_attention(prepared, FxPassContext(Options())) is prepared
 
 

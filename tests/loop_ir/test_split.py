@@ -81,6 +81,19 @@ def test_parts_combine_to_the_whole(kind: str, across: bool) -> None:
     run(kernel, split, data)
 
 
+@pytest.mark.parametrize(("rows", "size", "parts"), [(1, 32000, 16), (2, 20011, 9), (1, 16384, 0), (300, 32000, 0)])
+def test_positions_in_few_rows_are_found_in_parts(rows: int, size: int, parts: int) -> None:
+    """The first of equal elements or of several NaNs, and the first element of a row of minus infinities."""
+    kernel = kernel_of([Axis("p0", rows)], [Axis("r0", size)], F32, {"out0": False, "out1": False}, one("argmax"))
+    split = split_reductions(kernel, hint)
+    assert (0 if split is None else split.kernels[0].axes[0].size) == parts
+    if split is not None:
+        data = torch.randn(rows, size, generator=torch.Generator().manual_seed(5)).round()
+        run(kernel, split, data.flatten())
+        data[0], data[-1, size // 2 :: 777] = -float("inf"), float("nan")
+        run(kernel, split, data.flatten())
+
+
 @pytest.mark.parametrize("kind", ["sum", "max", "welford"])
 def test_parts_need_not_be_equal(kind: str) -> None:
     prime = 1299709

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fxwrap.errors import ParseError
 from fxwrap.loop_ir import (
+    Buffer,
     Compute,
     Constant,
+    DeviceAssert,
+    IndexLike,
+    KernelBuilder,
     KernelError,
+    Scalar,
+    Store,
+    as_index,
     assume,
     canonicalize_axes,
     evaluate_kernel,
     find_streaming_reduction,
     parse_kernel,
 )
-from tests.support.attention_kernel import attention_kernel, gradient_kernel, update_kernel
+from tests.support.attention_kernel import Mask, attention_kernel, gradient_kernel, update_kernel
 
 SUMS = """kernel(in0: f32[24]) -> (out0: f32[2]) for [p0: 2] reduce [r0: 3, r1: 4] {
   %0 = f32 load in0[12*p0 + 4*r0 + r1]
@@ -155,7 +163,68 @@ def test_products_are_zero_beyond_a_bound_of_both_factors(factor: str, bounds: i
     """Zero times another factor may be NaN."""
     parts = find_streaming_reduction(parse_kernel(_PRODUCT.replace("mul %8 %10", f"mul %8 {factor}")))
     assert parts is not None
-    assert (parts.bound is not None) == bounds
+    assert len(parts.bounds) == bounds
+
+
+def _position(body: KernelBuilder, row: IndexLike = 0) -> Scalar:
+    return body.load("position", as_index(row), torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("mask", "count"),
+    [
+        (lambda body, row, key: body.index(key) <= _position(body), 1),
+        (lambda body, row, key: body.index(key) < _position(body, row), 1),
+        (lambda body, row, key: ~(body.index(key).to(torch.int32) > _position(body, row).to(torch.int32)), 1),
+        (lambda body, row, key: ~((body.index(key) > _position(body)) | (_position(body) >= body.index(key) + 3)), 2),
+        (lambda body, row, key: (body.index(row) >= body.index(key)) & (body.index(row) - body.index(key) < 4), 2),
+        (lambda body, row, key: _position(body, row) - body.index(row) > 2 - body.index(key), 1),
+        (lambda body, row, key: (body.index(key) < 7) & body.index(key).apply("ne", _position(body)), 1),
+        (lambda body, row, key: (body.index(key) < 7) | (body.index(key) < _position(body)), 0),
+        (lambda body, row, key: body.index(key) * 2 < _position(body), 0),
+        (lambda body, row, key: body.index(key).to(torch.int32).to(torch.float32) < 3.5, 0),
+    ],
+    ids=["position", "lengths", "not", "nor", "window", "difference", "other", "either", "multiple", "floats"],
+)
+def test_bounds_of_masks(mask: Mask, count: int) -> None:
+    """They hold exactly the keys that the comparisons with indices and positions do, whatever the positions are."""
+    kernel = attention_kernel(heads=1, rows=6, keys=9, mask=mask)
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None
+    assert len(parts.bounds) == count
+    key, limits_of = torch.arange(9), torch.iinfo(torch.int64)
+    for bound in parts.bounds:
+        outputs = (Buffer("limits", torch.int64, 6), Buffer("holds", torch.bool, 54))
+        stores = (
+            Store("limits", as_index(parts.row), bound.limit),
+            Store("holds", parts.row * as_index(9) + bound.axis, bound.condition),
+        )
+        operations = (*parts.kernel.operations, *stores)
+        tested = replace(parts.kernel, outputs=(*kernel.outputs, *outputs), operations=operations)
+        for position in ([0, 3, 8, 9, -1, 40], [limits_of.max, limits_of.min + 9, 2, -7, 5, 1 << 31]):
+            items = (*tested.inputs, *tested.outputs)
+            buffers = {item.name: torch.zeros(int(item.extent), dtype=item.dtype) for item in items}
+            buffers["position"] = torch.tensor(position)
+            evaluate_kernel(tested, buffers)
+            limits, holds = buffers["limits"][:, None], buffers["holds"].view(6, 9)
+            assert torch.equal(key >= limits if bound.is_lower else key < limits, holds == bound.holds)
+
+
+def test_scores_that_are_no_infinity_have_no_bound() -> None:
+    """A row of such scores alone has equal weights."""
+    parts = find_streaming_reduction(attention_kernel(masked=torch.finfo(torch.float32).min))
+    assert parts is not None
+    assert parts.bounds == ()
+
+
+def test_keys_that_an_assertion_checks_are_visited() -> None:
+    kernel = attention_kernel(mask=lambda body, row, key: body.index(key) <= _position(body))
+    (position,) = [number for number, item in enumerate(kernel.operations) if str(item).startswith("Compute(name='le'")]
+    checked = replace(kernel, operations=(*kernel.operations, DeviceAssert(position, "it is out of bounds")))
+    for other, count in ((kernel, 1), (checked, 0)):
+        parts = find_streaming_reduction(other)
+        assert parts is not None
+        assert len(parts.bounds) == count
 
 
 def test_updates_of_each_column_are_no_streaming_reduction() -> None:

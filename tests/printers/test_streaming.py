@@ -10,7 +10,18 @@ import pytest
 import torch
 
 from fxwrap.devices import CUDA
-from fxwrap.loop_ir import HALF_PRECISION, Kernel, KernelError, ScheduleError, evaluate_kernel, parse_kernel
+from fxwrap.loop_ir import (
+    HALF_PRECISION,
+    Axis,
+    Kernel,
+    KernelBuilder,
+    KernelError,
+    Scalar,
+    ScheduleError,
+    as_index,
+    evaluate_kernel,
+    parse_kernel,
+)
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
@@ -58,6 +69,36 @@ def test_updates_in_cpp() -> None:
     source = check(update_kernel(rows=70, keys=133), rtol=1e-4)
     assert source.count("add_atomically(") == 4
     assert source.count("for (int lane = 0; lane < 64 && p1_0 + lane < 70; ++lane)") == 5
+
+
+def _window(body: KernelBuilder, row: Axis, key: Axis) -> Scalar:
+    """Masks keys after the position of a row, and those 40 or more before it."""
+    position = body.load("position", as_index(row), torch.int64)
+    return (body.index(key) <= position) & (body.index(key) > position - 40)
+
+
+@pytest.mark.parametrize(
+    ("language", "rows"), [("cpp", 4), ("cpp", 37), ("triton", 20)], ids=["few rows", "lanes", "triton"]
+)
+def test_tiles_that_a_mask_excludes_are_not_read(language: str, rows: int) -> None:
+    """Keys and values that no row of the kernel needs are NaN; some rows, or all, have no key."""
+    kernel = attention_kernel(heads=1, rows=rows, keys=300, width=16, columns=16, mask=_window)
+    printed = print_cpp_kernel(kernel)
+    if language == "triton":
+        printed = print_streaming_triton(kernel, StreamingConfiguration(32, 16))
+    launch = load_kernel(language, printed.source, printed.signature, printed.options)
+    for first in (-rows - 1, -3, 130, 290, 1 << 40):
+        buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
+        buffers["position"] = first + torch.arange(rows)
+        expected = {name: item.clone() for name, item in buffers.items()}
+        evaluate_kernel(kernel, expected)
+        unread = torch.ones(300, dtype=torch.bool)
+        unread[max(first - 39 - 16, 0) : max(first + rows + 64, 0)] = False
+        for name in ("key", "value"):
+            buffers[name].view(300, 16)[unread] = torch.nan
+        launch(tuple(map(int, printed.grid)), *buffers.values())
+        for name in ("out", "logsumexp"):
+            torch.testing.assert_close(buffers[name], expected[name], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_tiles_that_no_stack_holds_are_declined() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -10,14 +12,18 @@ from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, Scalar, as_index
 
 F32 = torch.float32
 
+Mask: TypeAlias = Callable[[KernelBuilder, Axis, Axis], Scalar]
+"""Returns whether a row and a key of a kernel are visible."""
+
 
 def attention_kernel(
     heads: int = 2, rows: int = 20, keys: int = 35, width: int = 5, columns: int = 3, dtype: torch.dtype = F32,
-    cap: float = 0.0,
+    cap: float = 0.0, mask: Mask | None = None, masked: float = -math.inf,
 ) -> Kernel:  # fmt: skip
     """Returns causal attention with a linear bias, which stores the output and the log-sum-exp of each row.
 
-    With a cap, the scores are cap * tanh(score / 2 + bias).
+    With a cap, the scores are cap * tanh(score / 2 + bias). `mask` is another mask, of the kernel, row and key, which
+    may load from `position`, int64 of each row; other scores are `masked`.
     """
     body = KernelBuilder()
     head, row, column = Axis("p0", heads), Axis("p1", rows), Axis("p2", columns)
@@ -28,7 +34,8 @@ def attention_kernel(
     (score,) = body.reduce("sum", query * other, [inner])
     bias = body.load("slopes", as_index(head), computes) * (body.index(key) - body.index(row)).to(computes)
     biased = (score * 0.5 + bias).tanh() * cap if cap else score + bias
-    scores = (body.index(row) >= body.index(key) - 2).where(biased, -math.inf)
+    visible = body.index(row) >= body.index(key) - 2 if mask is None else mask(body, row, key)
+    scores = visible.where(biased, masked)
     (largest,) = body.reduce("max", scores, [key])
     shift = largest.equals(-math.inf).where(0.0, largest)
     weights = (scores - shift).exp()
@@ -40,6 +47,7 @@ def attention_kernel(
     inputs = [
         Buffer("query", dtype, heads * rows * width), Buffer("key", dtype, heads * keys * width),
         Buffer("slopes", computes, heads), Buffer("value", dtype, heads * keys * columns),
+        *([] if mask is None else [Buffer("position", torch.int64, rows)]),
     ]  # fmt: skip
     outputs = [Buffer("out", dtype, heads * rows * columns), Buffer("logsumexp", computes, heads * rows)]
     return body.finish([head, row, column], [inner, key], inputs, outputs)

@@ -128,6 +128,8 @@ class FewRowsPrinter(StreamingPrinter):
             candidates = list(operation.operands)
         products = {item.position for item in self.parts.products}
         for position in candidates:
+            if isinstance(kernel.operations[position], Constant):
+                continue
             if products.isdisjoint(self.kernel.backward_slice([position])):
                 return position, operation.name == "add"
         return None

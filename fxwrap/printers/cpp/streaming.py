@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
 from fxwrap.loop_ir import (
     ZERO,
     Axis,
+    AxisBound,
     Compute,
     Constant,
     Contraction,
@@ -49,7 +51,7 @@ class StreamingPrinter(LoopPrinter):
     def __init__(
         self, plan: LoopPlan, parts: StreamingReduction, writer: CppSourceWriter, origin_comments: bool
     ) -> None:
-        super().__init__(plan, writer, origin_comments)
+        super().__init__(replace(plan, kernel=parts.kernel), writer, origin_comments)
         self.parts = parts
         self.inner = parts.axes[-1]
         self.outer = [axis for axis in self.kernel.axes if axis != parts.row and axis not in parts.columns]
@@ -81,8 +83,8 @@ class StreamingPrinter(LoopPrinter):
             self.write_device_asserts(self.asserts["tile"], known)
             self._print_row_tile(known)
             with self._streamed_loops(dict(known)) as inside:
-                bound = self.parts.bound
-                with self._assume({} if bound is None else {bound.condition: True}):
+                exact = [item for item in self.parts.bounds if self.parts.is_exact(item)]
+                with self._assume({item.condition: item.holds for item in exact}):
                     self._print_step(inside)
             self._print_results(known)
 
@@ -140,19 +142,35 @@ class StreamingPrinter(LoopPrinter):
 
     @contextmanager
     def _streamed_loops(self, known: EmittedValues) -> Iterator[EmittedValues]:
-        """Opens the loops over tiles of the streamed axes; within its bound, the condition holds."""
-        bound, axes = self.parts.bound, self.parts.axes
+        """Opens the loops over tiles of the streamed axes, within bounds; the conditions of exact ones hold inside."""
+        axes = self.parts.axes
         with ExitStack() as stack:
             for number, axis in enumerate(axes):
-                end, name, step = print_size(axis.size), axis.name, f"++{axis.name}"
-                if bound is not None and bound.axis == axis:
-                    self._hoist([bound.count], [*self.outer, *axes[:number]], known)
-                    end = f"fxwrap::min<int64_t>({end}, {known[bound.count]})"
+                start, end, name, step = "0", print_size(axis.size), axis.name, f"++{axis.name}"
+                for bound in self.parts.bounds:
+                    if bound.axis == axis:
+                        limit = self._limit(bound, [*self.outer, *axes[:number]], known)
+                        start = f"fxwrap::max<int64_t>({start}, {limit})" if bound.is_lower else start
+                        end = end if bound.is_lower else f"fxwrap::min<int64_t>({end}, {limit})"
                 if axis == self.inner:
                     name, step = f"{axis.name}_0", f"{axis.name}_0 += {self.keys}"
-                head = f"for (int64_t {name} = 0, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})"
+                head = f"for (int64_t {name} = {start}, {axis.name}_end = {end}; {name} < {axis.name}_end; {step})"
                 stack.enter_context(self.writer.nest([head]))
             yield known
+
+    def _limit(self, bound: AxisBound, axes: Sequence[Axis], known: EmittedValues) -> str:
+        """Writes the limit of a bound for a tile of rows, where axes have indices; returns its text."""
+        self._hoist([bound.limit], axes, known)
+        if self.parts.is_exact(bound):
+            return known[bound.limit]
+        row, size, name = self.parts.row.name, print_size(self.parts.row.size), f"limit_{bound.condition}"
+        values, combine, start = dict(known), *(("min", "INT64_MAX") if bound.is_lower else ("max", "INT64_MIN"))
+        self.writer.line(f"int64_t {name} = {start};")
+        with self.writer.block(f"for (int lane = 0; lane < {self.lanes} && {row}_0 + lane < {size}; ++lane)"):
+            self.writer.line(f"const int64_t {row} = {row}_0 + lane;")
+            self.statements.write([bound.limit], values)
+            self.writer.line(f"{name} = fxwrap::{combine}<int64_t>({name}, {values[bound.limit]});")
+        return name
 
     # --- a tile of rows ---------------------------------------------------------------------------------------------
 

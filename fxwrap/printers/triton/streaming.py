@@ -35,21 +35,20 @@ from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
+from fxwrap.printers.triton.streaming_bounds import BoundedStreamPrinter
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, row_blocks
-from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
+from fxwrap.printers.triton.streaming_values import LOG2_E
 from fxwrap.symbolic import ceiling_divide, product, symbol_kind
 
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 
-class StreamingTritonPrinter(StreamingValuePrinter):
+class StreamingTritonPrinter(BoundedStreamPrinter):
     """Prints one streaming reduction."""
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
         super().__init__(kernel, configuration, limits)
-        self.outer = [axis for axis in kernel.axes if axis != self.parts.row and axis not in self.parts.columns]
         self.row_blocks = row_blocks(kernel, self.parts)
-        self.leading, self.streamed = self.parts.axes[:-2], self.parts.axes[-2:]
         self.lefts: dict[int, str] = {}
         self.branch: int | None = None
 
@@ -190,13 +189,14 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
     def _ranges(self, scope: Scope) -> list[tuple[str, str, dict[int, bool]]]:
         """Returns the ranges of the axis before the innermost one, and the conditions that hold in each."""
-        bound, first = self.parts.bound, self.streamed[0]
+        bound, first = self.parts.visit_bound, self.streamed[0]
         if len(self.streamed) == 1:
             return [("0", "1", {})]
         end, held = self.index_printer(scope).size_operand(first.size), dict[int, bool]()
-        if bound is not None and bound.axis == first:
-            end = f"tl.minimum({self.value(bound.count, scope)}, {end}).to(tl.int32)"
-            held[bound.condition] = True
+        if bound is not None and bound.axis == first and not bound.is_lower:
+            self.write([bound.limit], scope)
+            end = f"tl.minimum({self.value(bound.limit, scope)}, {end}).to(tl.int32)"
+            held[bound.condition] = bound.holds
         self.line(f"visits = {end}")
         split = self._split(first)
         if split is None:
@@ -228,8 +228,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         """Prints the loop over blocks of the streamed axes of a range."""
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
         parts, scope = self.parts, rows.inner()
-        size = self.index_printer(scope).size_operand(self.inner.size)
-        self.line(f"tiles = tl.cdiv({size}, KEY_BLOCK)")
+        first_tile = self.tiles(scope)
         factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
         targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
         self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
@@ -246,7 +245,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
                 scope.names[visit] = self.allocator.create_name(visit.name)
                 self.line(f"{scope.names[visit]} = step // tiles")
                 first = "step % tiles"
-            self.line(f"first_key = {first} * KEY_BLOCK")
+            self.line(f"first_key = {f'({first_tile} + {first})' if first_tile else first} * KEY_BLOCK")
             self.write([item for item in self.fixed(targets, shared, scope) if item not in scope.text], scope)
             self.asserts(shared, [*self.outer, *self.leading], scope)
             self._step(scope)
@@ -285,6 +284,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def _step(self, scope: Scope) -> None:
         parts, loaded = self.parts, dict[int, str]()
         self._block(scope, self.inner, 1, "first_key")
+        self.write_conditions(scope)
         checked = [*self.outer, *parts.axes[:-1]]
         self.asserts([*self.outer, *parts.axes, parts.row], checked, scope)
         if parts.softmax is not None:

@@ -66,7 +66,7 @@ def streaming_configurations(
     matrices = min(max(len(parts.products) + len(parts.weighted_sums), 2), 4)
     is_half = _has_half_factors(kernel, parts)
     biases = _biases(kernel, parts)
-    is_uneven = is_half and parts.bound is not None and _rows_are_uneven(kernel, parts)
+    is_uneven = is_half and parts.visit_bound is not None and _rows_are_uneven(kernel, parts)
     table = (_UNEVEN if is_uneven else _HALF if is_half else _SINGLE)[matrices]
     if is_half and matrices == 2 and rows <= _FEW_ROWS:
         table = _DECODING
@@ -80,7 +80,7 @@ def streaming_configurations(
     if is_uneven:
         candidates = [replace(item, band=_band(kernel, parts, item, hint, spec)) for item in candidates]
     first = candidates[0]
-    band = 1 if is_uneven or parts.bound is None else _band(kernel, parts, first, hint, spec)
+    band = 1 if is_uneven or parts.visit_bound is None else _band(kernel, parts, first, hint, spec)
     other = [replace(first, branches=not branches), replace(first, band=band)] if is_half else []
     bound = partial(_shared_bytes, kernel, parts, hint)
     return tuple(fitting(list(dict.fromkeys([*candidates, *other])), bound, _smaller, spec))

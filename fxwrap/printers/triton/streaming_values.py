@@ -42,6 +42,7 @@ class StreamingValuePrinter(BlockPrinter):
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
         self.parts = parts = streaming_parts(kernel)
+        kernel = parts.kernel
         self.configuration = configuration
         self.inner = parts.axes[-1]
         self.widths = tuple(dict.fromkeys([axis for item in parts.products for axis in item.axes]))
