@@ -142,7 +142,7 @@ def _row_sum(copy: GraphCopy, before: Node) -> Node:
     name = f"{before.name}_inner"
     row, column = before.args
     operands = [row, copy.call(before, _aten.transpose.int, (column, 1, 2), f"{name}_row")]
-    dtype = copy.fakes[before].dtype  # type: ignore[union-attr]
+    dtype = copy.fakes[before].dtype
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     if wide is not dtype:
         operands = [copy.call(before, _aten._to_copy.default, (item,), name, {"dtype": wide}) for item in operands]
