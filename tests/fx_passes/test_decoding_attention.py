@@ -128,6 +128,27 @@ def test_masks_of_positions_bound_the_keys_that_are_read(options: Options) -> No
     torch.testing.assert_close(first, _attend_to_cache(*operands, torch.tensor([200]), inputs[4])[0])
 
 
+def test_a_mask_of_positions_that_are_overwritten_before_the_call_is_read() -> None:
+    """The first mask is that of the old position; the second one is computed from the new position in the kernel."""
+
+    def step(query: Tensor, key: Tensor, value: Tensor, position: Tensor) -> list[Tensor]:
+        old = torch.arange(key.shape[2]) <= position
+        position.add_(100)
+        new = torch.arange(key.shape[2]) <= position
+        results = [attend(query, key, value, attn_mask=mask.expand(4, -1)) for mask in (old, new)]
+        position.add_(1)
+        return results
+
+    inputs = (*_operands(4, 600), torch.tensor([5]))
+    with torch.no_grad():
+        graph = make_fx(step)(*[item.clone() for item in inputs])
+    position = torch.tensor([5])
+    results = fxwrap.compile_graph(graph, inputs)(*inputs[:3], position)
+    for result, expected in zip(results, step(*inputs), strict=True):
+        torch.testing.assert_close(result, expected)
+    assert position.item() == 106
+
+
 @pytest.mark.parametrize("options", [PARALLEL, Options()], ids=["split", "few threads"])
 def test_dynamic_lengths(options: Options) -> None:
     compiled = torch.compile(attend, backend=make_backend(options), fullgraph=True, dynamic=True)
