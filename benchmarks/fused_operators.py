@@ -98,6 +98,11 @@ def swiglu(gate_and_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def packed_swiglu_backward(gate_and_up: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return torch.cat((aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
@@ -224,6 +229,7 @@ OPERATORS: dict[str, FusedOperator] = {
         ),
         FusedOperator(rms_norm, lambda d: (d.normal(), d.normal(d.columns)), _arrays(2, 1)),
         FusedOperator(swiglu, lambda d: (d.normal(d.rows, 2 * d.columns),), _arrays(3)),
+        FusedOperator(packed_swiglu_backward, lambda d: (d.normal(d.rows, 2 * d.columns), d.normal()), _arrays(5)),
         FusedOperator(cross_entropy, _logits, lambda r, c, b: r * c * b + r * LABEL_BYTES),
         # Four reads; the parameter and both averages are written.
         FusedOperator(

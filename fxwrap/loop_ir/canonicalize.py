@@ -133,7 +133,7 @@ def _reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
         for index in ranked:
             strides = {axis: index.stride(axis) for axis in axes}
             if all(stride is not None and stride.terms for stride in strides.values()):
-                return sorted(axes, key=lambda axis: -_magnitude(strides[axis], hint))
+                return sorted(axes, key=lambda axis: -stride_magnitude(strides[axis], hint))
         return list(axes)
 
     fixed = bool(kernel.scans) or any(
@@ -143,7 +143,8 @@ def _reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     return replace(kernel, axes=tuple(order(kernel.axes)), reduced=reduced)
 
 
-def _magnitude(stride: Index | None, hint: Callable[[Size], int]) -> int:
+def stride_magnitude(stride: Index | None, hint: Callable[[Size], int]) -> int:
+    """Returns the typical absolute value of a stride; 0 for one that is not constant."""
     total = 0
     for monomial, coefficient in stride.terms if stride is not None else ():
         factor = coefficient
@@ -317,19 +318,22 @@ class _ExpressionReplacer:
 def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
     """Returns the inputs whose memory an output may reuse, according to the kernel's accesses.
 
-    Every load of such an input is of the element that the same iteration stores. No later pass over the reduced axes
-    follows the store, because it could load the input again. Dtypes are equal; callers check that the buffers have
+    Every load of such an input is of an element that the same iteration stores later. No later pass over the reduced
+    axes follows a store, because it could load the input again. Dtypes are equal; callers check that the buffers have
     equal sizes.
     """
     stores = [(position, item) for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
     own = [(position, item) for position, item in stores if item.buffer == output]
-    if len(own) != 1 or own[0][1].mode != "set" or own[0][1].mask is not None:
+    if not own or any(item.mode != "set" or item.mask is not None for _, item in own):
         return ()
-    position, store = own[0]
-    varies = kernel.varying[position]
+    first, varies = own[0][0], kernel.varying[own[0][0]]
     passes = [*kernel.reductions, *[other for other, _ in stores if kernel.varying[other]]]
-    if kernel.scans or (varies and kernel.stages[position] < max(kernel.stages[other] for other in passes)):
+    last_stage = max([kernel.stages[other] for other in passes], default=0)
+    if kernel.scans or (varies and any(kernel.stages[position] < last_stage for position, _ in own)):
         return ()
+    if any(kernel.varying[position] != varies for position, _ in own):
+        return ()
+    written = {item.index for _, item in own}
     dtype = next(buffer.dtype for buffer in kernel.outputs if buffer.name == output)
     candidates = []
     for buffer in kernel.inputs:
@@ -337,8 +341,8 @@ def in_place_candidates(kernel: Kernel, output: str) -> tuple[str, ...]:
             (other, item) for other, item in enumerate(kernel.operations)
             if isinstance(item, Load) and item.buffer == buffer.name
         ]  # fmt: skip
-        same = all(load.index == store.index and kernel.varying[other] == varies for other, load in loads)
-        if buffer.dtype is dtype and loads and same:
+        same = all(load.index in written and kernel.varying[other] == varies for other, load in loads)
+        if buffer.dtype is dtype and loads and same and (len(own) == 1 or loads[-1][0] < first):
             candidates.append(buffer.name)
     return tuple(candidates)
 

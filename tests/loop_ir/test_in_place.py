@@ -31,6 +31,23 @@ def pointwise(load_at: Index, mode: str = "set", masked: bool = False, dtype: to
     return body.finish([P, R], [], [Buffer("x", F32, 12), Buffer("y", F32, 12)], [Buffer("out", dtype, 12)])
 
 
+HALVES = (as_index(P) * 4 + R, as_index(P) * 4 + R + 12)
+
+
+def halves(swapped: bool = False, late: bool = False) -> Kernel:
+    """Two stores of an iteration: a sum of x and y, and twice an element of x, perhaps of the other half."""
+    body = KernelBuilder()
+    first, second = HALVES[::-1] if swapped else HALVES
+    one = body.load("x", first, F32) + body.load("y", as_index(P) * 4 + R, F32)
+    if late:
+        body.store("out", HALVES[0], one)
+    two = body.load("x", second, F32) * 2
+    if not late:
+        body.store("out", HALVES[0], one)
+    body.store("out", HALVES[1], two)
+    return body.finish([P, R], [], [Buffer("x", F32, 24), Buffer("y", F32, 12)], [Buffer("out", F32, 24)])
+
+
 def rows(stored: str) -> Kernel:
     """Rows divided by their sums; `early` is stored besides, from the first stage; `summed` is that and the sums."""
     body = KernelBuilder()
@@ -55,6 +72,9 @@ def rows(stored: str) -> Kernel:
         (pointwise(ELEMENT, mode="add"), "out", ()),
         (pointwise(ELEMENT, masked=True), "out", ()),
         (pointwise(ELEMENT, dtype=torch.float64), "out", ()),
+        (halves(), "out", ("x", "y")),
+        (halves(swapped=True), "out", ("x", "y")),
+        (halves(late=True), "out", ("y",)),
         (rows("out"), "out", ("x",)),
         (rows("early"), "early", ()),
         (rows("early"), "out", ("x",)),

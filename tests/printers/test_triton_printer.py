@@ -463,6 +463,21 @@ def test_outputs_may_be_read() -> None:
         assert "debug_barrier" in text
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_threads_meet_before_they_store_elements_that_others_have_loaded(swapped: bool) -> None:
+    """A value that is computed from the element that it overwrites is stored after that is loaded anyway."""
+    p = Axis("p0", 40)
+
+    def write(body: KernelBuilder) -> None:
+        halves = [body.load("x", as_index(p) + start, F32) for start in (0, 40)]
+        for number, value in enumerate(reversed(halves) if swapped else halves):
+            body.store("x", as_index(p) + 40 * number, value * 2.0)
+
+    kernel = build([p], [], {}, {"x": (F32, 80)}, write)
+    text = check(kernel, in_place={"x": random(F32, 80, torch.Generator().manual_seed(1))})
+    assert ("debug_barrier" in text) is swapped
+
+
 # --- numbers and indices --------------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,13 @@ class Pointwise(Definition):
 
 
 @dataclass(frozen=True, eq=False)
+class EvenConcatenation(Pointwise):
+    """A concatenation of parts that provably have one length; `parts` are these by themselves."""
+
+    parts: tuple[Pointwise, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class CpuScalar(Pointwise):
     """A zero-dimensional CPU tensor as an operand on `device`, computed from scalar arguments of the launch."""
 

@@ -17,6 +17,7 @@ from fxwrap.loop_ir import (
     Store,
     as_index,
     canonicalize_axes,
+    fuse_segments,
     in_place_candidates,
     reinplace_output,
     strided_index,
@@ -113,7 +114,7 @@ class _PlannedKernelBuilder:
         inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
         kernel = self.reader.body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
         if kernel.symbols:
-            kernel = canonicalize_axes(kernel, hint)
+            kernel = _canonicalize_axes(kernel, hint)
         else:
             kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields)
         used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
@@ -179,7 +180,14 @@ class _PlannedKernelBuilder:
 @bounded_cache(1024)
 def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...]) -> Kernel:
     """Canonicalises the axes of a kernel of static sizes, once for all equal layers of a model."""
-    return canonicalize_axes(kernel, int)
+    return _canonicalize_axes(kernel, int)
+
+
+def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
+    """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations."""
+    kernel = canonicalize_axes(kernel, hint)
+    fused = fuse_segments(kernel, hint)
+    return kernel if fused is kernel else canonicalize_axes(fused, hint)
 
 
 def _buffer(name: str, value: Value) -> Buffer:

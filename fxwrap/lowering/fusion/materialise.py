@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import STORAGE_ONLY
+from fxwrap.lowering.fusion.concatenations import ConcatenatedParts
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
+    EvenConcatenation,
     Pointwise,
     Reduced,
     Scanned,
@@ -176,6 +179,10 @@ class _MaterialisationPlanner:
     plans: dict[Definition, DefinitionPlan] = field(default_factory=dict)
     consumers: dict[Definition, list[DefUse]] = field(default_factory=dict)
 
+    @cached_property
+    def _parts(self) -> ConcatenatedParts:
+        return ConcatenatedParts(self.chains.tracer, self.external)
+
     def live_uses(self) -> list[DefUse]:
         """Returns the uses that are external or have a live consumer, in order."""
         for use in reversed(self.chains.uses.values()):
@@ -243,6 +250,8 @@ class _MaterialisationPlanner:
         elements = self._count(plan.definition.sizes)
         if self._is_matmul_epilogue(use, plan, elements) or self._is_reduction_epilogue(plan, elements):
             return False
+        if self._is_of_one_concatenation(use, elements):
+            return True
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
             is_repeated = self._is_lookup_table(use, plan, widest / elements) or self._is_normalised_operand(use, plan)
@@ -254,6 +263,28 @@ class _MaterialisationPlanner:
         if cost <= _CHEAP and self._is_summed_in_half_precision(plan):
             return True
         return self._is_cheap_to_recompute(plan, elements, max(len(consumers), use.max_reads_per_iteration))
+
+    def _is_of_one_concatenation(self, use: DefUse, elements: int) -> bool:
+        """Whether all readers of a definition compute parts of one concatenation, element by element, that share reads.
+
+        Its kernel computes a value once for all parts that read it; a kernel of the definition alone would have other
+        iterations.
+        """
+        pending, readers = [use], dict[DefUse, None]()
+        while pending and len(readers) <= _MAX_READS:
+            for reader in self.consumers[pending.pop().definition]:
+                if reader not in readers and not isinstance(reader.definition, EvenConcatenation):
+                    pending.append(reader)
+                readers[reader] = None
+        ends = [item.definition for item in readers if isinstance(item.definition, EvenConcatenation)]
+        between = [item.definition for item in readers if item.definition not in ends]
+        if pending or len(ends) != 1 or use.max_reads_per_iteration > len(ends[0].parts):
+            return False
+        return (
+            all(type(item) is Pointwise and item not in self.external for item in between)
+            and {self._count(item.sizes) for item in (*between, *ends[0].parts)} == {elements}
+            and self._parts.share_reads(ends[0])
+        )
 
     def _is_summed_in_half_precision(self, plan: DefinitionPlan) -> bool:
         """Whether only reductions read a half-precision tensor, and recomputing it reads few more bytes.

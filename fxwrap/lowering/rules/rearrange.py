@@ -13,7 +13,15 @@ import torch
 
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.loop_ir import INTEGERS, Index, IndexLike, Scalar, as_index
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Pointwise, reduction
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    EvenConcatenation,
+    Indices,
+    Pointwise,
+    pointwise,
+    reduction,
+)
 from fxwrap.lowering.rules.indexing_common import (
     Condition,
     all_of,
@@ -94,7 +102,21 @@ def _concatenate(call: OperatorCall, dim: int, ends: Sequence[Size], loads: Sequ
             result = value if result is None or before_end is True else before_end.where(value, result)  # type: ignore[union-attr]
         return reader.number(0, dtype) if result is None else result  # of a tensor without elements
 
-    return call.define(body)
+    whole = call.define(body)
+    lengths = {as_index(end) - as_index(start) for start, end in itertools.pairwise(ends)}
+    if len(lengths) != 1:
+        return whole
+    sizes = (*whole.sizes[:dim], ends[1], *whole.sizes[dim + 1 :])
+    parts = [
+        pointwise(sizes, dtype, call.device, partial(_shifted, load, dim, start))
+        for load, start in zip(loads, ends[:-1], strict=True)
+    ]
+    return EvenConcatenation(whole.sizes, dtype, call.device, whole.body, tuple(parts))
+
+
+def _shifted(load: ElementBody, dim: int, start: Size, reader: ElementReader, indices: Indices) -> Scalar:
+    """Returns the element that a body computes further along a dimension."""
+    return load(reader, replace_index(indices, dim, as_index(indices[dim]) + start))
 
 
 def _load_masked(reader: ElementReader, condition: Condition, inside: Callable[[], Scalar]) -> Scalar:

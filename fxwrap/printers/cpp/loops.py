@@ -6,10 +6,22 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from fxwrap.loop_ir import Axis, DeviceAssert, Kernel, Load, Reduce, Scan, Store, operands
+from fxwrap.loop_ir import (
+    Axis,
+    DeviceAssert,
+    Kernel,
+    Load,
+    Reduce,
+    Scan,
+    Segment,
+    Store,
+    operands,
+    specialise,
+    split_loop,
+)
 from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
-from fxwrap.printers.cpp.segments import Segment, find_cases, specialise, split_loop
+from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
 
 _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}

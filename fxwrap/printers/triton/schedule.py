@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ def make_schedule(kernel: Kernel, looped: bool) -> Schedule:
     """
     loaded = {operation.buffer for operation in kernel.operations if isinstance(operation, Load)}
     in_place = not loaded.isdisjoint([item.name for item in kernel.outputs])
-    barrier = in_place and _has_shared_loads(kernel)
+    barrier = in_place and (_has_shared_loads(kernel) or _stores_unread_elements(kernel))
     if not looped or not kernel.reduced:
         inlined = _inlined(kernel)
         return Schedule(_hoist_loads(kernel, inlined), (), (), frozenset(), inlined, barrier)
@@ -126,6 +127,22 @@ def _has_shared_loads(kernel: Kernel) -> bool:
     axes = {*kernel.axes, *kernel.reduced}
     loads = [item for item in kernel.operations if isinstance(item, Load) and item.buffer in outputs]
     return any(not axes <= load.index.axes() for load in loads)
+
+
+def _stores_unread_elements(kernel: Kernel) -> bool:
+    """Whether one of several stores of an iteration overwrites an element that is loaded, but not for its value.
+
+    The threads that load and store the element may then differ: accesses at different offsets are aligned differently.
+    """
+    loads = {
+        (item.buffer, item.index): number for number, item in enumerate(kernel.operations) if isinstance(item, Load)
+    }
+    count = Counter([store.buffer for store in kernel.stores])
+    return any(
+        loads[store.buffer, store.index] not in kernel.backward_slice([store.value])
+        for store in kernel.stores
+        if count[store.buffer] > 1 and (store.buffer, store.index) in loads
+    )
 
 
 def _inlined(kernel: Kernel) -> frozenset[int]:

@@ -259,6 +259,22 @@ def _cat(b: GraphDraw) -> None:
     b.call(aten.cat.default, [entry, *[b.choice(others) for _ in range(b.integer(0, 2))]], dim)
 
 
+def _rotate(b: GraphDraw) -> None:
+    """Parts that read each other's elements, as those of a rotary embedding do."""
+    entry, dim = b.with_dims(lambda entry: entry.value.dtype is not torch.bool)
+    size = entry.shape[dim]
+    length = max(size // 2, 1)
+    (first,) = b.call(aten.slice.Tensor, entry, dim, 0, length)
+    if b.flag():
+        (second,) = b.call(aten.slice.Tensor, entry, dim, max(size - length, 0), size)
+    else:
+        (second,) = b.call(aten.flip.default, first, [dim])
+    parts = [*b.call(aten.neg.default, second), first]
+    if b.flag():
+        parts += b.call(aten.mul.Tensor, first, second)
+    b.call(b.choice([aten.cat.default, aten.stack.default]), parts, dim)
+
+
 def _stack(b: GraphDraw) -> None:
     entry = b.pick()
     same = lambda other: other.shape == entry.shape and other.value.dtype is entry.value.dtype  # noqa: E731
@@ -468,8 +484,8 @@ def _overlap(left: Tensor, right: Tensor) -> bool:
 
 POINTWISE: tuple[Step, ...] = (_unary, _with_number, _binary, _logic, _compare, _where, _cast)
 VIEWS: tuple[Step, ...] = (
-    _permute, _reshape, _slice, _select, _expand, _unsqueeze, _flip, _roll, _cat, _stack, _pad, _diagonal, _unfold,
-    _split, _triangle, _copy,
+    _permute, _reshape, _slice, _select, _expand, _unsqueeze, _flip, _roll, _cat, _stack, _rotate, _pad, _diagonal,
+    _unfold, _split, _triangle, _copy,
 )  # fmt: skip
 REDUCTIONS: tuple[Step, ...] = (
     _sum, _whole, _mean, _extremum, _position, _any, _variance, _softmax, _layer_norm, _cumulate, _cumulate_largest,

@@ -1,0 +1,125 @@
+"""Segments of an axis that have one length share their iterations: each iteration computes an element of every segment.
+
+A concatenation, or the rotated halves of a rotary embedding, otherwise select among their parts for each element, and
+parts that read the same elements load them again. In polyhedral terms, index-set splitting is followed by fusion of the
+resulting loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from fxwrap.loop_ir.builder import eliminate_dead_operations
+from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, as_index
+from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
+from fxwrap.loop_ir.segments import MAX_SEGMENTS, AxisComparison, axis_comparisons, decide_comparisons
+from fxwrap.loop_ir.traffic import transferred_bytes
+from fxwrap.loop_ir.verify import verify_kernel
+from fxwrap.symbolic import Size, floor_divide
+
+
+def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
+    """Returns a pointwise kernel with segments of its axes fused where its accesses then transfer fewer bytes.
+
+    The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
+    axis; each segment has stores of its own, after all loads. Other kernels are returned unchanged. `hint` returns a
+    typical value of a size.
+    """
+    if kernel.reduced or any(store.mode != "set" for store in kernel.stores):
+        return kernel
+    for axis in kernel.axes:
+        fused = _fuse_along(kernel, axis, hint)
+        if fused is not None:
+            return fuse_segments(fused, hint)
+    return kernel
+
+
+def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kernel | None:
+    """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
+    comparisons = axis_comparisons(kernel, axis)
+    ordinals = _equal_segments(axis, comparisons.values())
+    if not ordinals:
+        return None
+    count = max(ordinals.values())
+    length = floor_divide(axis.size, count)
+    segments = [
+        decide_comparisons(kernel, comparisons, partial(_begins_before, ordinals, number)) for number in range(count)
+    ]
+    live = [_live_accesses(segment) for segment in segments]
+    fused = _merge(segments, axis, Axis(f"{axis.name}s", length))
+    before = 0.0
+    for position in set().union(*live):
+        share = sum(position in accesses for accesses in live) / count
+        is_along = axis in kernel.address_axes[position]
+        before += transferred_bytes(kernel, position, hint) * (share if is_along else 1)
+    after = sum([transferred_bytes(fused, position, hint) for position in _live_accesses(fused)])
+    return fused if after < before else None
+
+
+def _equal_segments(axis: Axis, comparisons: Collection[AxisComparison]) -> dict[Index, int]:
+    """Returns the first segment at or after each point of comparisons; {} unless segments provably have one length.
+
+    The points at or beyond the end of the axis have the number of segments.
+    """
+    whole = as_index(axis.size)
+    points = {point for comparison in comparisons for point in comparison.points}
+    ordinals = {point: number for point in points if (number := _outside(point, whole)) is not None}
+    count = len(points) - len(ordinals) + 1
+    if not 1 < count <= MAX_SEGMENTS:
+        return {}
+    ordinals = {point: number * count for point, number in ordinals.items()}
+    for number in range(1, count):
+        matching = [point for point in points if point * count == whole * number]
+        if not matching:
+            return {}
+        ordinals[matching[0]] = number
+    if as_index(floor_divide(axis.size, count)) * count != whole:
+        return {}
+    return {as_index(axis.size): count, **ordinals}
+
+
+def _begins_before(ordinals: Mapping[Index, int], segment: int, point: Index) -> bool:
+    return segment < ordinals[point]
+
+
+def _outside(point: Index, whole: Index) -> int | None:
+    """Returns 0 for a point at or before the start of an axis, 1 for one at or beyond its end, else None."""
+    if point == whole or (point - whole).is_nonnegative():
+        return 1
+    return 0 if (-point).is_nonnegative() else None
+
+
+def _live_accesses(kernel: Kernel) -> set[int]:
+    """Returns the loads and stores on which the kernel's results depend."""
+    operations = kernel.operations
+    sinks = [position for position, item in enumerate(operations) if isinstance(item, Store | DeviceAssert)]
+    live = kernel.backward_slice(sinks)
+    return {position for position in live if isinstance(operations[position], Load | Store)}
+
+
+def _merge(segments: Sequence[Kernel], axis: Axis, inner: Axis) -> Kernel:
+    """Returns a kernel whose iterations along `inner` compute an element of each segment of an axis.
+
+    Equal operations of several segments are added once.
+    """
+    operations: list[Operation] = []
+    numbers: dict[Operation, int] = {}
+    stores: list[Operation] = []
+    for number, segment in enumerate(segments):
+        new: dict[int, int] = {}
+        mapping: dict[Atom, IndexLike] = {axis: as_index(inner.size) * number + inner}
+        index = partial(renumber_index, new.__getitem__, mapping)
+        for position, operation in enumerate(eliminate_dead_operations(segment).operations):
+            moved = map_operation(operation, new.__getitem__, index)
+            if isinstance(moved, Store):
+                stores.append(moved)
+                continue
+            if moved not in numbers:
+                numbers[moved] = len(operations)
+                operations.append(moved)
+            new[position] = numbers[moved]
+    first = segments[0]
+    axes = tuple([inner if item == axis else item for item in first.axes])
+    return verify_kernel(replace(first, axes=axes, operations=(*operations, *stores)))

@@ -1,0 +1,190 @@
+"""Index-set splitting: an axis is cut where conditions on it change, so that each segment needs no masks.
+
+A segment of cat or pad is a plain copy from one tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxwrap.loop_ir.index import Axis, Index, IndirectIndex, as_index
+from fxwrap.loop_ir.kernel import (
+    Compute,
+    Constant,
+    DeviceAssert,
+    IndexValue,
+    Kernel,
+    Load,
+    Operation,
+    Store,
+    map_operation,
+)
+from fxwrap.loop_ir.operations import COMPARISONS, STORAGE_ONLY
+
+MAX_SEGMENTS = 8
+
+_ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of an axis's range, and the kernel specialised to it. Operations have the same positions."""
+
+    start: int
+    end: int
+    kernel: Kernel
+
+
+def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
+    """Returns the segments of an axis between changes of conditions; none if there are no changes or too many."""
+    if not isinstance(axis.size, int):
+        return []
+    points = {point.constant for item in axis_comparisons(kernel, axis).values() for point in item.points}
+    split_points = sorted([point for point in points if point is not None and 0 < point < axis.size])
+    if not split_points or len(split_points) >= MAX_SEGMENTS:
+        return []
+    bounds = [0, *split_points, axis.size]
+    return [Segment(start, end, specialise(kernel, axis, start)) for start, end in itertools.pairwise(bounds)]
+
+
+def specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
+    """Returns the kernel specialised to the segment of an axis that begins at `start`; operations keep positions."""
+    comparisons = {
+        position: item
+        for position, item in axis_comparisons(kernel, axis).items()
+        if all(point.constant is not None for point in item.points)
+    }
+    return decide_comparisons(kernel, comparisons, lambda point: point.constant is not None and start < point.constant)
+
+
+# --- conditions on an axis -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AxisComparison:
+    """A comparison of an axis with a number, by the operation's name.
+
+    `points` are the positions along the axis at which its value changes: one, or two for equality.
+    """
+
+    name: str
+    points: tuple[Index, ...]
+
+    def holds(self, precedes: Callable[[Index], bool]) -> bool:
+        """Whether it is true in a segment; `precedes` returns whether that begins before a point."""
+        is_before = precedes(self.points[0])
+        match self.name:
+            case "lt" | "le":
+                return is_before
+            case "ge" | "gt":
+                return not is_before
+            case _:
+                return (not is_before and precedes(self.points[-1])) is (self.name == "eq")
+
+
+def axis_comparisons(kernel: Kernel, axis: Axis) -> dict[int, AxisComparison]:
+    """Returns the comparisons of the axis with numbers, by position."""
+    comparisons = {position: _comparison(kernel, item, axis) for position, item in enumerate(kernel.operations)}
+    return {position: comparison for position, comparison in comparisons.items() if comparison is not None}
+
+
+def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> AxisComparison | None:
+    """Returns a comparison of the axis with a number or a size; None for other operations."""
+    if not isinstance(operation, Compute) or operation.name not in COMPARISONS:
+        return None
+    left, right = [kernel.operations[operand] for operand in operation.operands]
+    limit = _uniform_index(right) if isinstance(left, IndexValue) else None
+    if not isinstance(left, IndexValue) or limit is None:
+        return None
+    stride = left.index.stride(axis)
+    scale = None if stride is None else stride.constant
+    if scale is None or scale <= 0:
+        return None
+    number = limit - (left.index - as_index(axis) * scale)
+    if not _is_uniform(number) or (scale > 1 and number.constant is None):
+        return None
+    first_not_less, first_larger = -(-number // scale), number // scale + 1
+    points = {"lt": (first_not_less,), "ge": (first_not_less,), "le": (first_larger,), "gt": (first_larger,)}
+    return AxisComparison(operation.name, points.get(operation.name, (first_not_less, first_larger)))
+
+
+def _uniform_index(operation: Operation) -> Index | None:
+    """Returns the value of an operation that is the same in every iteration as an index, or None."""
+    if isinstance(operation, Constant):
+        return as_index(int(operation.value))
+    return operation.index if isinstance(operation, IndexValue) and _is_uniform(operation.index) else None
+
+
+def _is_uniform(index: Index) -> bool:
+    return not any(isinstance(atom, Axis | IndirectIndex) for atom in index.atoms())
+
+
+# --- specialisation --------------------------------------------------------------------------------------------------
+
+
+def decide_comparisons(
+    kernel: Kernel, comparisons: Mapping[int, AxisComparison], precedes: Callable[[Index], bool]
+) -> Kernel:
+    """Returns the kernel specialised to a segment, in which each of the comparisons, by position, has one value.
+
+    Operations keep their positions. `precedes` returns whether the segment begins before a point of a comparison.
+    """
+    new: list[Operation] = []
+    same = list(range(len(kernel.operations)))
+    truth: dict[int, bool] = {}
+
+    for position, old in enumerate(kernel.operations):
+        operation = map_operation(old, same.__getitem__)
+        comparison = comparisons.get(position)
+        if comparison is not None:
+            truth[position] = comparison.holds(precedes)
+        elif isinstance(operation, Compute):
+            _fold(operation, position, same, truth)
+            _fold_cast(operation, position, same, new)
+        new.append(Constant(truth[position], torch.bool) if position in truth else _fold_mask(operation, truth))
+    return replace(kernel, operations=tuple(new))
+
+
+def _fold(operation: Compute, position: int, same: list[int], truth: dict[int, bool]) -> None:
+    """Records a constant bool in `truth`, and an operation that equals another one in `same`."""
+    known = [truth.get(operand) for operand in operation.operands]
+    if operation.name == "where" and known[0] is not None:
+        chosen = operation.operands[1 if known[0] else 2]
+        same[position] = same[chosen]
+        if chosen in truth:
+            truth[position] = truth[chosen]
+    elif operation.name == "logical_not" and known[0] is not None:
+        truth[position] = not known[0]
+    elif operation.dtype is torch.bool and operation.name in _ABSORBING_VALUES:
+        decisive = _ABSORBING_VALUES[operation.name]
+        if decisive in known:
+            truth[position] = decisive
+        elif known == [not decisive, not decisive]:
+            truth[position] = not decisive
+        elif (not decisive) in known:
+            other = operation.operands[0 if known[0] is None else 1]
+            same[position] = same[other]
+
+
+def _fold_cast(operation: Compute, position: int, same: list[int], new: list[Operation]) -> None:
+    """Records in `same` a half-precision value that is widened and narrowed again, as in a segment of a cat."""
+    if operation.name != "cast" or operation.dtype not in STORAGE_ONLY:
+        return
+    wide = new[operation.operands[0]]
+    if isinstance(wide, Compute) and wide.name == "cast":
+        source = new[wide.operands[0]]
+        if isinstance(source, Load) and source.dtype is operation.dtype:
+            same[position] = wide.operands[0]
+
+
+def _fold_mask(operation: Operation, truth: dict[int, bool]) -> Operation:
+    """Returns an operation without a constant mask; one that is always masked becomes a constant."""
+    if not isinstance(operation, Load | Store | DeviceAssert) or operation.mask not in truth:
+        return operation
+    if truth[operation.mask]:
+        return replace(operation, mask=None)
+    return Constant(operation.other, operation.dtype) if isinstance(operation, Load) else Constant(0, torch.int64)

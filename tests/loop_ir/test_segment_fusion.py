@@ -1,0 +1,129 @@
+"""Segments of one length of an axis share iterations where their accesses then transfer fewer bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Index,
+    Kernel,
+    KernelBuilder,
+    Load,
+    Scalar,
+    Store,
+    as_index,
+    evaluate_kernel,
+    fuse_segments,
+    transferred_bytes,
+)
+from tests.lowering.loop_order import evaluate_in_loop_order
+from tests.support.long_form import sample_size
+
+F32 = torch.float32
+
+
+def condition(draw: st.DrawFn, body: KernelBuilder, axis: Axis, end: int) -> Scalar:
+    """`axis < end`, in a form of its own."""
+    scale, offset = draw(st.integers(1, 3)), draw(st.integers(-2, 2))
+    place = body.index(as_index(axis) * scale + offset)
+    match draw(st.sampled_from(("lt", "le", "ge", "gt"))):
+        case "lt":
+            return place < end * scale + offset
+        case "le":
+            return place <= end * scale + offset - 1
+        case "ge":
+            return ~(place >= end * scale + offset)
+        case _:
+            return ~(place > end * scale + offset - 1)
+
+
+@st.composite
+def concatenations(draw: st.DrawFn) -> Kernel:
+    """Segments of one axis, mostly of one length, each a product of elements anywhere in three tensors."""
+    length, count = draw(st.integers(1, 4)), draw(st.integers(2, 4))
+    ends = [length * number for number in range(1, count + 1)]
+    if length > 1 and draw(st.integers(0, 4)) == 0:
+        ends[0] -= 1
+    whole, other = Axis("a", ends[-1]), Axis("b", draw(st.integers(1, 4)))
+    size = ends[-1] * int(other.size)
+    steps = draw(st.sampled_from([(int(other.size), 1), (1, ends[-1])]))
+    body = KernelBuilder()
+
+    def position(along: Index) -> Index:
+        return along * steps[0] + as_index(other) * steps[1]
+
+    def element(start: int, end: int) -> Scalar:
+        first = draw(st.sampled_from((0, start, ends[-1] - (end - start))))
+        return body.load(draw(st.sampled_from("xyz")), position(as_index(whole) - start + first), F32)
+
+    value: Scalar | None = None
+    for start, end in reversed([*itertools.pairwise((0, *ends))]):
+        inside = condition(draw, body, whole, end) & ~condition(draw, body, whole, start)
+        with body.masked(inside):
+            part = element(start, end)
+            for _ in range(draw(st.integers(0, 2))):
+                part = part * element(start, end)
+        value = part if value is None else condition(draw, body, whole, end).where(part, value)
+    assert value is not None
+    if draw(st.booleans()):
+        value = value + body.load("out", position(as_index(whole)), F32)
+    body.store("out", position(as_index(whole)), value)
+    axes = draw(st.permutations((whole, other)))
+    return body.finish(axes, [], [Buffer(name, F32, size) for name in "xyz"], [Buffer("out", F32, size)])
+
+
+@settings(max_examples=sample_size(300))
+@given(concatenations())
+def test_fused_segments_compute_the_same(kernel: Kernel) -> None:
+    fused = fuse_segments(kernel, int)
+    generator = torch.Generator().manual_seed(1)
+    names = [item.name for item in (*kernel.inputs, *kernel.outputs)]
+    buffers = {name: torch.randn(int(kernel.outputs[0].extent), generator=generator) for name in names}
+    results = []
+    for item, evaluate in ((kernel, evaluate_kernel), (fused, evaluate_kernel), (fused, evaluate_in_loop_order)):
+        copies = {name: tensor.clone() for name, tensor in buffers.items()}
+        evaluate(item, copies, {})
+        results.append(copies["out"])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2]), f"{kernel}\n{fused}"
+    if fused is not kernel:
+        assert bytes_of(fused) < bytes_of(kernel)
+
+
+def bytes_of(kernel: Kernel) -> int:
+    """The bytes of all accesses, those of masked loads included."""
+    positions = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load | Store)]
+    return sum([transferred_bytes(kernel, position, int) for position in positions])
+
+
+def access(axes: list[Axis], index: Index, dtype: torch.dtype = F32) -> Kernel:
+    """Stores an element of x, at an index, at that index."""
+    body = KernelBuilder()
+    body.store("out", index, body.load("x", index, dtype))
+    return body.finish(axes, [], [Buffer("x", dtype, 1 << 20)], [Buffer("out", dtype, 1 << 20)])
+
+
+ROW, COLUMN = Axis("i", 64), Axis("j", 128)
+
+
+@pytest.mark.parametrize(
+    ("index", "dtype", "expected"),
+    [
+        (as_index(ROW) * 128 + COLUMN, F32, 64 * 128 * 4),
+        (as_index(ROW) * 512 + COLUMN + 256, F32, 64 * 128 * 4),
+        (as_index(COLUMN), F32, 128 * 4),
+        (as_index(COLUMN) * 2, F32, 128 * 8),
+        (as_index(COLUMN) * 100, F32, 128 * 32),
+        (as_index(COLUMN) * 100, torch.bfloat16, 128 * 32),
+        (as_index(COLUMN) * -1 + 127, F32, 128 * 4),
+        (as_index(COLUMN) * 64 + ROW, F32, 64 * 128 * 4),
+    ],
+)  # fmt: skip
+def test_transferred_bytes(index: Index, dtype: torch.dtype, expected: int) -> None:
+    assert transferred_bytes(access([ROW, COLUMN], index, dtype), 0, int) == expected

@@ -1,0 +1,152 @@
+"""Parts of a concatenation that read the same elements share iterations, which load them once and store each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fxwrap.loop_ir import Kernel, Load
+from fxwrap.wrapper_ir import leaves
+from tests.lowering.loop_order import evaluate_in_loop_order
+from tests.lowering.planned_programs import Planned, check, check_graph, close
+
+aten = torch.ops.aten
+
+
+def packed_swiglu_gradient(packed: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, -1)
+    return torch.cat((aten.silu_backward(gradient * up, gate), gradient * aten.silu(gate)), -1)
+
+
+def formula_of_packed_swiglu_gradient(packed: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    return torch.cat((gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * gate * sigmoid), -1)
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat((-second, first), -1) * sine
+
+
+def rotary_gradient(gradient: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = (gradient * sine).chunk(2, -1)
+    return gradient * cosine + torch.cat((second, -first), -1)
+
+
+def interleaved_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), -1).flatten(-2)
+
+
+FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int, int]] = {
+    "the gradient of a packed SwiGLU": (packed_swiglu_gradient, [(3, 16), (3, 8)], 3, 2),
+    "values of several parts": (formula_of_packed_swiglu_gradient, [(3, 16), (3, 8)], 3, 2),
+    "costly parts": (
+        lambda x, y: torch.cat((F.gelu(x + y), F.gelu(x - y), F.gelu(x * y), x), 1), [(3, 8), (3, 8)], 2, 4,
+    ),
+    "a rotary embedding": (rotary, [(2, 3, 5, 16), (5, 16), (5, 16)], 6, 2),
+    "a rotary embedding of transposed heads": (
+        lambda x, c, s: rotary(x.transpose(1, 2), c, s), [(2, 5, 3, 16), (5, 16), (5, 16)], 6, 2,
+    ),
+    "the gradient of a rotary embedding": (rotary_gradient, [(2, 3, 5, 16), (5, 16), (5, 16)], 6, 2),
+    "an interleaved rotary embedding": (interleaved_rotary, [(2, 5, 3, 64), (5, 1, 32), (5, 1, 32)], 4, 2),
+    "three parts": (lambda x, y: torch.cat((x + y, x - y, x * y)), [(3, 8), (3, 8)], 2, 3),
+    "a stack": (lambda x, y: torch.stack((x + y, x - y, x * y), 1), [(3, 8), (3, 8)], 2, 3),
+    "an input beside a function of it": (lambda x, y: torch.cat((x, x.relu() * y), 1), [(3, 8), (3, 8)], 2, 2),
+    "a function of a concatenation": (
+        lambda x, y: F.gelu(torch.cat((x + y, x - y), 1)) * torch.cat((y, y), 1), [(3, 8), (3, 8)], 2, 2,
+    ),
+    "a view of a concatenation": (
+        lambda x, y: torch.cat((x + y, x - y), 1).view(3, 2, 2, 8).permute(2, 0, 1, 3).exp(), [(3, 16), (3, 16)], 2, 2,
+    ),
+    "concatenations of concatenations": (
+        lambda x, y: torch.cat((a := torch.cat((x + y, x - y), 0), a * a), 1), [(3, 8), (3, 8)], 2, 4,
+    ),
+    "parts of two dtypes": (lambda x, y: torch.cat((x.double() + y, x * y), 1), [(3, 8), (3, 8)], 2, 2),
+    "a bounds check": (
+        lambda x, y: torch.cat((x.gather(0, y.abs().long()), y), 1), [(9, 8), (3, 8)], 2, 2,
+    ),
+    "elements that it overwrites": (
+        lambda x, y: x.copy_(torch.cat((y + 1, y - 1), 1) * x), [(3, 16), (3, 8)], 3, 2,
+    ),
+}  # fmt: skip
+
+UNCHANGED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "different lengths": (lambda x, y: torch.cat((x + y, (x - y)[:, :4]), 1), [(3, 8), (3, 8)]),
+    "nothing is shared": (lambda x, y: torch.cat((x.exp(), y.sin()), 1), [(3, 8), (3, 8)]),
+    "short runs cost more than they share": (
+        lambda x, y: torch.stack((x.exp(), *([y] * 7)), -1), [(3, 32), (3, 32)],
+    ),
+    "a reduction": (lambda x, y: torch.cat((x + y, x - y), 1).sum(0), [(3, 8), (3, 8)]),
+}  # fmt: skip
+
+
+SEPARATE: dict[str, Callable[..., Any]] = {
+    "costly parts that share nothing": lambda x, y, z: torch.cat((F.gelu(x), F.gelu(y), F.gelu(z)), 1),
+    "costly slices of one tensor": lambda x, y, z: torch.cat([F.gelu(item) for item in x.chunk(4, 1)], 1),
+    "a part that is read elsewhere": lambda x, y, z: (a := F.gelu(x + y), torch.cat((a, F.gelu(x - y), a * y), 1)),
+}
+
+
+@pytest.mark.parametrize("case", SEPARATE)
+def test_costly_values_are_not_computed_by_a_kernel_that_selects(case: str) -> None:
+    """Each of its iterations would compute all of them."""
+    planned = check(SEPARATE[case], *[torch.randn(3, 8) for _ in range(3)])
+    assert len(planned.kernels) > 1
+
+
+def run(function: Callable[..., Any], shapes: list[tuple[int, ...]]) -> Kernel:
+    """Compares a function's kernel with eager, also one iteration after another; returns it."""
+    inputs = [torch.randn(shape) for shape in shapes]
+    planned = check(function, *inputs)
+    results = planned.run([item.clone() for item in inputs], evaluate_in_loop_order)
+    wanted = leaves(function(*[item.clone() for item in inputs]))
+    assert all(close(got, want) for got, want in zip(results, wanted, strict=True))
+    (kernel,) = planned.kernels.values()
+    return kernel
+
+
+def loads(kernel: Kernel) -> list[Load]:
+    return [item for item in kernel.operations if isinstance(item, Load)]
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_shared_elements_are_loaded_once(case: str) -> None:
+    function, shapes, read, stored = FUSED[case]
+    kernel = run(function, shapes)
+    assert (len(loads(kernel)), len(kernel.stores)) == (read, stored), str(kernel)
+    assert "where" not in str(kernel) or case == "a bounds check"
+
+
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_other_concatenations_select_their_elements(case: str) -> None:
+    function, shapes = UNCHANGED[case]
+    kernel = run(function, shapes)
+    assert len(kernel.stores) == 1 and any(item.mask for item in loads(kernel)), str(kernel)
+
+
+def symbolic(function: Callable[..., Any], *inputs: Tensor) -> Planned:
+    return check_graph(make_fx(function, tracing_mode="symbolic")(*inputs), inputs)
+
+
+def test_symbolic_lengths_are_fused_if_they_are_provably_equal() -> None:
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    (kernel,) = symbolic(lambda x, y: torch.cat((x + y, x - y)), x, y).kernels.values()
+    assert (len(loads(kernel)), len(kernel.stores)) == (2, 2), str(kernel)
+    (kernel,) = symbolic(lambda x, y: torch.cat((x[:2] + y[:2], (x - y))), x, y).kernels.values()
+    assert len(kernel.stores) == 1, str(kernel)
+
+
+def test_a_concatenation_overwrites_a_dead_operand_of_its_size() -> None:
+    x, y = torch.randn(3, 16), torch.randn(3, 8)
+    planned = check(lambda x, y: (x @ x.t() @ x) * torch.cat((y + 1, y - 1), 1), x, y)
+    (kernel,) = planned.kernels.values()
+    assert not any(line.opcode == "memory.alloc" for line in planned.program.lines())
+    assert [item.buffer for item in loads(kernel)].count(kernel.outputs[0].name) == 2
