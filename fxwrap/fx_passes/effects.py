@@ -87,6 +87,8 @@ def mutated_operands(node: Node, fakes: NodeValues) -> list[Node]:
     arguments: dict[str, Any] = dict(node.kwargs)
     if isinstance(node.target, OpOverload):
         schema = operator_schema(node.target)
+        if not schema.mutated_arguments:
+            return []
         mutated = schema.written_arguments(node.args, tuple(node.kwargs.items()))
     elif launches_user_kernel(node) and "tensors_to_clone" not in arguments:
         call, arguments = arguments, arguments["kwargs"]

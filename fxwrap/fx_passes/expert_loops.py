@@ -23,7 +23,7 @@ from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_bodies import ExpertBody, ExpertLoop, ExpertResult, expert_loops, row_dimension
 from fxwrap.fx_passes.expert_conditions import are_distinct, expert_condition
 from fxwrap.fx_passes.expert_gradients import GradientSum
-from fxwrap.fx_passes.expert_masks import encode_masks_of_experts
+from fxwrap.fx_passes.expert_masks import encode_masks_of_experts, selects_by_mask
 from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, StackedOperand, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
 from fxwrap.fx_passes.graph_copy import (
@@ -43,7 +43,7 @@ from fxwrap.torch_compat import sums_empty_groups
 
 def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which loops over experts, whose weights are slices of one tensor, are grouped matmuls."""
-    if "aten._grouped_mm.default" in context.extern_operators:
+    if "aten._grouped_mm.default" in context.extern_operators or not _may_have_experts(graph):
         return graph
     source = graph
     graph = simplify_gradients_of_writes(encode_masks_of_experts(graph))
@@ -63,6 +63,11 @@ def group_expert_loops(graph: PreparedGraph, context: FxPassContext) -> Prepared
                 for node, result in zip(item.nodes, rows.results(item, first_user(item, positions)), strict=True):
                     copy.substitute(node, result, "fused")
     return group_expert_loops(copy.finish(), context)
+
+
+def _may_have_experts(graph: PreparedGraph) -> bool:
+    """Whether a call selects rows by a mask or writes at indices: without one there is nothing to rewrite."""
+    return any(name_of(node) == "index_put" or selects_by_mask(node, graph) for node in graph.nodes)
 
 
 def _results(loop: GroupedLoop) -> list[ExpertResult | GradientSum]:
@@ -113,8 +118,11 @@ def _is_movable(loop: ExpertLoop, positions: Mapping[Node, int], fakes: NodeValu
 def group_expert_loops_in_joint_graph(joint: GraphModule, options: Options) -> GraphModule:
     """Returns a joint graph of training in which loops over experts, and their backward, are grouped matmuls."""
     fakes = {node: node.meta["val"] for node in joint.graph.nodes if "val" in node.meta}
+    source = PreparedGraph(joint, "joint", fakes=fakes)
+    if not _may_have_experts(source):
+        return joint
     # The rows of experts are read from equal views.
-    graph = eliminate_common_subexpressions(PreparedGraph(joint, "joint", fakes=fakes))
+    graph = eliminate_common_subexpressions(source)
     grouped = group_expert_loops(graph, FxPassContext(options))
     return joint if grouped is graph else grouped.graph_module
 

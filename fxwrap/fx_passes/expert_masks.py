@@ -25,7 +25,7 @@ _RESHAPES = frozenset({"view", "unsafe_view", "reshape"})
 
 def encode_masks_of_experts(graph: PreparedGraph) -> PreparedGraph:
     """Returns a graph in which masked and reshaped one-hot encodings are encodings of other indices."""
-    if not any(_selects_by_mask(node, graph) for node in graph.nodes):
+    if not any(selects_by_mask(node, graph) for node in graph.nodes):
         return graph
     encoder = _Encoder(graph)
     for node in graph.nodes:
@@ -34,7 +34,7 @@ def encode_masks_of_experts(graph: PreparedGraph) -> PreparedGraph:
     return encoder.copy.finish() if encoder.changed else graph
 
 
-def _selects_by_mask(node: Node, graph: PreparedGraph) -> bool:
+def selects_by_mask(node: Node, graph: PreparedGraph) -> bool:
     """Whether the number of rows of a result depends on a mask."""
     if name_of(node) == "nonzero":
         return True
