@@ -110,8 +110,6 @@ class DeviceSpec:
         accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
             that adds after it; `autotune` times both.
         grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
-        widening_gemm_dtypes: dtypes in which a library multiplies matrices to float32 results, which is faster than
-            matmuls of matrices that are cast to float32.
         stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call,
             takes less time than the launches that a grouped matmul saves; 0 never stacks them.
         sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
@@ -190,7 +188,6 @@ class DeviceSpec:
     generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
     accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
-    widening_gemm_dtypes: frozenset[torch.dtype] = frozenset()
     stacked_expert_bytes: int = 0
     sorted_expert_dtypes: frozenset[torch.dtype] = frozenset()
     prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()

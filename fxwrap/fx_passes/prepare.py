@@ -30,7 +30,6 @@ from fxwrap.fx_passes.sliced_matmuls import slice_matmuls
 from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
-from fxwrap.fx_passes.widened_matmuls import multiply_before_casts
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import tree_flatten
 
@@ -92,10 +91,6 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "rewrite_vector_products", "turn matmuls over one term into multiplications, and of vectors into sums",
         rewrite_vector_products, "fuse", _fuses,
-    ),
-    Step(
-        "multiply_before_casts", "multiply matrices before the graph casts them from half precision to float32",
-        multiply_before_casts, "fuse", lambda options: options.fuse and options.matmul_kernels != "generated",
     ),
     Step("fuse_epilogues", "fuse activations into the matmuls before them", fuse_epilogues, "fuse", _fuses),
     Step("pack_matmuls", "pack small matmuls with one left operand into one", pack_matmuls, "fuse", _fuses),

@@ -6,6 +6,7 @@ which programs that only run need not pay: all imports of it are inside function
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -50,15 +51,25 @@ def min_cut_partitioner(
     from torch._functorch import partitioners
 
     def partition(*arguments: object, **keywords: object) -> object:
-        # Why: the lists are no arguments of the partitioner. AOTAutograd partitions one graph at a time.
-        known = partitioners.get_default_op_list
-        partitioners.get_default_op_list = lambda: _with_operators(known(), {*fusible}, {*recomputable})
-        try:
-            return min_cut_rematerialization_partition(*arguments, **keywords)
-        finally:
-            partitioners.get_default_op_list = known
+        # Why: the lists are no arguments of the partitioner. Other threads may partition for another backend.
+        with _PARTITIONER:
+            known, thread = partitioners.get_default_op_list, threading.get_ident()
+
+            def operators() -> Any:
+                types = known()
+                return _with_operators(types, {*fusible}, {*recomputable}) if threading.get_ident() == thread else types
+
+            partitioners.get_default_op_list = operators
+            try:
+                return min_cut_rematerialization_partition(*arguments, **keywords)
+            finally:
+                partitioners.get_default_op_list = known
 
     return partition
+
+
+_PARTITIONER = threading.RLock()
+"""Held while torch's lists of operators are replaced."""
 
 
 def _with_operators(types: Any, fusible: set[OpOverloadPacket], recomputable: set[OpOverloadPacket]) -> Any:

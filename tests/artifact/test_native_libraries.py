@@ -169,9 +169,10 @@ def test_two_versions_of_the_runtime_in_one_process(tmp_path: Path) -> None:
         text = source.read_text()
         if source.name == "bridge.h":
             call = "  void (*call)(Frame& f, CallSite& site);\n"
-            assert call in text and "abi_version = 7" in text
+            assert call in text and text.count("abi_version = ") == 1
+            # The number gets another first digit.
             text = text.replace(call, f"  void (*added)(Frame& f);\n{call}").replace(
-                "abi_version = 7", "abi_version = 8"
+                "abi_version = ", "abi_version = 1"
             )
         (other / name).write_text(text)
     sources = [other / path.relative_to(Path(fxwrap.__file__).parent) for path in runtime_sources()]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import functorch.compile
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import partitioners
 from torch.nn import functional as F
 
 import fxwrap
 from fxwrap.devices import CPU
 from fxwrap.lines import Return
+from fxwrap.torch_compat import min_cut_partitioner
 from fxwrap.wrapper_ir import TensorType, Value
 
 ROWS, WIDTH, CLASSES = 6, 5, 9
@@ -133,6 +138,29 @@ def test_a_custom_partitioner_receives_the_unmodified_graph() -> None:
 
     run(tangents, torch.float32, {"fuse": False, "partitioner": partition})
     assert seen == [True]
+
+
+def test_threads_partition_with_their_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's list of operators is a global: neither another thread's partitioner nor torch's own sees additions."""
+    inside, checked, known = threading.Event(), threading.Event(), partitioners.get_default_op_list
+    added = {torch.ops.aten.mm, torch.ops.aten.addmm}
+
+    def seen() -> set[Any]:
+        return added & {*partitioners.get_default_op_list().fusible_ops}
+
+    def partition() -> set[Any]:
+        inside.set()
+        assert checked.wait(600)
+        return seen()
+
+    monkeypatch.setattr(functorch.compile, "min_cut_rematerialization_partition", partition)
+    with ThreadPoolExecutor(len(added)) as threads:
+        results = [threads.submit(min_cut_partitioner({operator})) for operator in added]
+        assert inside.wait(600)
+        meanwhile = seen()
+        checked.set()
+        assert [item.result() for item in results] == [{operator} for operator in added]
+    assert meanwhile == set() and partitioners.get_default_op_list is known
 
 
 def test_fused() -> None:
