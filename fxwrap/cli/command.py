@@ -108,11 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     versions = ", ".join([f"{name} {version}" for name, version in package_versions().items()])
     parser.add_argument("--version", action="version", version=f"{versions}, Python {platform.python_version()}")
-    commands = parser.add_subparsers(
-        required=True,
-        metavar="show | emit | plan | report | compare | bisect | passes | inspect | run | sign | export-cmake | "
-        "conformance | build",
-    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_show(commands)
     _add_emit(commands)
     _add_plan(commands)

@@ -32,10 +32,16 @@ _SMALL_SIZE = 2
 """The size that a symbol without a hint has in random inputs, if its range allows."""
 
 
+def check_file(path: str | Path) -> None:
+    """Raises CommandError if there is no such file."""
+    if not Path(path).is_file():
+        is_folder = Path(path).is_dir()
+        raise CommandError(f"'{path}' is a folder, not a file" if is_folder else f"file '{path}' does not exist")
+
+
 def read_program_file(path: str) -> LoadedProgram:
     """Returns a saved program that does not run. Raises CommandError for a file that does not exist."""
-    if not Path(path).is_file():
-        raise CommandError(f"file '{path}' does not exist")
+    check_file(path)
     return read_saved(path)
 
 
@@ -94,8 +100,7 @@ def _short_type(type_: TensorType) -> str:
 
 def export_saved(chosen: argparse.Namespace) -> int:
     """Writes the CMake project of a saved program, and prints its folder."""
-    if not Path(chosen.target).is_file():
-        raise CommandError(f"file '{chosen.target}' does not exist")
+    check_file(chosen.target)
     export_cmake(load(chosen.target, emitter="cpp"), Path(chosen.folder))
     print(chosen.folder)
     return 0
@@ -106,8 +111,7 @@ def export_saved(chosen: argparse.Namespace) -> int:
 
 def run_saved(chosen: argparse.Namespace) -> int:
     """Runs a saved program on inputs from a file, or on random ones, and prints or writes its outputs."""
-    if not Path(chosen.target).is_file():
-        raise CommandError(f"file '{chosen.target}' does not exist")
+    check_file(chosen.target)
     if chosen.inputs is not None:
         refuse_flags(chosen, ("seed",), f"the inputs are those of '{chosen.inputs}'")
     program = load(chosen.target, emitter=chosen.emitter, trust=chosen.trust)
@@ -160,8 +164,7 @@ def _symbol_value(info: SymbolInfo) -> Number:
 
 def _read_values(path: Path) -> Mapping[str, object] | Sequence[object]:
     """Returns the values of a file: by name, or in order."""
-    if not path.is_file():
-        raise CommandError(f"file '{path}' does not exist")
+    check_file(path)
     read = _READERS.get(path.suffix)
     if read is None:
         raise CommandError(f"'{path}' is not one of {', '.join(f'*{suffix}' for suffix in _READERS)}")

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import ismodule
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,7 +80,8 @@ def _load_named(text: str) -> Target:
     named: Any = module
     for part in name.split("."):
         if not hasattr(named, part):
-            public = ", ".join(item for item in vars(module) if not item.startswith("_")) or "nothing"
+            names = [key for key, value in vars(module).items() if not key.startswith("_") and not ismodule(value)]
+            public = ", ".join(names) or "nothing"
             raise CommandError(f"'{module_name}' has no '{name}'; it has {public}")
         named = getattr(named, part)
     if isinstance(named, ExportedProgram):

@@ -23,7 +23,7 @@ def plan_table(plan: MemoryPlan, values: Mapping[str, Number] | None = None) -> 
     for block in plan.blocks:
         if not block.pools and block is not plan.body:
             continue
-        over = f"{block.peak / block.lower_bound:.3f} of it" if block.lower_bound else "the same"
+        over = f"{block.peak / block.lower_bound:.3f} times that" if block.lower_bound else "the same"
         lines.append(f"^{block.label}: peak {block.peak:,} bytes, lower bound {block.lower_bound:,}, {over}")
         for pool in block.pools:
             sizes = _PoolSizes(pool, values or {})

@@ -261,7 +261,7 @@ def test_a_module_by_name(model: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("{model}:absent", "has no 'absent'; it has torch, nn, make_model, with_inputs"),
+        ("{model}:absent", "has no 'absent'; it has make_model, with_inputs"),
         ("{model}:number", "is an object of type int; name a function, a module or a factory"),
         ("{model}:Layers.double", "'{model}:Layers.double' has no example inputs; pass --inputs"),
         ("{model}", "is not MODULE:NAME, FILE.py:NAME or FILE.pt2"),

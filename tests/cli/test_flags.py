@@ -61,6 +61,7 @@ REFUSED = {
     "passes extra": "unrecognized arguments: extra",
     "inspect saved.fxw --json": "unrecognized arguments: --json",
     "inspect missing.fxw": "file 'missing.fxw' does not exist",
+    "inspect .": "'.' is a folder, not a file",
     "run saved.fxw --inputs inputs.pt --seed 3": "--seed: the inputs are those of 'inputs.pt', so it has no effect",
     "run saved.fxw -o missing/x.pt": "the folder 'missing' does not exist",
     "run saved.fxw --emitter nope": "invalid choice: 'nope'",
