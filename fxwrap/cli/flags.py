@@ -32,6 +32,13 @@ _FILES = ("output", "json", "html", "repro", "svg", "trace", "snapshot")
 """The flags whose value, if it is a text, is a file that a command writes."""
 
 
+def check_input_file(path: str | Path) -> None:
+    """Raises CommandError if there is no such file."""
+    if not Path(path).is_file():
+        is_folder = Path(path).is_dir()
+        raise CommandError(f"'{path}' is a folder, not a file" if is_folder else f"file '{path}' does not exist")
+
+
 def check_files(chosen: argparse.Namespace) -> None:
     """Raises CommandError, before the work, for a file that cannot be written."""
     for path in [Path(value) for name in _FILES if isinstance(value := getattr(chosen, name, None), str)]:

@@ -16,7 +16,7 @@ from fxwrap.artifact.cmake_export import export_cmake
 from fxwrap.artifact.constants import read_tensor_file
 from fxwrap.artifact.signing import make_signing_key, public_key_of, sign
 from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor_bytes
-from fxwrap.cli.flags import refuse_flags
+from fxwrap.cli.flags import check_input_file, refuse_flags
 from fxwrap.cli.target import random_input
 from fxwrap.comparison.report import bytes_text
 from fxwrap.errors import ArtifactError, CommandError
@@ -32,16 +32,9 @@ _SMALL_SIZE = 2
 """The size that a symbol without a hint has in random inputs, if its range allows."""
 
 
-def check_file(path: str | Path) -> None:
-    """Raises CommandError if there is no such file."""
-    if not Path(path).is_file():
-        is_folder = Path(path).is_dir()
-        raise CommandError(f"'{path}' is a folder, not a file" if is_folder else f"file '{path}' does not exist")
-
-
 def read_program_file(path: str) -> LoadedProgram:
     """Returns a saved program that does not run. Raises CommandError for a file that does not exist."""
-    check_file(path)
+    check_input_file(path)
     return read_saved(path)
 
 
@@ -100,7 +93,7 @@ def _short_type(type_: TensorType) -> str:
 
 def export_saved(chosen: argparse.Namespace) -> int:
     """Writes the CMake project of a saved program, and prints its folder."""
-    check_file(chosen.target)
+    check_input_file(chosen.target)
     export_cmake(load(chosen.target, emitter="cpp"), Path(chosen.folder))
     print(chosen.folder)
     return 0
@@ -111,7 +104,7 @@ def export_saved(chosen: argparse.Namespace) -> int:
 
 def run_saved(chosen: argparse.Namespace) -> int:
     """Runs a saved program on inputs from a file, or on random ones, and prints or writes its outputs."""
-    check_file(chosen.target)
+    check_input_file(chosen.target)
     if chosen.inputs is not None:
         refuse_flags(chosen, ("seed",), f"the inputs are those of '{chosen.inputs}'")
     program = load(chosen.target, emitter=chosen.emitter, trust=chosen.trust)
@@ -164,7 +157,7 @@ def _symbol_value(info: SymbolInfo) -> Number:
 
 def _read_values(path: Path) -> Mapping[str, object] | Sequence[object]:
     """Returns the values of a file: by name, or in order."""
-    check_file(path)
+    check_input_file(path)
     read = _READERS.get(path.suffix)
     if read is None:
         raise CommandError(f"'{path}' is not one of {', '.join(f'*{suffix}' for suffix in _READERS)}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from fxwrap.cli.flags import check_input_file
 from fxwrap.comparison import Arguments
 from fxwrap.errors import CommandError, ParseError
 from fxwrap.lines import CORE_LINES
@@ -56,8 +57,7 @@ def load_target(text: str, inputs: str | None, seed: int) -> Target:
 
 
 def _load_exported(path: Path) -> Target:
-    if not path.is_file():
-        raise CommandError(f"file '{path}' does not exist")
+    check_input_file(path)
     try:
         exported = torch.export.load(path)
     except Exception as error:
@@ -103,9 +103,8 @@ def _import(name: str) -> ModuleType:
     try:
         if not name.endswith(".py"):
             return importlib.import_module(name)
+        check_input_file(name)
         path = Path(name)
-        if not path.is_file():
-            raise CommandError(f"file '{name}' does not exist")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None  # a path that ends in .py has both
         module = importlib.util.module_from_spec(spec)

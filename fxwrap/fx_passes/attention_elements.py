@@ -192,8 +192,8 @@ class ElementGraph(ScalarGraph):
             return source, (*coordinates[:dim], *coordinates[dim + 1 :])
         if name == "squeeze":
             sizes = sizes_of(source, self.fakes)
-            kept = [dim for dim in range(rank) if dim not in _squeezed(node, sizes)]
-            place = dict(zip(kept, coordinates, strict=True))
+            remaining = [dim for dim in range(rank) if dim not in _squeezed(node, sizes)]
+            place = dict(zip(remaining, coordinates, strict=True))
             return source, tuple([place.get(dim) for dim in range(rank)])
         return source, self._broadcast(source, coordinates[len(coordinates) - rank :])
 

@@ -46,11 +46,6 @@ class OffsetAssignment:
 
 def profile(count: int, spans: Sequence[Span], first: int = 0) -> Tensor:
     """Returns the live bytes at each of `count` lines from `first` on, int64."""
-    if len(spans) == 1:  # most calls: a pool grows by one buffer
-        ((start, end, size),) = spans
-        live = torch.zeros(count, dtype=torch.int64)
-        live[start - first : end - first] = size
-        return live
     return _profile(count, torch.tensor(spans, dtype=torch.int64).reshape(-1, 3), first)
 
 
