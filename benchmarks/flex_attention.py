@@ -25,6 +25,8 @@ import argparse
 import fcntl
 import json
 import math
+import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -340,13 +342,18 @@ def measure_apart(case: Case, arguments: argparse.Namespace, deadline: float) ->
     seconds = None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0)
     if seconds == 0.0:
         return "the time is over"
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its compile workers too, which hold the pipes
+        process.communicate()
         return "the time is over"
-    if finished.returncode:
-        return first_line(RuntimeError(finished.stderr[-1000:]))
-    result: list[Any] | str = json.loads(finished.stdout.splitlines()[-1])
+    if process.returncode:
+        return first_line(RuntimeError(errors[-1000:]))
+    result: list[Any] | str = json.loads(output.splitlines()[-1])
     return result if isinstance(result, str) else (result[0], result[1])
 
 
