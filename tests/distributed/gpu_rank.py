@@ -1,10 +1,9 @@
-"""One rank on a GPU: training cases beside eager, and fused communication; prints each result as a line of JSON."""
+"""One rank on a GPU: fused and captured communication; prints each result as a line of JSON."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,6 @@ from fxwrap.options import EMITTERS, Options
 from tests.distributed.captured_collectives import check_captured_collectives, counted_replays
 from tests.distributed.overlap_rank import check_pooled_buckets
 from tests.distributed.processes import run_checks
-from tests.distributed.training_cases import CASES
-from tests.distributed.training_rank import check
 from tests.fused_communication.rank import check_training
 
 C10D = torch.ops._c10d_functional
@@ -90,7 +87,6 @@ CHECKS: Mapping[str, Callable[[], None]] = {
     "fused_communication": check_fused_communication,
     "one_shot_all_reduce": check_one_shot_all_reduce,
     "fused_training": lambda: check_training(torch.device("cuda", torch.cuda.current_device())),
-    **{name: partial(check, name, "fxwrap") for name in CASES},
 }
 
 

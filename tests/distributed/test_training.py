@@ -21,6 +21,9 @@ from tests.support.long_form import LONG
 IN_SUITE = ("experts", "whole_step_of_fsdp_and_experts", *(("fsdp_of_blocks", "whole_step_of_ddp") if LONG else ()))
 """Cases that `test_two_ranks.py` has nothing like; `tests/training/test_data_parallel.py` has steps with DDP."""
 
+GPU_PARTS = 6
+"""Pairs of processes that share the cases on GPUs: each pair starts once."""
+
 
 def run_cases(names: Sequence[str], folder: Path, world_size: int, device: str = "cpu") -> None:
     arguments = (str(world_size), device, "fxwrap", *names)
@@ -40,9 +43,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=NO_SECOND_CUDA)
-@pytest.mark.parametrize("name", GPU_CASES)
-def test_two_gpus(name: str, tmp_path: Path) -> None:
-    run_cases([name], tmp_path, 2, "cuda")
+@pytest.mark.parametrize("part", range(GPU_PARTS))
+def test_two_gpus(part: int, tmp_path: Path) -> None:
+    run_cases(list(GPU_CASES)[part::GPU_PARTS], tmp_path, 2, "cuda")
 
 
 def main() -> None:
