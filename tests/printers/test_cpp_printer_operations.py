@@ -32,6 +32,8 @@ add sub mul div maximum minimum neg abs sign fmax fmin floor ceil round trunc re
 trunc_divide
 """
 EXACT = frozenset(EXACT_NAMES.split())
+REMAINDERS = frozenset({"fmod", "remainder", "floor_divide"})
+"""Exact too; but where a quotient overflows, eager's remainders are NaN, so their reference is computed in float64."""
 
 SPECIAL_FLOATS = (
     0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.0, -7.25, 1e-3, 0.9999, 88.5, -88.5, 89.0, -104.5, 1e10, -1e10,
@@ -61,7 +63,23 @@ def operands_of(spec: OperationSpec, dtype: torch.dtype) -> list[torch.Tensor]:
         first, last = chosen[1][:20], chosen[2][:20]
         chosen[1:] = [first, last[torch.arange(last.numel()).flip(0)]]  # there is no flip of float8
     grid = torch.meshgrid(*[torch.arange(item.numel()) for item in chosen], indexing="ij")
-    return [item[index.flatten()] for item, index in zip(chosen, grid, strict=True)]
+    used = [item[index.flatten()] for item, index in zip(chosen, grid, strict=True)]
+    if spec.name in REMAINDERS and dtype in FLOATS:
+        used = [torch.cat(parts) for parts in zip(used, dividends_and_divisors(dtype), strict=True)]
+    return used
+
+
+def dividends_and_divisors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of all exponents: small quotients, multiples and their neighbours, and large quotients."""
+    generator = torch.Generator().manual_seed(13)
+    word = torch.int32 if dtype is torch.float32 else torch.int64
+    limits = torch.iinfo(word)
+    divisor = torch.randint(limits.min, limits.max, (4096,), generator=generator, dtype=word).view(dtype)
+    small = torch.randn(4096, generator=generator, dtype=dtype) * 1000
+    multiple = torch.randint(-(2**23), 2**23, (4096,), generator=generator).to(dtype) * divisor
+    beside = torch.nextafter(multiple, torch.zeros_like(multiple))
+    large = divisor * torch.exp2(torch.randint(0, 90, (4096,), generator=generator)).to(dtype) * small
+    return torch.cat([divisor * small, multiple, beside, large]), divisor.repeat(4)
 
 
 def kernel_of(spec: OperationSpec, used: Sequence[torch.Tensor], result: torch.dtype) -> Kernel:
@@ -122,10 +140,11 @@ compiled = compiled_together(lambda spec, dtype: _case(spec, dtype)[0])
 def test_operations_match_torch(spec: OperationSpec, dtype: torch.dtype) -> None:
     kernel, used = _case(spec, dtype)
     result, actual = kernel.outputs[0].dtype, run(kernel, used)
-    if dtype not in FLOATS or result is torch.bool or spec.name in EXACT or spec.name == "where":
-        torch.testing.assert_close(actual, spec.reference(*used), rtol=0, atol=0, equal_nan=True)
+    if dtype not in FLOATS or result is torch.bool or spec.name in {*EXACT, *REMAINDERS, "where"}:
+        is_nan_in_eager = dtype in FLOATS and spec.name in REMAINDERS - EXACT
+        expected = spec.reference(*[item.double() if is_nan_in_eager else item for item in used]).to(result)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
         if dtype in FLOATS and result is not torch.bool:
-            expected = spec.reference(*used)
             real = ~expected.isnan()
             assert torch.equal(actual.signbit()[real], expected.signbit()[real]), "signed zeros"
         return

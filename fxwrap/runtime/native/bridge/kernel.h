@@ -14,6 +14,7 @@
 // Clang does so by a flag (build.py).
 #if defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__) && defined(__x86_64__)
 #if __GLIBC__ > 2 || __GLIBC_MINOR__ >= 35
+#define HAS_VECTOR_MATH
 #define VECTOR_MATH __attribute__((simd("notinbranch"), const))
 #endif
 #endif
@@ -39,6 +40,9 @@ double nextafter(double, double) noexcept;
 float nextafterf(float, float) noexcept;
 double fmod(double, double) noexcept;
 float fmodf(float, float) noexcept;
+// The same, with the vector forms of vector_math.h.
+VECTOR_MATH double vector_fmod(double, double) noexcept __asm__("fmod");
+VECTOR_MATH float vector_fmodf(float, float) noexcept __asm__("fmodf");
 }
 
 constexpr double infinity = __builtin_inf();
@@ -305,13 +309,15 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
 UNARY(tan) UNARY(sinh) UNARY(cosh)
 UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc) UNARY(lgamma)
-BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter) BINARY(fmod)
+BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter)
 #undef UNARY
 #undef BINARY
 INLINE float sin(float x) { return ::sinef(x); }
 INLINE double sin(double x) { return ::sine(x); }
 INLINE float cos(float x) { return ::cosinef(x); }
 INLINE double cos(double x) { return ::cosine(x); }
+INLINE float fmod(float a, float b) { return ::vector_fmodf(a, b); }
+INLINE double fmod(double a, double b) { return ::vector_fmod(a, b); }
 
 INLINE double exp(double x) { return ::exp(x); }
 INLINE double erf(double x) { return ::erf(x); }
@@ -401,11 +407,10 @@ template <class T> INLINE T remainder(T a, T b) {
   return ((rest != 0) & ((b < 0) != (rest < 0))) ? rest + b : rest;
 }
 template <class T> INLINE T floor_divide(T a, T b) {
-  if (b == 0) return a / b;
   const T rest = fmod(a, b);
-  const T quotient = (a - rest) / b - T((rest != 0) & ((b < 0) != (rest < 0)));
-  const T whole = floor(quotient);
-  return quotient == 0 ? copysign(T(0), a / b) : whole + T(quotient - whole > T(0.5));
+  const T quotient = (b == 0 ? a : a - rest) / b - T((rest != 0) & ((b < 0) != (rest < 0)));
+  const T whole = floor(quotient), nearest = whole + T(quotient - whole > T(0.5));
+  return quotient == 0 ? copysign(T(0), signbit(a) != signbit(b) ? T(-1) : T(1)) : nearest;
 }
 template <class T> INLINE T trunc_divide(T a, T b) { return trunc(a / b); }
 
@@ -730,6 +735,9 @@ inline void load_transposed(const T* source, int64_t stride, int height, int wid
 }
 
 #include "contractions.h"
+#ifdef HAS_VECTOR_MATH
+#include "vector_math.h"
+#endif
 
 // --- scans ------------------------------------------------------------------------------------------------------------
 
