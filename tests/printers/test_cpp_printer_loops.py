@@ -263,6 +263,28 @@ def test_the_vectorised_axis_is_not_that_of_many_values_of_rows() -> None:
     assert "load_transposed" not in check(pointwise(formula, 64, 64, *buffers))
 
 
+def test_values_of_one_axis_are_tables() -> None:
+    """As the indices and weights of an upsampled image, and the scales of its channels: here all in one kernel."""
+    body = KernelBuilder()
+    axes = image, row, column, channel = [Axis(name, size) for name, size in zip("nijc", (2, 10, 12, 24), strict=True)]
+    at = {}
+    for axis in (row, column):
+        middle = ((body.index(axis).to(F32) + 0.5) * 0.5 - 0.5).maximum(0.0)
+        below = middle.to(torch.int64)
+        at[axis] = body.indirect_index(below, axis.size), middle - below.to(F32)
+    source = linearize_index([image, at[row][0], at[column][0], channel], (2, 5, 6, 24))
+    deviation = body.load("deviation", as_index(channel), F32)
+    scale = (deviation * deviation + 1e-5).rsqrt()
+    value = body.load("x", source, F32) * (at[row][1] + at[column][1] * 2.0) * scale
+    size = 2 * 10 * 12 * 24
+    body.store("out", linearize_index(axes, (2, 10, 12, 24)), value)
+    inputs = [Buffer("x", F32, 2 * 5 * 6 * 24), Buffer("deviation", F32, 24)]
+    printed = check(body.finish(axes, [], inputs, [Buffer("out", F32, size)]))
+    tables, loops = printed.split("for (int64_t n = 0", 1)
+    assert tables.count("_table[") == 2 * 5 and tables.count("int32_t cast_") == 2
+    assert "op::" not in loops
+
+
 def window_sum(width: int, channels_last: bool) -> Kernel:
     """Sums of the padded windows of images [2, 9, 11] of 24 channels: masks of rows, of columns and of both."""
     body, channels, padding = KernelBuilder(), 24, width // 2

@@ -6,7 +6,7 @@ after it, which the keys tell in constant time. So the cost per node does not gr
 
 Within a kernel every definition has a mapping: the index of its element at each point of the kernel's iteration space.
 Two definitions can be fused if the mappings make one read exactly the element that the other computes, or make both
-read the same memory.
+read the same memory, or one tensor at indirect indices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
-from fxwrap.loop_ir import Atom, Axis, IndexLike, as_index
+from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
@@ -260,6 +260,8 @@ class Fusion:
         source = shared_source(definition)
         if source is not definition and any(shared_source(member.definition) is source for member in kernel.members):
             saved += 1.0
+        if not saved and mapping.at == tuple(map(as_index, kernel.space)) and _share_indirect_reads(kernel, trace):
+            saved = 0.75  # elements that both read; which ones is known at run time only
         if not saved and self._is_small(kernel.space) and len(kernel.space) == len(trace.axes) > 0:
             saved = 0.5  # a launch
         return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, definition) else None
@@ -353,3 +355,13 @@ class Fusion:
         readers = self._readers.setdefault(definition, [])
         if item not in readers[-_MAX_CANDIDATES:]:
             readers.append(item)
+
+
+def _share_indirect_reads(kernel: KernelPlan, trace: Trace) -> bool:
+    """Whether both read elements of one tensor at indirect indices, as the corners of interpolated images are."""
+    mine = {other for other, at in trace.reads if _is_indirect(at)}
+    return any(_is_indirect(at) for other in mine for at in kernel.reads.get(other, ()))
+
+
+def _is_indirect(at: Sequence[Index]) -> bool:
+    return any(isinstance(atom, IndirectIndex) for index in at for atom in index.atoms())

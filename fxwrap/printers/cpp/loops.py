@@ -6,6 +6,8 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
+
 from fxwrap.loop_ir import (
     Axis,
     DeviceAssert,
@@ -19,6 +21,7 @@ from fxwrap.loop_ir import (
     specialise,
     split_loop,
 )
+from fxwrap.printers.cpp.axis_tables import choose_tables
 from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import find_cases
@@ -116,7 +119,8 @@ class PointwisePrinter(LoopPrinter):
 
     def print(self) -> None:
         """Writes the loops."""
-        stores, known = self.kernel.stores, EmittedValues()
+        self.tables = choose_tables(self.plan)
+        stores, known = self.kernel.stores, self.print_tables()
         if self.plan.vector_axis is None:
             self.write_device_asserts(self.device_asserts, known)
             self.write_stores(stores, known)
@@ -126,7 +130,7 @@ class PointwisePrinter(LoopPrinter):
         if self.plan.serial and self.plan.scatters_are_disjoint:
             self.print_scatter(inner)
         elif self.plan.transposed_loads[1]:
-            self.print_tiles()
+            self.print_tiles(known)
         elif not heads:
             with self.writer.nest([loop_head(vector_axis)], self.parallel(" simd")):
                 self.write_device_asserts(self.device_asserts, known)
@@ -208,7 +212,28 @@ class PointwisePrinter(LoopPrinter):
                     self.write_stores(segment.kernel.stores, dict(known))
         self.statements.kernel = kernel
 
-    def print_tiles(self) -> None:
+    def print_tables(self) -> EmittedValues:
+        """Writes the tables of values that depend on one axis alone; returns the texts of their elements."""
+        known: EmittedValues = {}
+        for axis in self.kernel.axes:
+            tables = [table for table in self.tables if table.axis == axis]
+            for table in tables:
+                name = f"{self.statements.name(table.position)}_table"
+                self.writer.line(f"{CPP_TYPES[table.dtype]} {name}[{axis.size}];")
+                known[table.position] = f"{name}[{axis.name}]"
+            if tables:
+                with self.writer.nest([loop_head(axis)], "#pragma omp simd"):
+                    values: EmittedValues = {}
+                    self.statements.write([table.position for table in tables], values)
+                    for table in tables:
+                        value = _converted(values[table.position], self.statements.dtype(table.position), table.dtype)
+                        self.writer.line(f"{known[table.position]} = {value};")
+        for table in self.tables:
+            dtype = self.statements.dtype(table.position)
+            known[table.position] = _converted(known[table.position], table.dtype, dtype)
+        return known
+
+    def print_tiles(self, known: EmittedValues) -> None:
         """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""
         (axis, loads), vector_axis = self.plan.transposed_loads, self.vector_axis
         assert axis is not None
@@ -218,7 +243,6 @@ class PointwisePrinter(LoopPrinter):
             heads.append(f"for (int64_t {start} = 0; {start} < {print_size(item.size)}; {start} += tile)")
         width = max(self.statements.dtype(position).itemsize for position in loads)
         self.writer.line(f"constexpr int tile = tile_size({self.plan.max_tile_size}, {width});")
-        known: EmittedValues = {}
         with self.writer.nest(heads, self.parallel()):
             ends = []
             for item, name in ((axis, "height"), (vector_axis, "width")):
@@ -252,6 +276,14 @@ class PointwisePrinter(LoopPrinter):
         """Writes the operands of the vectorised loop that do not depend on its axis."""
         kernel = self.statements.kernel
         ends = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store | DeviceAssert)]
-        needed = kernel.backward_slice(ends)
+        needed = kernel.backward_slice(ends, known)
+        used = {operand for item in needed for operand in self.operands_of(item)}
+        for table in self.tables:
+            if table.axis != self.vector_axis and table.position in used:
+                known[table.position] = self.statements.declare(table.position, known[table.position])
         fixed = {item for item in needed if self.vector_axis not in self.plan.dependent_axes[item]}
         self.statements.write(sorted(self.frontier(needed, fixed)), known)
+
+
+def _converted(text: str, dtype: torch.dtype, result: torch.dtype) -> str:
+    return text if dtype is result else f"{CPP_TYPES[result]}({text})"

@@ -187,6 +187,13 @@ def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     p.copy_(p - 0.01 * mean / (spread.sqrt() + 1e-8))
 
 
+def _interpolated(x: Tensor) -> Tensor:
+    position = torch.arange(8, device=x.device) * 0.4
+    above = position.to(torch.int64)
+    first, second = x[above], x[(above + 1).clamp(max=3)]
+    return first + (second - first) * (position - above)[:, None] + second.tanh()
+
+
 ONE_KERNEL: dict[str, Callable[..., Any]] = {
     "vertical": lambda x: ((x + 1).tanh() * x).relu(),
     "horizontal": lambda x: (x.tanh(), x.sigmoid(), x.t() * 2),
@@ -204,9 +211,11 @@ ONE_KERNEL: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_KERNEL)
+@pytest.mark.parametrize("case", [*ONE_KERNEL, "interpolation"])
 def test_one_kernel(case: str) -> None:
-    planned = check(ONE_KERNEL[case], torch.randn(4, 6))
+    """Small kernels share launches; both neighbours of large interpolated rows belong to one kernel as well."""
+    is_large = case == "interpolation"
+    planned = check(_interpolated if is_large else ONE_KERNEL[case], torch.randn(4, 8200 if is_large else 6))
     assert len(planned.launches) == 1 and not planned.calls
 
 
