@@ -61,8 +61,8 @@ def _values_of_one_axis(plan: LoopPlan) -> list[int]:
     is_movable: list[bool] = []
     used = set[int]()
     for item, axes in zip(plan.kernel.operations, plan.dependent_axes, strict=True):
-        is_value = isinstance(item, Compute | Constant | IndexValue | Load | SymbolicScalar)
-        is_number = is_value and item.dtype is not torch.bool
+        kinds = Compute | Constant | IndexValue | Load | SymbolicScalar
+        is_number = isinstance(item, kinds) and item.dtype is not torch.bool
         is_movable.append(is_number and len(axes) <= 1 and all(is_movable[operand] for operand in operands(item)))
         if not is_movable[-1]:
             used.update(operands(item))
