@@ -1,7 +1,7 @@
 """Common subexpression elimination, which also removes clones of tensors that nothing writes.
 
 Models repeat calls in every layer: an attention mask in the layout that a kernel needs, sines and cosines of
-positions. AOTAutograd eliminates them in training graphs only. Dropout in evaluation mode is a clone.
+positions. Dropout in evaluation mode is a clone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def eliminate_common_subexpressions(graph: PreparedGraph) -> PreparedGraph:
     return copy.finish()
 
 
-def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues) -> dict[Node, Node]:
-    """Returns, for each redundant call, the earlier node with the same value."""
+def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues, *, saves_results: bool = False) -> dict[Node, Node]:
+    """Returns, for each redundant call, the earlier node with the same value.
+
+    `saves_results` says that the graph is partitioned later, and any result may be saved for the backward. Between
+    the parts a caller may write inputs and outputs: clones stay, and calls that share storage with an output.
+    """
     written = written_storages(nodes, fakes)
     storages = {node: storages_of(fakes.get(node)) for node in nodes}
     outputs = next(node for node in nodes if node.op == "output").all_input_nodes
@@ -57,9 +61,9 @@ def common_subexpressions(nodes: Sequence[Node], fakes: NodeValues) -> dict[Node
         if not _is_candidate(node, fakes):
             continue
         read, own = _union(storages, node.all_input_nodes), storages[node]
-        if (read | own) & written:
+        if (read | own) & written or (saves_results and own & returned):
             continue
-        first = _clone_source(node, fakes, duplicates)
+        first = None if saves_results else _clone_source(node, fakes, duplicates)
         if first is None:
             key = _expression_key((node.target, node.args, tuple(sorted(node.kwargs.items()))), duplicates)
             first = first_by_key.setdefault((key, RECOMPUTED in node.meta), node)

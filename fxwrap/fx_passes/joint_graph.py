@@ -9,16 +9,17 @@ offset within the window fits in a byte.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
-from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes
+from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes, storages_of
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
@@ -76,20 +77,35 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
             replaced.append(node.meta["val"])
             node.replace_all_uses_with(result)
             joint.graph.erase_node(node)
+    _update_views(joint.graph, {storage_identity(fake) for fake in replaced})
+    joint.recompile()
+    return joint
+
+
+def eliminate_common_subexpressions(joint: GraphModule, _options: Options) -> GraphModule:
+    """Makes each pure call once (CSE), in place; returns the graph."""
+    joint.graph.eliminate_dead_code()
+    nodes = list(joint.graph.nodes)
+    fakes = {node: node.meta.get("val") for node in nodes}
+    replaced: set[int] = set()
+    for node, first in common_subexpressions(nodes, fakes, saves_results=True).items():
+        read = {storage for operand in node.all_input_nodes for storage in storages_of(operand.meta.get("val"))}
+        replaced |= storages_of(fakes[node]) - read
+        node.replace_all_uses_with(first)
+        joint.graph.erase_node(node)
     _update_views(joint.graph, replaced)
     joint.recompile()
     return joint
 
 
-def _update_views(graph: Graph, replaced: Sequence[FakeTensor]) -> None:
-    """Gives views of replaced results fake values in the storage of the new results.
+def _update_views(graph: Graph, replaced: Set[int]) -> None:
+    """Gives views of replaced results, by the identities of their storages, fake values in those of the new results.
 
     AOTAutograd donates a saved tensor to the backward if its fake value shares its storage with no output.
     """
-    storages = {storage_identity(fake) for fake in replaced}
     for node in graph.nodes if replaced else ():
         fake = node.meta.get("val")
-        if isinstance(fake, FakeTensor) and storage_identity(fake) in storages and can_propagate_fake(node):
+        if isinstance(fake, FakeTensor) and storage_identity(fake) in replaced and can_propagate_fake(node):
             fakes = {operand: operand.meta["val"] for operand in node.all_input_nodes}
             node.meta = {**node.meta, "val": run_on_fakes(node, fakes, fake)}
 
@@ -328,5 +344,9 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
     ),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
+    Step(
+        "eliminate_common_subexpressions", "make equal pure calls once (CSE), in forward and backward",
+        eliminate_common_subexpressions,
+    ),
 )  # fmt: skip
 """The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""

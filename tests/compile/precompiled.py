@@ -137,18 +137,24 @@ def load(folder: Path) -> dict[str, dict[str, object]]:
     torch.compiler.load_cache_artifacts((folder / "caches.bin").read_bytes())
     results |= {f"cached-{emitter}": load_cached(emitter) for emitter in EMITTERS}
     results["precompiled"] = load_precompiled()
-    results["inductor"] = {"code_generators": "torch._inductor.select_algorithm" in sys.modules}
     return results
 
 
+def imported_code_generators() -> bool:
+    """Whether this process has imported those of TorchInductor."""
+    return "torch._inductor.select_algorithm" in sys.modules
+
+
 def main() -> None:
-    """Saves into a folder, or loads from it and prints the results as JSON."""
+    """Saves into a folder or loads from it; prints the results, and what was imported, as JSON."""
     if hasattr(dynamo_config, "enable_aot_compile"):
         dynamo_config.enable_aot_compile = True
+    results: dict[str, object] = {}
     if sys.argv[1] == "save":
         save(Path(sys.argv[2]))
     else:
-        print(json.dumps(load(Path(sys.argv[2]))))
+        results |= load(Path(sys.argv[2]))
+    print(json.dumps({**results, "code_generators": imported_code_generators()}))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,24 @@ def test_gradients(function: Callable[..., Tensor]) -> None:
         assert count_saved_matmul_sized(programs[0]) == SAVED[function]
 
 
+def test_what_a_caller_may_write_is_not_saved() -> None:
+    """A call that is equal to that of an output stays: the backward reads its result."""
+
+    def step(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ w, (x @ w).sin().sum()
+
+    gradients: list[Tensor] = []
+    for function in (step, torch.compile(step, backend="fxwrap", options={"emitter": "interpreter"})):
+        x, w = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(2, 4), torch.linspace(0, 2, 12).double()
+        w = w.reshape(4, 3).requires_grad_()
+        output, loss = function(x, w)
+        output.detach().zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert w.grad is not None
+        gradients.append(w.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("function", [no_reduction, tangents], ids=lambda item: item.__name__)
 def test_gradients_in_half_precision(function: Callable[..., Tensor]) -> None:
     eager, _ = run(function, torch.bfloat16, None)

@@ -21,12 +21,8 @@ import torch
 import fxwrap
 
 _RANKS = ("rank", "compile_rank", "overlap_rank", "speed_rank", "training_rank")
-# AOTAutograd imports the last two: for its partitions, and for a log.
-_PRELOADED = (
-    "tests.support.quick_torch",
-    *[f"tests.distributed.{name}" for name in _RANKS],
-    *("torch._inductor.pattern_matcher", "torch._inductor.debug"),
-)
+# AOTAutograd imports the last one for a log.
+_PRELOADED = ("tests.support.quick_torch", *[f"tests.distributed.{name}" for name in _RANKS], "torch._inductor.debug")
 
 
 def child_environment(**variables: str) -> dict[str, str]:
