@@ -206,6 +206,40 @@ def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, di
     check(layer_norm(*sizes, dtype, dim), rtol=1e-4)
 
 
+def group_norm(groups: int, columns: int, rows: int, updates_mean: bool = False) -> Kernel:
+    """A group norm of channels-last images, which stores the means and the largest elements of groups too."""
+    body = KernelBuilder()
+    image, group = parallel = [Axis("n", 2), Axis("g", groups)]
+    row, column = reduced = [Axis("i", rows), Axis("c", columns)]
+    at, result = (
+        linearize_index([image, row, group, column], (2, rows, groups, columns)),
+        as_index(image) * groups + group,
+    )
+    x = body.load("x", at, F32)
+    mean, squares = body.reduce("welford", x)
+    scale = (squares / float(rows * columns) + 1e-5).rsqrt()
+    weight = body.load("w", as_index(group) * columns + column, F32)
+    body.store("out", at, (x - mean) * scale * weight)
+    body.store("mean", result, mean + body.load("mean", result, F32) if updates_mean else mean)
+    body.store("highest", result, body.reduce("max", x)[0])
+    count = 2 * rows * groups * columns
+    inputs = [Buffer("x", F32, count), Buffer("w", F32, groups * columns)]
+    outputs = [Buffer("out", F32, count), Buffer("mean", F32, 2 * groups), Buffer("highest", F32, 2 * groups)]
+    return body.finish(parallel, reduced, inputs, outputs)
+
+
+@pytest.mark.parametrize(("groups", "columns", "rows"), [(3, 6, 20), (35, 10, 70), (2, 24, 2000)])
+def test_groups_of_columns_are_reduced_as_columns(groups: int, columns: int, rows: int) -> None:
+    """In one block of columns, in several, and in parallel parts of long columns."""
+    source = check(group_norm(groups, columns, rows), rtol=1e-4)
+    assert f"combine_groups<{columns}>" in source
+    assert ("parallel for schedule" in source) == (rows == 2000)
+
+
+def test_results_of_groups_that_are_read_are_stored_once() -> None:
+    assert "combine_groups" not in print_cpp_kernel(group_norm(3, 6, 20, updates_mean=True)).source
+
+
 def test_a_store_over_an_input_does_not_change_what_later_stages_read() -> None:
     body = KernelBuilder()
     row, column = Axis("row", 3), Axis("column", 100)

@@ -60,6 +60,9 @@ SCAN_BLOCK = 256
 COLUMN_BLOCK = 128
 """Columns that are reduced together if the vectorised axis is parallel."""
 
+VECTOR_LANES = 16
+"""Elements of the longest vectors, of float32."""
+
 ROW_BUFFER_MIN_COST = 3
 """Smallest cost in instructions of a value that is stored in a row buffer instead of being recomputed."""
 
@@ -69,10 +72,14 @@ ROW_BUFFER_MAX_ELEMENTS = 8192
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """A kernel and the axis of its innermost, vectorised loop, with the properties that printing depends on."""
+    """A kernel and the axis of its innermost, vectorised loop, with the properties that printing depends on.
+
+    If the axis is parallel, reductions combine `group` adjacent columns: all of these have the result.
+    """
 
     kernel: Kernel
     vector_axis: Axis | None
+    group: int = 1
 
     @property
     def vector_axis_is_reduced(self) -> bool:
@@ -122,7 +129,9 @@ class LoopPlan:
             count = count // self.vector_axis.size * -(-self.vector_axis.size // COLUMN_BLOCK)
         if count >= MIN_PARALLEL_ITERATIONS:
             return False
-        return not isinstance(self.kernel.reduced_count, int) or self.kernel.reduced_count >= MIN_PARALLEL_WORK
+        columns = 1 if self.group == 1 or self.vector_axis is None else self.vector_axis.size
+        length = product([self.kernel.reduced_count, columns])
+        return not isinstance(length, int) or length >= MIN_PARALLEL_WORK
 
     @cached_property
     def transposed_loads(self) -> tuple[Axis | None, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
+from fxwrap.printers.cpp.grouped_columns import plan_grouped_columns
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
 from fxwrap.printers.cpp.matrix_contractions import MatrixContractionPrinter, is_matrix_contraction
@@ -81,6 +82,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
             raise KernelError("it reduces some of its reduced axes, and is no streaming reduction")
         streaming = FewRowsPrinter if has_few_rows(kernel, parts) else StreamingPrinter
         return streaming(plan, parts, writer, origin_comments)
+    grouped = plan_grouped_columns(kernel)
+    if grouped is not None:
+        return ColumnPrinter(grouped, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,14 @@ from typing import Final
 import torch
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Scan, Store
-from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, MAX_LANE_ELEMENTS, SCAN_BLOCK, LoopPlan, split_reduction
+from fxwrap.printers.cpp.loop_plan import (
+    COLUMN_BLOCK,
+    MAX_LANE_ELEMENTS,
+    SCAN_BLOCK,
+    VECTOR_LANES,
+    LoopPlan,
+    split_reduction,
+)
 from fxwrap.printers.cpp.loops import loop_head
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.reductions import ReductionPrinter, RowPrinter
@@ -168,7 +176,10 @@ class ColumnPrinter(ScanPrinterBase):
         vector_axis = self.vector_axis
         size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
         is_fixed = isinstance(vector_axis.size, int)
-        self.block = max(min(COLUMN_BLOCK, vector_axis.size) if isinstance(vector_axis.size, int) else COLUMN_BLOCK, 1)
+        whole_vectors = math.lcm(self.plan.group, VECTOR_LANES)
+        unit = whole_vectors if whole_vectors <= COLUMN_BLOCK else self.plan.group
+        largest = COLUMN_BLOCK // unit * unit
+        self.block = max(min(largest, vector_axis.size) if isinstance(vector_axis.size, int) else largest, 1)
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
         heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
@@ -207,6 +218,9 @@ class ColumnPrinter(ScanPrinterBase):
             with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
                 self.column_body(reductions, stores, known)
         for position in reductions:
+            if self.plan.group > 1:
+                name, combine = self.statements.name(position), self.combine(position)
+                self.writer.line(f"{name}_lanes.combine_groups<{self.plan.group}>({combine});")
             known[position] = self.result(position)
 
     def hoist_column_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:

@@ -581,6 +581,14 @@ template <class T, int lanes> struct Lanes {
     fold<lanes / 2>(at, combine);
     return at[0];
   }
+  // Combines adjacent lanes: all lanes of a group have the result.
+  template <int group, class Combine> INLINE void combine_groups(Combine combine) {
+    for (int first = 0; first + group <= lanes; first += group) {
+      T result = at[first];
+      for (int lane = 1; lane < group; ++lane) result = combine(result, at[first + lane]);
+      for (int lane = 0; lane < group; ++lane) at[first + lane] = result;
+    }
+  }
 };
 
 // Partial results of the parts of a long reduction, combined pairwise in a fixed order. Few are on the stack.
