@@ -50,8 +50,8 @@ def _are_adjacent(kernel: Kernel, group: Axis, column: Axis) -> bool:
     read = {load.buffer for load in loads}
     if any(store.buffer in read and column not in store.index.axes() for store in kernel.stores):
         return False
-    along = [item.index for item in (*loads, *kernel.stores) if column in item.index.axes()]
-    strides = {(_stride(index, column), _stride(index, group)) for index in along}
+    accesses = [*[load.index for load in loads], *[store.index for store in kernel.stores]]
+    strides = {(_stride(index, column), _stride(index, group)) for index in accesses if column in index.axes()}
     return strides == {(1, column.size)}
 
 
@@ -63,7 +63,7 @@ def _stride(index: Index, axis: Axis) -> int | None:
 def _merge(kernel: Kernel, group: Axis, column: Axis) -> LoopPlan:
     assert isinstance(group.size, int) and isinstance(column.size, int)
     merged = Axis(group.name, group.size * column.size)
-    at = {group: as_index(merged) // column.size, column: as_index(merged) % column.size}
+    at: dict[Atom, IndexLike] = {group: as_index(merged) // column.size, column: as_index(merged) % column.size}
     operations = [
         map_operation(item, lambda position: position, lambda index: index.substitute(at)) for item in kernel.operations
     ]
