@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxwrap.loop_ir import Axis, DeviceAssert, Index, Kernel, Load, Reduce, Scan, as_index, map_operation
+from fxwrap.loop_ir import (
+    Atom,
+    Axis,
+    DeviceAssert,
+    Index,
+    IndexLike,
+    Kernel,
+    Load,
+    Reduce,
+    Scan,
+    as_index,
+    map_operation,
+)
 from fxwrap.printers.cpp.loop_plan import COLUMN_BLOCK, LoopPlan
 
 MIN_COLUMN_LENGTH = 16
