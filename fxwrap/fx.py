@@ -10,12 +10,12 @@ from fxwrap.compile.steps import plan_program
 from fxwrap.converters.exported import signature_of_program, to_exported_program
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.converters.from_fx.regions import update_region
-from fxwrap.converters.fx import to_fx
+from fxwrap.converters.fx import placeholder_fakes, to_fx
 from fxwrap.converters.fx.codegen import direct_code
 from fxwrap.converters.fx.region_tools import RegionCall, copy_region, inline_regions, regions
 from fxwrap.options import Options
 from fxwrap.passes.profile_ranges import remove_profile_ranges
-from fxwrap.torch_compat import FakeTensor, graph_codegen
+from fxwrap.torch_compat import graph_codegen
 
 __all__ = [
     "RegionCall",
@@ -56,7 +56,7 @@ def functional(graph_module: GraphModule) -> GraphModule:
     Raises FxImportError for a graph that `from_fx` cannot import, and UnsupportedError for a line without a functional
     form.
     """
-    return to_fx(from_fx(graph_module), fake_inputs=_fake_inputs(graph_module), form="functional").graph_module
+    return to_fx(from_fx(graph_module), fake_inputs=placeholder_fakes(graph_module), form="functional").graph_module
 
 
 def in_place(graph_module: GraphModule, *, options: Options | None = None) -> GraphModule:
@@ -66,13 +66,7 @@ def in_place(graph_module: GraphModule, *, options: Options | None = None) -> Gr
     The argument is not changed. Raises FxImportError for a graph that `from_fx` cannot import.
     """
     program = plan_program(from_fx(graph_module), (options or Options(emitter="fx")).resolve_devices())
-    return to_fx(program, fake_inputs=_fake_inputs(graph_module)).graph_module
-
-
-def _fake_inputs(graph_module: GraphModule) -> dict[str, FakeTensor]:
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    values = {node.name: node.meta.get("val") for node in placeholders}
-    return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
+    return to_fx(program, fake_inputs=placeholder_fakes(graph_module)).graph_module
 
 
 def enable_direct_launches(graph_module: GraphModule) -> GraphModule:

@@ -33,6 +33,7 @@ from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.emitted_program import EmittedProgram
 from fxwrap.converters.exported import ExportedSignature, is_emitted
 from fxwrap.converters.from_fx import from_fx
+from fxwrap.converters.fx import placeholder_fakes
 from fxwrap.converters.interpreter import CheckedInterpreter
 from fxwrap.debugging import (
     GraphCase,
@@ -279,10 +280,7 @@ def _prepare(request: CompileRequest, history: GraphHistory | None) -> PreparedG
 
 
 def _fake_inputs(graph: GraphModule | ExportedProgram) -> dict[str, FakeTensor]:
-    graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    values = {node.name: node.meta.get("val") for node in placeholders}
-    return {name: value for name, value in values.items() if isinstance(value, FakeTensor)}
+    return placeholder_fakes(graph.graph_module if isinstance(graph, ExportedProgram) else graph)
 
 
 def _signature(graph: GraphModule | ExportedProgram) -> ExportedSignature | None:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.attention_nodes import (
+    ALIASES,
     ELEMENTWISE,
     element_count,
     is_cast,
@@ -24,6 +25,7 @@ from fxwrap.fx_passes.attention_nodes import (
     keeps_order,
     sizes_of,
     swaps_last_two,
+    without_aliases,
 )
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
@@ -31,7 +33,6 @@ from fxwrap.fx_passes.prepared_graph import NodeValues
 _aten = torch.ops.aten
 
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default})
-_ALIASES = frozenset({"alias", "detach"})
 
 
 @dataclass(frozen=True)
@@ -200,19 +201,14 @@ class _Search:
         """Returns a node and what aliases it without a change of shape."""
         result = [node]
         for item in result:
-            result.extend([user for user in item.users if name_of(user) in _ALIASES])
+            result.extend([user for user in item.users if name_of(user) in ALIASES])
         return result
-
-    def _origin(self, node: object) -> object:
-        while isinstance(node, Node) and name_of(node) in _ALIASES:
-            node = node.args[0]
-        return node
 
     def _is_swapped(self, node: object, of: object) -> bool:
         """Whether a node transposes the last two dimensions of another one."""
         if not isinstance(node, Node) or not swaps_last_two(node, self.fakes):
             return False
-        return self._origin(node.args[0]) is self._origin(of)
+        return without_aliases(node.args[0]) is without_aliases(of)
 
     def _grad_output(self, start: Node) -> Node:
         """Returns the left operand of the matmul that computes the gradient of weights."""

@@ -22,7 +22,15 @@ from fxwrap.fx_passes.attention_backward import (
     UnsupportedBackwardError,
     find_backward,
 )
-from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, element_count, is_cast, is_tensor, keeps_order, sizes_of
+from fxwrap.fx_passes.attention_nodes import (
+    ALIASES,
+    ELEMENTWISE,
+    element_count,
+    is_cast,
+    is_tensor,
+    keeps_order,
+    sizes_of,
+)
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import OpOverload
@@ -118,7 +126,7 @@ def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
     if not isinstance(maximum, Node) or not isinstance(total, Node) or not isinstance(operand, Node):
         return None
     inner: list[Any] = [maximum]
-    if name_of(maximum) in ("detach", "alias"):
+    if name_of(maximum) in ALIASES:
         inner.append(maximum.args[0])
     if _reduced(inner[-1], "amax", fakes) is not operand:
         return None

@@ -17,6 +17,9 @@ from fxwrap.torch_compat import FakeTensor, OpOverload, real_object, without_fak
 _VIEWS = frozenset({"view", "unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach", "clone", "contiguous"})
 """Operators whose result has their operand's elements, in the same order."""
 
+ALIASES = frozenset({"alias", "detach"})
+"""Operators whose result is their operand."""
+
 ELEMENTWISE = frozenset({
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "clamp", "clamp_max", "clamp_min", "div", "eq", "exp",
     "ge", "gt", "le", "logical_and", "logical_not", "logical_or", "lt", "masked_fill", "maximum", "minimum", "mul",
@@ -32,6 +35,13 @@ _FOLDED = frozenset({
 
 Sizes: TypeAlias = list[Any]
 """Sizes as ints and expressions, whose comparison installs no guard."""
+
+
+def without_aliases(item: Any) -> Any:
+    """Returns the node that a node aliases with the same shape, or the item itself."""
+    while isinstance(item, Node) and name_of(item) in ALIASES:
+        item = item.args[0]
+    return item
 
 
 def sizes_of(node: Node, fakes: NodeValues) -> Sizes:

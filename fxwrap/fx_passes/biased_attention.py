@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
+from fxwrap.fx_passes.attention_nodes import ALIASES, without_aliases
 from fxwrap.fx_passes.attention_score_gradients import biased_score_gradients
 from fxwrap.fx_passes.attention_scores import biased_score_functions
 from fxwrap.fx_passes.effects import name_of
@@ -77,13 +78,13 @@ class _Call:
             return None
         same = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal", "scale")
         of_forward = {"dropout_p": 0.0, **arguments_by_name(forward)}
-        if any(_origin(of_forward.get(name)) is not _origin(arguments.get(name)) for name in same[:4]):
+        if any(without_aliases(of_forward.get(name)) is not without_aliases(arguments.get(name)) for name in same[:4]):
             return None
         if of_forward["dropout_p"] != 0 or of_forward.get("is_causal") or arguments.get("is_causal"):
             return None
         results = [user for user in forward.users if user.target is operator.getitem]
         statistics = [user for user in results if user.args[1] != 0]
-        is_own = all(item is backward or (name_of(item) in _ALIASES and {*item.users} <= {backward})
+        is_own = all(item is backward or (name_of(item) in ALIASES and {*item.users} <= {backward})
                      for user in statistics for item in user.users)  # fmt: skip
         gradients: dict[int, Node] = {user.args[1]: user for user in backward.users if user.users}  # type: ignore[misc]
         if not is_own or len(results) != len(forward.users) or not gradients:
@@ -109,19 +110,9 @@ class _Call:
         return query, key, value
 
 
-_ALIASES = frozenset({"alias", "detach"})
-
-
-def _origin(node: Any) -> Any:
-    """Returns what a node aliases without a change of shape."""
-    while isinstance(node, Node) and name_of(node) in _ALIASES:
-        node = node.args[0]
-    return node
-
-
 def _source(result: Any) -> Node | None:
     """Returns the call whose first result a node is."""
-    result = _origin(result)
+    result = without_aliases(result)
     is_first = isinstance(result, Node) and result.target is operator.getitem and result.args[1] == 0
     return result.args[0] if is_first else None
 

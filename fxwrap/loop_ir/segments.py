@@ -32,11 +32,10 @@ _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": T
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of an axis's range, and the kernel specialised to it. Operations have the same positions."""
+    """A part of an axis's range, from `start` to before `end`."""
 
     start: int
     end: int
-    kernel: Kernel
 
 
 def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
@@ -48,7 +47,7 @@ def split_loop(kernel: Kernel, axis: Axis) -> list[Segment]:
     if not split_points or len(split_points) >= MAX_SEGMENTS:
         return []
     bounds = [0, *split_points, axis.size]
-    return [Segment(start, end, specialise(kernel, axis, start)) for start, end in itertools.pairwise(bounds)]
+    return [Segment(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:

@@ -62,7 +62,7 @@ from fxwrap.lowering.graph_definitions import (
 from fxwrap.lowering.rules import MATMUL_RULES, RULES, Declined, LoweringResult, OperatorCall
 from fxwrap.lowering.symbols.cpu_scalars import CpuScalarReads, ScalarRead
 from fxwrap.lowering.symbols.unbacked import derive_symbols, is_asserted_read
-from fxwrap.symbolic import Size, bounds, make_symbol
+from fxwrap.symbolic import make_symbol
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, is_opaque, storage_identity
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import OperatorSchema, is_assertion, operator_schema
@@ -201,9 +201,9 @@ class DefinitionBuilder:
             return reason
         first = fake if isinstance(fake, torch.Tensor) else next(item for item in fake if item is not None)
         spec = self._specs[first.device.type]
-        positional, keywords = arguments
+        (positional, keywords), symbols = arguments, self.builder.symbols
         call = OperatorCall(
-            schema.name, positional, dict(keywords), fake, first.device, self._sizes, spec, self._may_be_zero,
+            schema.name, positional, dict(keywords), fake, first.device, symbols.sizes, spec, symbols.may_lack,
             self.options.matmul_kernels, first.device.type in self.tuned_devices, self.shared, self.in_memory,
             matrix_bytes(node, self.builder.fakes) if self.options.combo_kernels and spec.combo_kernel_bytes else None,
         )  # fmt: skip
@@ -276,13 +276,6 @@ class DefinitionBuilder:
         if isinstance(argument, list | tuple):
             return tuple([self._operand(item, node) for item in argument])
         return literal(self.builder, argument, node)
-
-    def _sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
-        return self.builder.symbols.tensor_type(fake).sizes
-
-    def _may_be_zero(self, size: Size) -> bool:
-        lower, _ = bounds(size, self.builder.symbols.program.infos)
-        return lower is None or lower <= 0
 
     # --- stores in place --------------------------------------------------------------------------------------------
 

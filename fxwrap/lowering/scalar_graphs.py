@@ -23,7 +23,7 @@ from fxwrap.lowering.fusion.tracing import Access, BodyBuilder, IndexTuple
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.lowering.rules.indexing import analyze_indexing
 from fxwrap.options import Options
-from fxwrap.symbolic import Number, Size, bounds
+from fxwrap.symbolic import Number
 from fxwrap.torch_compat import OpOverload, flex_scatter_operator, real_object
 from fxwrap.wrapper_ir import Operand, Value
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -156,9 +156,9 @@ class ScalarKernelBuilder:
             schema = operator_schema(target)
         if schema.name not in RULES:
             raise Declined(f"its function calls '{schema.name}', which has no lowering rule")
-        spec = self._specs[fake.device.type]
+        spec, symbols = self._specs[fake.device.type], self.builder.symbols
         call = OperatorCall(
-            schema.name, arguments, dict(keywords), fake, fake.device, self._sizes, spec, self._may_be_zero
+            schema.name, arguments, dict(keywords), fake, fake.device, symbols.sizes, spec, symbols.may_lack
         )
         result = RULES[schema.name](call)
         if not isinstance(result, Pointwise | Viewed):
@@ -172,13 +172,6 @@ class ScalarKernelBuilder:
         if isinstance(item, list | tuple):
             return tuple([self._argument(part, node, values) for part in item])
         return literal(self.builder, item, node)
-
-    def _sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
-        return self.builder.symbols.tensor_type(fake).sizes
-
-    def _may_be_zero(self, size: Size) -> bool:
-        lower, _ = bounds(size, self.builder.symbols.program.infos)
-        return lower is None or lower <= 0
 
 
 def _access_of(definition: Definition) -> Access:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from torch.fx import GraphModule
+
 from fxwrap import lines, torch_compat
 from fxwrap.converters.base import Handler
 from fxwrap.converters.fx.codegen import DirectCode
@@ -25,6 +27,12 @@ _CONVERTERS: Mapping[FxForm, type[FxConverter]] = {
     "functional": FunctionalConverter,
     "exported": ExportedConverter,
 }
+
+
+def placeholder_fakes(graph_module: GraphModule) -> dict[str, torch_compat.FakeTensor]:
+    """Returns the fake tensors of a graph's placeholders, by name."""
+    values = {node.name: node.meta.get("val") for node in graph_module.graph.find_nodes(op="placeholder")}
+    return {name: value for name, value in values.items() if isinstance(value, torch_compat.FakeTensor)}
 
 
 @gc_paused()

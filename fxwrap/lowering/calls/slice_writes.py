@@ -18,7 +18,6 @@ from fxwrap.fx_passes.effects import IN_PLACE_VARIANTS
 from fxwrap.lines import Assert, View
 from fxwrap.lowering.builder import Builder, Fakes, FakeValue
 from fxwrap.lowering.calls.copies import emit_copy_into, reuse_operand_memory
-from fxwrap.lowering.symbols.unbacked import may_lack
 from fxwrap.symbolic import (
     Size,
     canonicalize,
@@ -32,7 +31,7 @@ from fxwrap.symbolic import (
     slice_start,
     total,
 )
-from fxwrap.torch_compat import OpOverload, symbol_bounds, symbol_expression
+from fxwrap.torch_compat import OpOverload, has_distinct_elements, symbol_bounds, symbol_expression
 from fxwrap.wrapper_ir import TensorType, Value
 from fxwrap.wrapper_ir.operators import operator_name
 
@@ -164,14 +163,8 @@ def _strided_position(
         return None
     start = 0 if offset is None else offset - first
     within = start >= 0 and start + _last_offset(sizes, strides) <= _last_offset(base.shape, base.stride())
-    if 0 in (*sizes, *base.shape) or not within:
-        return None
-    reached = 0
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1 and stride <= reached:
-            return None
-        reached += (size - 1) * stride
-    return sizes, strides, start
+    is_valid = within and 0 not in (*sizes, *base.shape) and has_distinct_elements(sizes, strides)
+    return (sizes, strides, start) if is_valid else None
 
 
 def _last_offset(sizes: Sequence[int], strides: Sequence[int]) -> int:
@@ -234,7 +227,8 @@ def resolve_slice(builder: Builder, type_: TensorType, write: SliceWrite) -> Res
         elif step.operator is _SELECT:
             dim, index = step.position
             position = _size(builder, index)
-            if not _is_guarded(builder, index) or (isinstance(index, int) and may_lack(builder, sizes[dim], index)):
+            may_lack = isinstance(index, int) and builder.symbols.may_lack(sizes[dim], index)
+            if may_lack or not _is_guarded(builder, index):
                 message = f"select(): index out of range for dimension {dim}"
                 checks.append(Assert(is_in_bounds(position, sizes[dim]), message, "IndexError", position))
             offset = total((offset, product((normalize_index(position, sizes[dim]), strides[dim]))))

@@ -15,6 +15,7 @@ from fxwrap.lowering.symbols.equalities import Replacements, apply_replacements,
 from fxwrap.symbolic import (
     Expression,
     SymbolInfo,
+    bounds,
     canonicalize,
     evaluate,
     expression_kind,
@@ -248,6 +249,15 @@ class GraphSymbols:
             sizes = tuple([self.size(number) for number in sizes])
             strides = tuple([self.size(number) for number in strides])
         return TensorType(fake.dtype, sizes, strides, fake.device, offset)
+
+    def sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
+        """Returns the sizes of a fake tensor."""
+        return self.tensor_type(fake).sizes
+
+    def may_lack(self, size: Size, index: int = 0) -> bool:
+        """Whether the ranges of symbols allow that a dimension of this size has no element at an index."""
+        lower, _ = bounds(size, self.program.infos)
+        return lower is None or lower < (index + 1 if index >= 0 else -index)
 
     def type_of(self, fake: object) -> Type:
         """Returns the type of any fake value."""

@@ -18,9 +18,7 @@ from fxwrap.lowering.builder import Builder, FakeValue, node_error
 from fxwrap.lowering.symbols.inputs import boolean_symbol, linear_parts, solve_linear
 from fxwrap.symbolic import (
     Expression,
-    Size,
     SymbolInfo,
-    bounds,
     canonicalize,
     depends_on_data,
     make_symbol,
@@ -264,14 +262,8 @@ def is_bounds_checked_at_run_time(builder: Builder, node: Node) -> bool:
     position = _argument(builder, node, 2, 0)
     if isinstance(position, int):
         base: torch.Tensor = builder.fakes[node.args[0]]  # type: ignore[index]
-        return may_lack(builder, builder.symbols.size(base.shape[_argument(builder, node, 1, 0)]), position)
+        return builder.symbols.may_lack(builder.symbols.size(base.shape[_argument(builder, node, 1, 0)]), position)
     return depends_on_data(position)
-
-
-def may_lack(builder: Builder, size: Size, index: int) -> bool:
-    """Whether the ranges of symbols allow that a dimension of this size has no element at an index."""
-    lower, _ = bounds(size, builder.symbols.program.infos)
-    return lower is None or lower < (index + 1 if index >= 0 else -index)
 
 
 def _argument(builder: Builder, node: Node, position: int, default: object) -> Any:

@@ -206,10 +206,10 @@ class PointwisePrinter(LoopPrinter):
             with self.writer.nest([loop_head(lane)], self.simd()):
                 self.write_stores(kernel.stores, known)
         for segment in segments:
-            self.statements.kernel = segment.kernel
-            if segment.kernel.stores:
+            self.statements.kernel = specialise(kernel, lane, segment.start)
+            if stores := self.statements.kernel.stores:
                 with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
-                    self.write_stores(segment.kernel.stores, dict(known))
+                    self.write_stores(stores, dict(known))
         self.statements.kernel = kernel
 
     def print_tables(self) -> EmittedValues:

@@ -31,6 +31,7 @@ from fxwrap.loop_ir import (
     as_index,
     indices,
     operands,
+    operation_dtype,
 )
 from fxwrap.printers.cpp.operations import (
     CPP_TYPES,
@@ -239,9 +240,7 @@ class StatementPrinter:
 
     def dtype(self, position: int) -> torch.dtype:
         """Returns the dtype of an operation's value."""
-        operation = self.kernel.operations[position]
-        assert not isinstance(operation, Store | DeviceAssert)
-        return operation.dtype
+        return operation_dtype(self.kernel.operations[position])
 
     def type(self, position: int) -> str:
         """Returns the C++ type of an operation's value."""

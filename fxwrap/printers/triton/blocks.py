@@ -5,8 +5,7 @@ A scope is a part of the text. It says which axes are dimensions of its matrices
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,8 +30,8 @@ from fxwrap.loop_ir import (
     SymbolicScalar,
     operands,
 )
-from fxwrap.names import NameAllocator
-from fxwrap.printers.triton.kernel_text import RESERVED_WORDS, TritonIndexPrinter, comment_lines
+from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
+from fxwrap.printers.triton.kernel_writer import KernelWriter
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
 from fxwrap.printers.triton.schedule import fits_int32
 
@@ -52,40 +51,16 @@ class Scope:
         return Scope(dict(self.dimension), dict(self.names), dict(self.masks), dict(self.blocks), dict(self.text))
 
 
-class BlockPrinter:
+class BlockPrinter(KernelWriter):
     """Prints the values, assertions and memory accesses of a kernel in blocks.
 
     `constants` are the sizes of blocks by name, which are compile-time arguments of the kernel.
     """
 
     def __init__(self, kernel: Kernel, limits: Mapping[str, int], constants: Mapping[str, int]) -> None:
-        self.kernel = kernel
-        self.constants = dict(constants)
-        self.lines: list[str] = []
-        self.depth = 1
-        self.origin = ""
-        self.helpers: set[str] = set()
-        self.allocator = NameAllocator(reserved=RESERVED_WORDS)
-        self.symbols = {symbol: self.allocator.create_name(str(symbol)) for symbol in kernel.symbols}
         buffers = (*kernel.inputs, *kernel.outputs)
-        self.pointers = {item.name: self.allocator.create_name(f"{item.name}_ptr") for item in buffers}
-        self.use_int64 = not all(fits_int32(item.extent, limits) for item in buffers)
-
-    def line(self, text: str, origin: str = "") -> None:
-        """Adds a line, after a comment that names a new origin."""
-        indent = "    " * self.depth
-        if origin and origin != self.origin:
-            self.lines += [f"{indent}# {line}" for line in comment_lines(origin)]
-            self.origin = origin
-        self.lines.append(indent + text)
-
-    @contextmanager
-    def nested(self, head: str) -> Iterator[None]:
-        """Indents the lines inside under a head."""
-        self.line(head)
-        self.depth += 1
-        yield
-        self.depth -= 1
+        super().__init__(kernel, use_int64=not all(fits_int32(item.extent, limits) for item in buffers))
+        self.constants = dict(constants)
 
     # --- axes ---------------------------------------------------------------------------------------------------------
 
@@ -109,12 +84,6 @@ class BlockPrinter:
         return TritonIndexPrinter(scope.names, value, self.helpers)
 
     # --- values -----------------------------------------------------------------------------------------------------
-
-    def operation_dtype(self, position: int) -> torch.dtype:
-        """Returns the dtype of an operation's value."""
-        operation = self.kernel.operations[position]
-        assert not isinstance(operation, Store | DeviceAssert), "stores and assertions have no value"
-        return operation.dtype
 
     def fixed(self, targets: Sequence[int], axes: Collection[Axis], scope: Scope) -> list[int]:
         """Returns the values that the targets need and that depend on these axes only."""
@@ -190,7 +159,7 @@ class BlockPrinter:
         return result.name, result.text
 
     def _assign(self, position: int, operation: Operation, wanted: str, text: str, scope: Scope) -> None:
-        name = self.allocator.create_name(wanted)
+        name = self.names.create_name(wanted)
         self.line(f"{name} = {text}", operation.origin)
         scope.text[position] = name
 

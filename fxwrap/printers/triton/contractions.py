@@ -66,11 +66,10 @@ class DotPrinter(ContractionLoadPrinter):
 
     def _emit_program_offsets(self) -> None:
         """Prints the positions of the tile along y and x, and of the program along the other axes."""
-        if self.use_int64:
-            self._emit_int64_symbols()
+        self.cast_symbols()
         y, x = [self._dimension(name) for name in "yx"]
         program = self.names.create_name("program")
-        self._line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
+        self.line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
         self._enter(self.result_block)
         blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
         parts = self.whole.outer if self.configuration.band and self._has_parts() else ()
@@ -87,14 +86,14 @@ class DotPrinter(ContractionLoadPrinter):
     def _emit_outer_axes(self, program: str, tiles: str) -> str:
         """Prints the positions along the axes with one element a program, and returns the number of its tile."""
         tile, rest = self.names.create_name("tile"), self.names.create_name("rest")
-        self._line(f"{tile} = {program} % {tiles}")
-        self._line(f"{rest} = {program} // {tiles}")
+        self.line(f"{tile} = {program} % {tiles}")
+        self.line(f"{rest} = {program} // {tiles}")
         *inner, last = reversed(self.whole.outer)
         for axis in inner:
             size = self.index_printer.size_operand(axis.size)
-            self._line(f"{self.axis_names[axis]} = {rest} % {size}")
-            self._line(f"{rest} = {rest} // {size}")
-        self._line(f"{self.axis_names[last]} = {rest}")
+            self.line(f"{self.axis_names[axis]} = {rest} % {size}")
+            self.line(f"{rest} = {rest} // {size}")
+        self.line(f"{self.axis_names[last]} = {rest}")
         return tile
 
     def _block_numbers(
@@ -110,9 +109,9 @@ class DotPrinter(ContractionLoadPrinter):
         rows, columns = (y, x) if self._rows_are_first() else (x, y)
         first, height, within = [self.names.create_name(name) for name in ("band", "height", "within")]
         count = " * ".join([blocks[columns], *[self.index_printer.size_operand(axis.size) for axis in parts]])
-        self._line(f"{first} = {program} // ({band} * {count}) * {band}")
-        self._line(f"{height} = tl.minimum({blocks[rows]} - {first}, {band})")
-        self._line(f"{within} = {program} % ({band} * {count})")
+        self.line(f"{first} = {program} // ({band} * {count}) * {band}")
+        self.line(f"{height} = tl.minimum({blocks[rows]} - {first}, {band})")
+        self.line(f"{within} = {program} % ({band} * {count})")
         column = f"{within} // {height}"
         if parts:
             column = self._emit_outer_axes(parenthesize(column), f"({blocks[columns]})")
@@ -145,7 +144,7 @@ class DotPrinter(ContractionLoadPrinter):
             (name,) = self._result_names(item.reduction)
             y, x = self._dimension("y"), self._dimension("x")
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[item.reduction])]
-            self._line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
+            self.line(f"{name} = tl.zeros(({y.block_constant}, {x.block_constant}), {dtype})")
         if self.contraction.group is None:
             self._emit_sums(targets, prologues, self.index_printer.size(self._dimension("r").size))
         else:
@@ -185,14 +184,14 @@ class DotPrinter(ContractionLoadPrinter):
         bounds = {first: ("min", self.index_printer.size(group.size)), last: ("max", "-1")}
         for name, (kind, other) in bounds.items():
             chosen = rows if mask is None else f"tl.where({mask}, {rows}, {other})"
-            self._line(f"{name} = tl.{kind}({chosen}).to({integer})")
-        self._line(f"for {number_name} in tl.range({first}, {last} + 1):")
+            self.line(f"{name} = tl.{kind}({chosen}).to({integer})")
+        self.line(f"for {number_name} in tl.range({first}, {last} + 1):")
         self.depth += 1
-        self._line(f"{one} = tl.cast({number_name}, {integer})")
-        self._line(f"{members} = ({rows} == {one}){'' if mask is None else f' & {mask}'}")
+        self.line(f"{one} = tl.cast({number_name}, {integer})")
+        self.line(f"{members} = ({rows} == {one}){'' if mask is None else f' & {mask}'}")
         size = self.index_printer.size(self._dimension("r").size)
         steps = self._stable_name("steps")
-        self._line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
+        self.line(f"{steps} = tl.where(tl.max({members}.to(tl.int32)) > 0, {size}, 0)")
         self.text[position] = one
         saved = dict(self.dimension_masks)
         self._enter("rx" if column_name == "x" else "yr")
@@ -208,7 +207,7 @@ class DotPrinter(ContractionLoadPrinter):
     def _emit_sums(self, targets: tuple[set[int], set[int]], prologues: list[set[int]], count: str) -> None:
         """Prints the loop over `count` elements of the reduced axes, which adds the products of blocks."""
         r, start = self._dimension("r"), self._stable_name("start")
-        self._line(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):")
+        self.line(f"for {start} in tl.range(0, {count}, {r.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += 1
         left = self._emit_operands("yr", targets[0], prologues[0], start)
         right = self._emit_operands("rx", targets[1], prologues[1], start)
@@ -216,7 +215,7 @@ class DotPrinter(ContractionLoadPrinter):
             (name,) = self._result_names(item.reduction)
             first, second = self._left_right(item)
             text = f"{name} = tl.dot({left[first]}, {right[second]}, {name}{self._dot_options(item)})"
-            self._line(text, self.kernel.operations[item.reduction].origin)
+            self.line(text, self.kernel.operations[item.reduction].origin)
         self.depth -= 1
         self.origin = ""
 
@@ -251,7 +250,7 @@ class DotPrinter(ContractionLoadPrinter):
             text = self._use_float8(source, text) if is_float8 else text
             if sum(target in (item.row_operand, item.column_operand) for item in self.contraction.sums) > 1:
                 name = self._stable_name(f"operand{target}")
-                self._line(f"{name} = {text}")
+                self.line(f"{name} = {text}")
                 text = name
             texts[target] = text
         self.side = ""
@@ -337,7 +336,7 @@ class DotPrinter(ContractionLoadPrinter):
 
     def _use_float8(self, source: int, codes: str) -> str:
         """Returns the text of codes as float8."""
-        return f"{self._use(_DOT_FLOAT8[operation_dtype(self.kernel.operations[source])])}({codes})"
+        return f"{self.use(_DOT_FLOAT8[operation_dtype(self.kernel.operations[source])])}({codes})"
 
     def _sources(self) -> list[int]:
         sums = self.contraction.sums

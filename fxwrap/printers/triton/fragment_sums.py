@@ -140,10 +140,10 @@ class FragmentSumPrinter(GroupSumPrinter):
     def _emit_program_offsets(self) -> None:
         """Prints the first column of the program."""
         assert not self.whole.outer, "configurations have blocks of columns and all rows"
-        self._emit_int64_symbols()
+        self.cast_symbols()
         self.first = self._stable_name("first")
         block = self._dimension("y").block_constant
-        self._line(f"{self.first} = {self.parameters.program}.to(tl.int64) * {block}")
+        self.line(f"{self.first} = {self.parameters.program}.to(tl.int64) * {block}")
 
     @contextmanager
     def _inside(self, block: _Block) -> Iterator[None]:
@@ -173,7 +173,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         dimension = self._dimension(name)
         single = len(dimension.axes) == 1
         flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(name)
-        self._line(f"{flat} = {text or 'tl.cast(0, tl.int64)'}")
+        self.line(f"{flat} = {text or 'tl.cast(0, tl.int64)'}")
         self.positions[name] = flat
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
@@ -190,11 +190,11 @@ class FragmentSumPrinter(GroupSumPrinter):
                 self._emit_position("x", self.row_block.position({"x": 1}))
                 if x.masked:
                     self.row_mask = self._stable_name("mask")
-                    self._line(f"{self.row_mask} = {self.positions['x']} < {self.index_printer.size_operand(x.size)}")
+                    self.line(f"{self.row_mask} = {self.positions['x']} < {self.index_printer.size_operand(x.size)}")
             if parts.side > 1:
                 self.joined_mask = self._stable_name("own")
                 side, joined = self.row_block.positions("side"), self.row_block.positions("joined")
-                self._line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
+                self.line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
         with self._inside(self.column_block):
             self._emit_position("r", self.column_block.position({**lane, "byte": 1}))
             columns = self.column_block.position({"eight": FRAGMENT_COLUMNS, "y": 1})
@@ -234,7 +234,7 @@ class FragmentSumPrinter(GroupSumPrinter):
             self._emit_all([position])
             if position in self.schedule.inlined and self.text[position].startswith("tl.load"):
                 name = self._name(position, load.buffer)
-                self._line(f"{name} = {self.text[position]}", load.origin)
+                self.line(f"{name} = {self.text[position]}", load.origin)
                 self.text[position] = name
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -262,13 +262,13 @@ class FragmentSumPrinter(GroupSumPrinter):
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[position])]
-            self._line(f"{name} = tl.zeros({_shape((1, *self.sum_shape[1:]))}, {dtype})")
+            self.line(f"{name} = tl.zeros({_shape((1, *self.sum_shape[1:]))}, {dtype})")
         p, start = self._dimension("p"), ""
         is_loop = p.blocks != 1  # without a loop, loads may precede the wait for other launches
         if is_loop:
             start = self._stable_name("start")
             count = self.index_printer.size(p.size)
-            self._line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
+            self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += is_loop
         for block, positions in blocks:
             with self._inside(block):
@@ -320,17 +320,17 @@ class FragmentSumPrinter(GroupSumPrinter):
         order_of_pairs = (*order, "run", "two", "side", "lane", "element", *columns)
         pairs = ("two", RUN // 2), ("element", 2)
         whole = (count, length, FRAGMENT_COLUMNS)
-        self._line(f"{plain} = {text}")
-        self._line(f"{ones} = {block.permuted(plain, order_of_pairs, whole, pairs)}")
+        self.line(f"{plain} = {text}")
+        self.line(f"{ones} = {block.permuted(plain, order_of_pairs, whole, pairs)}")
         order_of_fours = (*order, "run", "side", "lane", "element", *columns)
         if parts.chunks == 1:
-            self._line(f"{plain} = {block.permuted(plain, order_of_fours, whole)}")
+            self.line(f"{plain} = {block.permuted(plain, order_of_fours, whole)}")
             return plain, ones
         shape = (parts.parts, 1, parts.warps, length, FRAGMENT_COLUMNS)
         repeated = (parts.parts, parts.chunks, parts.warps, length, FRAGMENT_COLUMNS)
-        self._line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
-        self._line(f"{plain} = tl.broadcast_to({plain}, {_shape(repeated)})")
-        self._line(f"{plain} = tl.reshape({plain}, {_shape((prod(repeated[:3]), *repeated[3:]))})")
+        self.line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
+        self.line(f"{plain} = tl.broadcast_to({plain}, {_shape(repeated)})")
+        self.line(f"{plain} = tl.reshape({plain}, {_shape((prod(repeated[:3]), *repeated[3:]))})")
         return plain, ones
 
     def _column_operand(self, column: int) -> str:
@@ -342,7 +342,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         count = parts.parts * parts.chunks * parts.warps
         shape = (count, parts.columns, parts.repeats * LANES * parts.lane_bytes)
         runs = ("run", parts.lane_bytes // RUN), ("element", RUN)
-        self._line(f"{name} = {block.permuted(text, order, shape, runs)}")
+        self.line(f"{name} = {block.permuted(text, order, shape, runs)}")
         return name
 
     def _block_operand(self, target: int) -> str:
@@ -368,10 +368,10 @@ class FragmentSumPrinter(GroupSumPrinter):
         pairs = (*self.sum_shape[:3], FRAGMENT_COLUMNS // 2, 2)
         value = f"tl.broadcast_to({text}, {block.shape})"
         if parts.joined > 1:
-            self._line(f"{name} = {block.permuted(value, order, self.sum_shape)}")
+            self.line(f"{name} = {block.permuted(value, order, self.sum_shape)}")
             return name
-        self._line(f"{name} = {block.permuted(value, order, (*pairs[:4], 1))}")
-        self._line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(pairs)}), {_shape(self.sum_shape)})")
+        self.line(f"{name} = {block.permuted(value, order, (*pairs[:4], 1))}")
+        self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(pairs)}), {_shape(self.sum_shape)})")
         return name
 
     def _emit_sum(
@@ -387,23 +387,23 @@ class FragmentSumPrinter(GroupSumPrinter):
         for row, column in item.terms:
             left = self._ones_text() if column is None else column_operands[column]
             right = row_operands[row][1 if column is None else 0]
-            self._line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
+            self.line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
             accumulator = f", {name}"
         if of_rows:
-            self._line(
+            self.line(
                 f"{name} = tl.reshape({name}, {_shape((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})"
             )
             sixteens = (*self.sum_shape[:2], parts.columns // FRAGMENT_ROWS, FRAGMENT_ROWS, self.sum_shape[3])
-            self._line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(sixteens)}), {_shape(self.sum_shape)})")
+            self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(sixteens)}), {_shape(self.sum_shape)})")
         elif parts.chunks == 1:
-            self._line(f"{name} = tl.reshape({name}, {_shape(self.sum_shape)})")
+            self.line(f"{name} = tl.reshape({name}, {_shape(self.sum_shape)})")
         else:
             shape = (parts.parts, parts.chunks, *self.sum_shape[1:])
             chunks = f"tl.arange(0, {parts.chunks})[None, :, None, None, None]"
             columns = f"tl.arange(0, {FRAGMENT_COLUMNS})[None, None, None, None, :]"
             chunk = f"{columns} % {parts.joined} // {parts.side}"
-            self._line(f"{name} = tl.where({chunks} == {chunk}, tl.reshape({name}, {_shape(shape)}), 0.0)")
-            self._line(f"{name} = tl.sum({name}, 1)")
+            self.line(f"{name} = tl.where({chunks} == {chunk}, tl.reshape({name}, {_shape(shape)}), 0.0)")
+            self.line(f"{name} = tl.sum({name}, 1)")
 
     def _ones_text(self) -> str:
         parts = self.fragments
@@ -416,7 +416,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         is_product = used in self.fused
         factors = operands(self.kernel.operations[used]) if is_product else (used,)
         for texts in zip(*[self._parts(item) for item in factors], strict=True):
-            self._line(f"{name} = tl.fma({', '.join(texts)}, {name})" if is_product else f"{name} += {texts[0]}")
+            self.line(f"{name} = tl.fma({', '.join(texts)}, {name})" if is_product else f"{name} += {texts[0]}")
 
     def _parts(self, position: int) -> list[str]:
         """Prints what a value of all groups of a step is for those that a warp has one after another."""
@@ -426,7 +426,7 @@ class FragmentSumPrinter(GroupSumPrinter):
             shape = _shape((2, count, *self.sum_shape[1:]))
             names = [[self.names.create_name("part") for _ in range(2)] for _ in texts]
             for pair, text in zip(names, texts, strict=True):
-                self._line(f"{', '.join(pair)} = tl.split(tl.permute(tl.reshape({text}, {shape}), (1, 2, 3, 4, 0)))")
+                self.line(f"{', '.join(pair)} = tl.split(tl.permute(tl.reshape({text}, {shape}), (1, 2, 3, 4, 0)))")
             texts = [name for pair in names for name in pair]
         return texts
 
@@ -436,10 +436,10 @@ class FragmentSumPrinter(GroupSumPrinter):
         for position in self.form.totals:
             (name,) = self.results[position]
             rows = (parts.rows,) if "x" in self.result_block else ()
-            self._line(f"{name} = tl.sum({name}, 1)")
+            self.line(f"{name} = tl.sum({name}, 1)")
             if parts.joined > 1:
                 shape = (1, parts.columns, *rows, parts.joined)
-                self._line(f"{name} = tl.sum(tl.reshape({name}, {_shape(shape)}), {len(shape) - 1})")
+                self.line(f"{name} = tl.sum(tl.reshape({name}, {_shape(shape)}), {len(shape) - 1})")
         self.text = {position: self.results[position][0] for position in self.form.totals}
         self._enter(self.result_block)
         self._emit_block_offsets(self._dimension("y"), self.first)
@@ -481,13 +481,13 @@ class FragmentSumPrinter(GroupSumPrinter):
         arguments = [f"{self.pointers[first.buffer]} + tl.broadcast_to({' + '.join(terms)}, {wide_shape})"]
         arguments += [f"mask={mask}", "other=0.0"] if mask else []
         wide = self.names.create_name(first.buffer)
-        self._line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
+        self.line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
         return wide
 
     def _split_pair(self, pair: tuple[int, int], wide: str) -> None:
         first, block = self.kernel.operations[pair[0]], self.row_block
         assert isinstance(first, Load), "pairs are loads"
         texts = [self._name(position, first.buffer) for position in pair]
-        self._line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape((block.rows, RUN, 2))}))")
+        self.line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape((block.rows, RUN, 2))}))")
         for position, text in zip(pair, texts, strict=True):
             self.text[position] = text

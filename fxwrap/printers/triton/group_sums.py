@@ -79,10 +79,10 @@ class GroupSumPrinter(DotPrinter):
         shape = f"({', '.join([item.block_constant for item in self.tile.dimensions])})"
         for position in self.form.totals:
             (name,) = self._result_names(position)
-            self._line(f"{name} = tl.zeros({shape}, {TRITON_DTYPES[operation_dtype(kernel.operations[position])]})")
+            self.line(f"{name} = tl.zeros({shape}, {TRITON_DTYPES[operation_dtype(kernel.operations[position])]})")
         p, start = self._dimension("p"), self._stable_name("start")
         count = self.index_printer.size(p.size)
-        self._line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
+        self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += 1
         self._emit_block_offsets(p, start)
         self._emit_products(targets, prologues)
@@ -98,7 +98,7 @@ class GroupSumPrinter(DotPrinter):
         self.origin = ""
         for position in self.form.totals:
             (name,) = self.results[position]
-            self._line(f"{name} = tl.sum({name}, 0, keep_dims=True)")
+            self.line(f"{name} = tl.sum({name}, 0, keep_dims=True)")
         done = inner | self._loop_slice()
         for position in range(len(kernel.operations)):
             if position not in done:
@@ -151,7 +151,7 @@ class GroupSumPrinter(DotPrinter):
             for row, column in item.terms:
                 pair = (texts[row], ones if column is None else texts[column])
                 left, right = pair if self._rows_are_first() else pair[::-1]
-                self._line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
+                self.line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
                 accumulator = f", {name}"
 
     def _emit_operands(self, block: str, targets: Iterable[int], prologue: set[int], start: str) -> dict[int, str]:
@@ -160,7 +160,7 @@ class GroupSumPrinter(DotPrinter):
         named = {}
         for target, text in texts.items():
             named[target] = self._stable_name(f"operand{target}")
-            self._line(f"{named[target]} = {text}")
+            self.line(f"{named[target]} = {text}")
         return named
 
     def _add_total(self, position: int) -> None:
@@ -169,9 +169,9 @@ class GroupSumPrinter(DotPrinter):
         (used,) = operands(self.kernel.operations[position])
         if self._is_product(used):
             left, right = [self._value(item) for item in operands(self.kernel.operations[used])]
-            self._line(f"{name} = tl.fma({left}, {right}, {name})")
+            self.line(f"{name} = tl.fma({left}, {right}, {name})")
         else:
-            self._line(f"{name} += {self._value(used)}")
+            self.line(f"{name} += {self._value(used)}")
 
     def _broadcast_dimensions(self, position: int) -> frozenset[int]:
         """Sums have all dimensions of results, also those that their operands do not vary along."""
@@ -207,7 +207,7 @@ class GroupSumPrinter(DotPrinter):
         upper = f"0x{f'{_UPPER[dtype]:02x}' * 4}"
         assembly = f"prmt.b32 $0, $2, {upper}, 0x4140; prmt.b32 $1, $2, {upper}, 0x4342;"
         arguments = f"{NUMBER_BIAS[dtype]}, {TRITON_DTYPES[dtype]}"
-        return f'{self._use("biased_bytes")}({text}, {arguments}, "{assembly}")'
+        return f'{self.use("biased_bytes")}({text}, {arguments}, "{assembly}")'
 
     def _ones(self, side: str) -> str:
         """Returns the name of a block of ones that column operands would have the layout of."""
@@ -219,7 +219,7 @@ class GroupSumPrinter(DotPrinter):
             return f"tl.full({shape}, 1.0, tl.float32).to({one})"
         word = f"0x{_ONE[self.row_dtype]:04x}{_ONE[self.row_dtype]:04x}"
         assembly = f"mov.b32 $0, {word}; mov.b32 $1, {word};"
-        self._line(f'{name} = {self._use("ones_like_bytes")}({self._value(of_bytes[0])}, {one}, "{assembly}")')
+        self.line(f'{name} = {self.use("ones_like_bytes")}({self._value(of_bytes[0])}, {one}, "{assembly}")')
         return name
 
     def _compute(self, position: int, operation: Compute) -> None:
@@ -248,10 +248,10 @@ class GroupSumPrinter(DotPrinter):
             return ""
         number, text = int(constant.value), self._value(value)
         if operation.name == "bitwise_and":
-            return f'{self._use("masked_bytes")}({text}, {number}, "and.b32 $0, $1, 0x{f"{number:02x}" * 4};")'
+            return f'{self.use("masked_bytes")}({text}, {number}, "and.b32 $0, $1, 0x{f"{number:02x}" * 4};")'
         mask = f"0x{f'{255 >> number:02x}' * 4}"
         assembly = f"{{ .reg .b32 t; shr.u32 t, $1, {number}; and.b32 $0, t, {mask}; }}"
-        return f'{self._use("shifted_bytes")}({text}, {number}, "{assembly}")'
+        return f'{self.use("shifted_bytes")}({text}, {number}, "{assembly}")'
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class GroupSumPrinter(DotPrinter):
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         wide = self.names.create_name(first.buffer)
-        self._line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
+        self.line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
         return wide
 
     def _split_pair(self, pair: tuple[int, int], wide: str) -> None:
@@ -314,6 +314,6 @@ class GroupSumPrinter(DotPrinter):
         order = [number for number in range(len(shape)) if number != r + 1] + [r + 1]
         names = [self._name(position, first.buffer) for position in pair]
         text = f"tl.reshape({wide}, ({', '.join(shape)}))"
-        self._line(f"{', '.join(names)} = tl.split(tl.permute({text}, ({', '.join(map(str, order))})))")
+        self.line(f"{', '.join(names)} = tl.split(tl.permute({text}, ({', '.join(map(str, order))})))")
         for position, name in zip(pair, names, strict=True):
             self.text[position] = name

@@ -28,6 +28,7 @@ from fxwrap.loop_ir import (
     Operation,
     Store,
     float8_format,
+    operation_dtype,
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.printers.triton.fast_math import fast_erf_operations, fast_math_operations, is_sum_of_exponentials
@@ -344,9 +345,7 @@ class Arithmetic:
 
     def dtype(self, position: int) -> torch.dtype:
         """Returns the dtype of an operation's value."""
-        operation = self.kernel.operations[position]
-        assert not isinstance(operation, Store | DeviceAssert), "neither has a value"
-        return operation.dtype
+        return operation_dtype(self.kernel.operations[position])
 
 
 def _fits_int32(index: Index) -> bool:

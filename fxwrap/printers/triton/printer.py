@@ -30,10 +30,8 @@ from fxwrap.loop_ir import (
     Store,
     SymbolicScalar,
 )
-from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
-from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
 from fxwrap.printers.triton.one_hot import SelectedElement
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
@@ -47,10 +45,8 @@ from fxwrap.printers.triton.reductions import (
 )
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
 from fxwrap.printers.triton.tile_printer import TilePrinter
-from fxwrap.symbolic import symbol_kind
 
 _INT32 = 2**31 - 1
-_SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
 
 class TritonPrinter(TilePrinter):
@@ -86,27 +82,9 @@ class TritonPrinter(TilePrinter):
         else:
             self._emit_persistent()
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
-        launch: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
-        if any(isinstance(item, DeviceAssert) for item in self.kernel.operations):
-            launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
         if self.is_looped:
             constants["LOOP_STAGES"] = self.configuration.num_stages
-        kinds = {symbol: symbol_kind(symbol.name) for symbol in self.symbols}
-        pointers = [f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*self.kernel.inputs, *self.kernel.outputs)]
-        scalars = [name + (': "fp64"' if kinds[symbol] == "float" else "") for symbol, name in self.symbols.items()]
-        body = "\n".join(self.lines) or "    pass"
-        helpers = "".join([f"{text}\n\n\n" for text in helper_sources(self.helpers)])
-        library = "from triton.language.extra import libdevice\n" if "libdevice." in helpers + body else ""
-        return TritonKernelText(
-            f"import triton\nimport triton.language as tl\n{library}\n\n{helpers}@triton.jit\n",
-            (*self.pointers.values(), *scalars),
-            tuple([f"{name}: tl.constexpr" for name in constants]),
-            f"{body}\n",
-            (*pointers, *[_SYMBOL_TYPES[kind] for kind in kinds.values()]),
-            tuple(sorted({**constants, **launch}.items())),
-            self.tile.num_programs,
-            frozenset(self.names.used),
-        )
+        return self.kernel_text(constants, {"num_warps": self.configuration.num_warps}, self.tile.num_programs)
 
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}
@@ -122,7 +100,7 @@ class TritonPrinter(TilePrinter):
         return RowContext(
             r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), position, dimension.size,
             self.index_printer.size_operand(dimension.size), dimension.block_constant, dimension.block,
-            self.row_lanes, self._exp_in_softmax(), self.names.create_name, self._use,
+            self.row_lanes, self._exp_in_softmax(), self.names.create_name, self.use,
         )  # fmt: skip
 
     def _exp_in_softmax(self) -> str:
@@ -133,7 +111,7 @@ class TritonPrinter(TilePrinter):
         if not self.allows_fast_softmax:
             return "libdevice.exp"
         is_reused = any(isinstance(item, Compute) and item.name == "exp" for item in self.kernel.operations)
-        return "tl.exp" if is_reused else self._use("exp_ftz")
+        return "tl.exp" if is_reused else self.use("exp_ftz")
 
     # --- the body ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +119,7 @@ class TritonPrinter(TilePrinter):
         barrier = self.schedule.barrier
         for position in self.schedule.straight_line:
             if barrier and isinstance(self.kernel.operations[position], Store):
-                self._line("tl.debug_barrier()  # every thread has read what is now written")
+                self.line("tl.debug_barrier()  # every thread has read what is now written")
                 barrier = False
             self._operation(position, looped=False)
 
@@ -152,7 +130,7 @@ class TritonPrinter(TilePrinter):
             if stage.loop:
                 self._loop(stage.loop, stage.last_use)
         if self.schedule.barrier:
-            self._line("tl.debug_barrier()  # every thread has read what is now written")
+            self.line("tl.debug_barrier()  # every thread has read what is now written")
         for position in self.schedule.after_loops:
             self._operation(position, looped=True)
 
@@ -182,18 +160,18 @@ class TritonPrinter(TilePrinter):
                 first, inside = scan_block(operation, value, dtype, names, self._row(), carried=True)
             before += first
             for line in inside:
-                self._line(line, operation.origin)
+                self.line(line, operation.origin)
         inside_lines, self.lines, self.origin = self.lines, outside, origin
         self.depth -= 1
         for line in before:
-            self._line(line)
+            self.line(line)
         size = self.index_printer.size(dimension.size)
-        self._line(f"for {start} in tl.range(0, {size}, {dimension.block_constant}, num_stages=LOOP_STAGES):")
+        self.line(f"for {start} in tl.range(0, {size}, {dimension.block_constant}, num_stages=LOOP_STAGES):")
         self.lines += inside_lines
         self.origin = ""
         lanes = f"tl.arange(0, {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
         for line in after:
-            self._line(line.replace(self.row_lanes, lanes))
+            self.line(line.replace(self.row_lanes, lanes))
 
     def _operation(self, position: int, looped: bool, last_use: bool = False) -> None:
         operation = self.kernel.operations[position]
@@ -220,7 +198,7 @@ class TritonPrinter(TilePrinter):
                 mask = self._mask(self.varying_dimensions[position], operation.mask)
                 masked = f", mask={mask}" if mask else ""
                 text = f"tl.device_assert({self._value(operation.condition)}, {operation.message!r}{masked})"
-                self._line(text, operation.origin)
+                self.line(text, operation.origin)
             case _:
                 assert_never(operation)
 
@@ -229,7 +207,7 @@ class TritonPrinter(TilePrinter):
             self.text[position] = text
             return
         name = self._name(position, wanted)
-        self._line(f"{name} = {text}", operation.origin)
+        self.line(f"{name} = {text}", operation.origin)
         self.text[position] = name
 
     def _name(self, position: int, wanted: str) -> str:
@@ -272,7 +250,7 @@ class TritonPrinter(TilePrinter):
         else:
             lines = scan_block(operation, value, dtype, names, self._row(), carried=False)[1]
         for line in lines:
-            self._line(line, operation.origin)
+            self.line(line, operation.origin)
 
     def _row_value(self, operation: Reduce | Scan) -> tuple[str, torch.dtype]:
         """Returns the operand of a reduction or scan, broadcast along the row, and its dtype."""
@@ -284,7 +262,7 @@ class TritonPrinter(TilePrinter):
             isinstance(operation, Scan) and self.varying_dimensions[used] != tile
         ):
             value = f"tl.broadcast_to({value}, {self.tile.shape})"
-        return value, self.arithmetic.dtype(used)
+        return value, self.dtype_of(used)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -355,12 +333,12 @@ class TritonPrinter(TilePrinter):
         value = self._value(operation.value)
         arguments = [address, value, *([f"mask={mask}"] if mask else [])]
         if operation.mode != "set":
-            dtype = self.arithmetic.dtype(operation.value)
-            self._line(atomic_text(operation.mode, dtype, address, value, mask, self._use), operation.origin)
+            dtype = self.dtype_of(operation.value)
+            self.line(atomic_text(operation.mode, dtype, address, value, mask, self.use), operation.origin)
             return
         if looped and self.schedule.reloaded and self.tile.reduced in span:
             arguments.append('eviction_policy="evict_first"')
-        self._line(f"tl.store({', '.join(arguments)})", operation.origin)
+        self.line(f"tl.store({', '.join(arguments)})", operation.origin)
 
 
 def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:

@@ -61,15 +61,14 @@ class RowGroupSumPrinter(GroupSumPrinter):
     def _emit_program_offsets(self) -> None:
         """Prints the first column of the program, and the numbers of its columns."""
         assert not self.whole.outer and not self.masks, "configurations have whole blocks of columns alone"
-        if self.use_int64:
-            self._emit_int64_symbols()
+        self.cast_symbols()
         self._enter(self.result_block)
         self.first = self._stable_name("first")
         cast = ".to(tl.int64)" if self.use_int64 else ""
         block = self._dimension("y").block_constant
-        self._line(f"{self.first} = {self.parameters.program}{cast} * {block}")
+        self.line(f"{self.first} = {self.parameters.program}{cast} * {block}")
         self.lanes = self._stable_name("lanes")
-        self._line(f"{self.lanes} = tl.arange(0, {block})[None, :]")
+        self.line(f"{self.lanes} = tl.arange(0, {block})[None, :]")
 
     def _emit_looped(self) -> None:
         kernel, (p, y, r) = self.kernel, [self._dimension(name) for name in "pyr"]
@@ -86,9 +85,9 @@ class RowGroupSumPrinter(GroupSumPrinter):
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(kernel.operations[position])]
-            self._line(f"{name} = tl.zeros(({p.block_constant}, {y.block_constant}), {dtype})")
+            self.line(f"{name} = tl.zeros(({p.block_constant}, {y.block_constant}), {dtype})")
         start, count = self._stable_name("start"), self.index_printer.size(p.size)
-        self._line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
+        self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += 1
         self._enter("pr")
         self.side = "pr"
@@ -103,7 +102,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         self.side = self.origin = ""
         for position in self.form.totals:
             (name,) = self.results[position]
-            self._line(f"{name} = tl.sum({name}, 0, keep_dims=True)")
+            self.line(f"{name} = tl.sum({name}, 0, keep_dims=True)")
         self._emit_epilogue(inside | products | {*self.form.totals} | self.fused, varying)
 
     def _emit_step(self, inside: Sequence[int], varying: tuple[bool, ...], sums: dict[int, GroupSum]) -> None:
@@ -128,7 +127,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
             selected = f"{self.lanes} == {number}"
             for position in self.form.totals:
                 (name,) = self.results[position]
-                self._line(f"{name} = tl.where({selected}, {self._added(position, name)}, {name})")
+                self.line(f"{name} = tl.where({selected}, {self._added(position, name)}, {name})")
 
     def _early_loads(self, positions: Collection[int]) -> list[int]:
         """Returns the loads of elements at indices that no other operation computes."""
@@ -150,7 +149,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
                 self._operation(position, looped=True)
                 names[position] = self._name(position, operation.buffer)
                 if self.text[position] != names[position]:
-                    self._line(f"{names[position]} = {self.text[position]}")
+                    self.line(f"{names[position]} = {self.text[position]}")
                     self.text[position] = names[position]
             elif position == min(pair):
                 self.contiguous[pair] = self._load_contiguous(pair, operation)
@@ -175,7 +174,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         """Prints the index of a column along its axes."""
         axes = self.contraction.columns
         flat = self.axis_names[axes[0]] if len(axes) == 1 else self._stable_name("y")
-        self._line(f"{flat} = {position}")
+        self.line(f"{flat} = {position}")
         if len(axes) > 1:
             self._unflatten(axes, flat, self.axis_names)
 
@@ -199,7 +198,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
                 text = f"{self._value(row)} * {self._number(column)}"
         (name,) = self._result_names(item.reduction)
         origin = self.kernel.operations[item.reduction].origin
-        self._line(f"{name} = tl.sum({text}, 1, keep_dims=True)", origin)
+        self.line(f"{name} = tl.sum({text}, 1, keep_dims=True)", origin)
 
     def _loaded_number(self, column: int) -> int:
         """Returns the byte whose sum with the bias a column operand is, or the operand itself."""
@@ -211,7 +210,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         source = self._loaded_number(column)
         if source == column:
             return self._value(column)
-        return f'{self._use("biased_floats")}({self._value(source)}, "{_BIASED_FLOATS}")'
+        return f'{self.use("biased_floats")}({self._value(source)}, "{_BIASED_FLOATS}")'
 
     def _added(self, position: int, name: str) -> str:
         """Returns the text of a total with the value of a group."""

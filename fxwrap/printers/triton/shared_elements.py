@@ -166,7 +166,7 @@ class ContractionLoadPrinter(TritonPrinter):
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         value = self.names.create_name(operation.buffer)
-        self._line(f"{value} = tl.load({', '.join(arguments)})", operation.origin)
+        self.line(f"{value} = tl.load({', '.join(arguments)})", operation.origin)
         shape = [item.block_constant if n in own else "1" for n, item in enumerate(self.tile.dimensions)]
         text = repeat_text(value, shape, r, run)
         if operation.mask is not None:
@@ -187,11 +187,11 @@ class ContractionLoadPrinter(TritonPrinter):
         lanes = self.row_lanes.replace(dimension.block_constant, f"{dimension.block_constant} // {run}")
         flat = self.names.create_name("run")
         start = f"{parenthesize(self.row_start)} // {run} + " if self.row_start else ""
-        self._line(f"{flat} = {start}{lanes}")
+        self.line(f"{flat} = {start}{lanes}")
         if dimension.masked:
             assert isinstance(dimension.size, int), "runs of masked blocks have a constant size"
             self.run_masks[run] = self.names.create_name("run_mask")
-            self._line(f"{self.run_masks[run]} = {flat} < {dimension.size // run}")
+            self.line(f"{self.run_masks[run]} = {flat} < {dimension.size // run}")
         self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
         self._unflatten(tuple(axes), flat, self.run_names[run])
         return self.run_names[run]

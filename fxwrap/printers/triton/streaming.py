@@ -18,7 +18,6 @@ from fxwrap.loop_ir import (
     Compute,
     Constant,
     Contraction,
-    DeviceAssert,
     IndexValue,
     Kernel,
     KernelError,
@@ -29,18 +28,15 @@ from fxwrap.loop_ir import (
     assume,
     operands,
 )
-from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
+from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.blocks import Scope
-from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_bounds import BoundedStreamPrinter
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, row_blocks
 from fxwrap.printers.triton.streaming_values import LOG2_E
-from fxwrap.symbolic import ceiling_divide, product, symbol_kind
-
-_SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
+from fxwrap.symbolic import ceiling_divide, product
 
 
 class StreamingTritonPrinter(BoundedStreamPrinter):
@@ -86,28 +82,11 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
     def _text(self) -> TritonKernelText:
         configuration = self.configuration
         constants = {**self.constants, "LOOP_STAGES": configuration.num_stages}
-        launch: dict[str, int | bool] = {"num_warps": configuration.num_warps}
+        options = {"num_warps": configuration.num_warps}
         if configuration.max_registers:
-            launch["maxnreg"] = configuration.max_registers
-        if any(isinstance(item, DeviceAssert) for item in self.kernel.operations):
-            launch |= {"debug": True, "sanitize_overflow": False}  # Triton leaves assertions out otherwise
-        kinds = {symbol: symbol_kind(symbol.name) for symbol in self.symbols}
-        pointers = [f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*self.kernel.inputs, *self.kernel.outputs)]
-        scalars = [name + (': "fp64"' if kinds[symbol] == "float" else "") for symbol, name in self.symbols.items()]
-        helpers = "".join([f"{text}\n\n\n" for text in helper_sources(self.helpers)])
-        body = "\n".join(self.lines)
-        library = "from triton.language.extra import libdevice\n" if "libdevice." in helpers + body else ""
+            options["maxnreg"] = configuration.max_registers
         blocks = ceiling_divide(self.parts.row.size, configuration.row_block)
-        return TritonKernelText(
-            f"import triton\nimport triton.language as tl\n{library}\n\n{helpers}@triton.jit\n",
-            (*self.pointers.values(), *scalars),
-            tuple([f"{name}: tl.constexpr" for name in constants]),
-            f"{body}\n",
-            (*pointers, *[_SYMBOL_TYPES[kind] for kind in kinds.values()]),
-            tuple(sorted({**constants, **launch}.items())),
-            product([blocks, *[axis.size for axis in self.outer]]),
-            frozenset(self.allocator.used),
-        )
+        return self.kernel_text(constants, options, product([blocks, *[axis.size for axis in self.outer]]))
 
     # --- axes -------------------------------------------------------------------------------------------------------
 
@@ -116,10 +95,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
 
         Where later rows visit more, they come first, so that the launch ends with short programs.
         """
-        if self.use_int64:
-            for symbol, name in self.symbols.items():
-                if symbol_kind(symbol.name) == "int":
-                    self.line(f"{name} = tl.cast({name}, tl.int64)")
+        self.cast_symbols()
         size = self.index_printer(scope).size_operand
         number = "tl.num_programs(0) - 1 - tl.program_id(0)" if self._grows_with_rows() else "tl.program_id(0)"
         self.line(f"program = {f'({number}).to(tl.int64)' if self.use_int64 else number}")
@@ -141,7 +117,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         """Prints the indices of axes, the last of which vary fastest between programs."""
         size = self.index_printer(scope).size_operand
         for axis in reversed(axes):
-            scope.names[axis] = self.allocator.create_name(axis.name)
+            scope.names[axis] = self.names.create_name(axis.name)
             self.line(f"{scope.names[axis]} = program % {size(axis.size)}")
             self.line(f"program = program // {size(axis.size)}")
 
@@ -178,7 +154,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         known = dict(scope.text)
         with ExitStack() as stack:
             for axis in self.leading:
-                scope.names[axis] = name = self.allocator.create_name(axis.name)
+                scope.names[axis] = name = self.names.create_name(axis.name)
                 stack.enter_context(self.nested(f"for {name} in range({self.index_printer(scope).size(axis.size)}):"))
             if self.leading:
                 outside = [*self.outer, *self.leading]
@@ -235,14 +211,14 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         shared = [*self.outer, *parts.axes[:-1]]
         visited = self._visited_loads(targets, scope)
         texts = self._visit(visited, start, end, rows)
-        scope.text |= {item: self.allocator.create_name("visited") for item in visited}
+        scope.text |= {item: self.names.create_name("visited") for item in visited}
         for item, text in zip(visited, texts, strict=True):
             self.line(f"{scope.text[item]} = {text}")
         with self.nested(f"for step in tl.range({start} * tiles, {end} * tiles, num_stages=LOOP_STAGES):"):
             first = "step"
             if len(self.streamed) == 2:
                 visit = self.streamed[0]
-                scope.names[visit] = self.allocator.create_name(visit.name)
+                scope.names[visit] = self.names.create_name(visit.name)
                 self.line(f"{scope.names[visit]} = step // tiles")
                 first = "step % tiles"
             self.line(f"first_key = {f'({first_tile} + {first})' if first_tile else first} * KEY_BLOCK")
@@ -273,7 +249,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         if not loads:
             return []
         scope, axis = rows.inner(), self.streamed[0]
-        scope.names[axis] = name = self.allocator.create_name("next_visit")
+        scope.names[axis] = name = self.names.create_name("next_visit")
         scope.masks[axis] = f"({name} < {end})"
         self.line(f"{name} = {visit}")
         self.write(loads, scope)
@@ -438,7 +414,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         """Adds a matrix of values to memory, those of one address as their sum."""
         store = self.kernel.operations[update.position]
         assert isinstance(store, Store)
-        dtype = self.operation_dtype(update.value)
+        dtype = self.dtype_of(update.value)
         if dtype not in ATOMIC_DTYPES["add"]:
             raise KernelError(f"Triton has no atomic addition of {dtype}")
         needed = {*operands(store), *update.conditions} - {update.value}
@@ -459,7 +435,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         address, _ = self.access(store.buffer, store.index, address_axes, None, scope, is_matrix=True)
         mask = [text for axis in used if axis not in summed for text in masks[axis]]
         mask += [text for item, text in conditions.items() if varies[item].isdisjoint(summed)]
-        self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self._use), store.origin)
+        self.line(atomic_text("add", dtype, address, value, " & ".join(mask), self.use), store.origin)
 
     def _set(self, update: Update, store: Store, value: str, scope: Scope) -> None:
         """Writes a matrix of values to memory."""
@@ -476,10 +452,6 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         ]  # fmt: skip
         mask = f", mask={' & '.join(masks)}" if masks else ""
         self.line(f"tl.store({address}, {self.value(store.value, inside)}{mask})", store.origin)
-
-    def _use(self, helper: str) -> str:
-        self.helpers.add(helper)
-        return helper
 
     def _store(self, position: int, store: Store, scope: Scope) -> None:
         axes = self.kernel.value_axes[position]

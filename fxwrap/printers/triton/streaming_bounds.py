@@ -45,7 +45,7 @@ class BoundedStreamPrinter(StreamingValuePrinter):
     def _limit(self, bound: AxisBound, size: str, scope: Scope) -> str:
         """Prints the limit of a bound of an axis; returns the text of that of a block of rows, from 0 to the size."""
         self.write([bound.limit], scope)
-        limit = self.limits[bound] = self.allocator.create_name("limit")
+        limit = self.limits[bound] = self.names.create_name("limit")
         index, row = "tl.int64" if self.use_int64 else "tl.int32", self.parts.row
         self.line(f"{limit} = tl.minimum(tl.maximum({self.value(bound.limit, scope)}, 0), {size}).to({index})")
         if self.parts.is_exact(bound):
@@ -58,7 +58,7 @@ class BoundedStreamPrinter(StreamingValuePrinter):
     def write_conditions(self, scope: Scope) -> None:
         """Prints the conditions of bounds as comparisons with limits, which have no more bits than indices."""
         for bound, limit in self.limits.items():
-            name = self.allocator.create_name("inside")
+            name = self.names.create_name("inside")
             relation = ">=" if bound.is_lower == bound.holds else "<"
             self.line(f"{name} = {scope.names[self.inner]} {relation} {limit}")
             scope.text[bound.condition] = name

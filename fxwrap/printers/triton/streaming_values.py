@@ -57,7 +57,7 @@ class StreamingValuePrinter(BlockPrinter):
                 self.block_names[axis] = name if number == 0 else f"{name}_{number}"
                 constants[self.block_names[axis]] = _dot_extent(axis)
         super().__init__(kernel, limits, constants)
-        self.dtype = TRITON_DTYPES[self.operation_dtype(parts.products[0].position)]
+        self.dtype = TRITON_DTYPES[self.dtype_of(parts.products[0].position)]
         self.is_half = any(self.factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
         self._patterns: dict[Operation, int] = {}
 
@@ -245,12 +245,12 @@ class StreamingValuePrinter(BlockPrinter):
         if not self.configuration.half_products:
             return position
         if isinstance(operation, Compute) and operation.name == "cast" and operation.dtype is torch.float32:
-            if self.operation_dtype(operation.operands[0]) in HALF_PRECISION:
+            if self.dtype_of(operation.operands[0]) in HALF_PRECISION:
                 return operation.operands[0]
         return position
 
     def factor_dtype(self, position: int) -> torch.dtype:
-        return self.operation_dtype(self._factor_source(position))
+        return self.dtype_of(self._factor_source(position))
 
     def pattern(self, position: int, axis: Axis) -> int:
         """Returns a number that values have in common which are equal but for the name of one axis."""

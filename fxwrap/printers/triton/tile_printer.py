@@ -6,20 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operands
-from fxwrap.names import NameAllocator
 from fxwrap.printers.triton.configuration import Configuration
-from fxwrap.printers.triton.kernel_text import (
-    RESERVED_WORDS,
-    BodyParameters,
-    TritonIndexPrinter,
-    comment_lines,
-    parenthesize,
-)
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.kernel_writer import KernelWriter
 from fxwrap.printers.triton.schedule import Dimension, Tile, fits_int32, make_tile
-from fxwrap.symbolic import Size, symbol_kind
+from fxwrap.symbolic import Size
 
 
-class TilePrinter(ABC):
+class TilePrinter(KernelWriter, ABC):
     """Prints the offsets of a program and of its blocks; subclasses print what it computes.
 
     Indices have 64 bits if 32 do not represent a size within the `limits` of its symbols.
@@ -28,19 +22,11 @@ class TilePrinter(ABC):
     def __init__(
         self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
     ) -> None:
-        self.kernel = kernel
         self.configuration = configuration
         self.parameters = parameters
         self.tile: Tile = make_tile(kernel, configuration)
-        self.use_int64 = not all(fits_int32(size, limits) for size in _extents(kernel, self.tile))
-        self.lines: list[str] = []
-        self.depth = 1
-        self.origin = ""
-        self.helpers: set[str] = set()
-        self.names = NameAllocator(reserved=RESERVED_WORDS)
-        self.symbols = {symbol: self.names.create_name(str(symbol)) for symbol in kernel.symbols}
-        buffers = (*kernel.inputs, *kernel.outputs)
-        self.pointers = {item.name: self.names.create_name(f"{item.name}_ptr") for item in buffers}
+        use_int64 = not all(fits_int32(size, limits) for size in _extents(kernel, self.tile))
+        super().__init__(kernel, use_int64, parameters.comments)
         self.axis_names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
         self.index_printer = TritonIndexPrinter(self.axis_names, self._indirect_index, self.helpers, parameters.integer)
         self.masks: dict[int, str] = {}
@@ -53,18 +39,6 @@ class TilePrinter(ABC):
     @abstractmethod
     def _indirect_index(self, position: int) -> str:
         """Returns the text of an index that an operation computes."""
-
-    def _line(self, text: str, origin: str = "") -> None:
-        indent = "    " * self.depth
-        if origin and origin != self.origin:
-            comments, printed = comment_lines(origin), self.parameters.comments
-            self.lines += [f"{indent}# {line}" for line in comments if printed is None or line in printed]
-            self.origin = origin
-        self.lines.append(indent + text)
-
-    def _use(self, helper: str) -> str:
-        self.helpers.add(helper)
-        return helper
 
     def _analyze_dimensions(self) -> None:
         """Computes for each operation the dimensions of the tile that its value varies along."""
@@ -84,32 +58,26 @@ class TilePrinter(ABC):
 
     def _emit_program_offsets(self) -> None:
         """Prints the program's offsets along the axes."""
-        if self.use_int64:
-            self._emit_int64_symbols()
+        self.cast_symbols()
         parts: list[Dimension | Axis] = [*self.tile.parallel, *reversed(self.tile.outer)]
         rest = f"{self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}"
         if len(parts) > 1:
             program = self.names.create_name("program")
-            self._line(f"{program} = {rest}")
+            self.line(f"{program} = {rest}")
             rest = program
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             blocks = part.blocks if isinstance(part, Dimension) else part.size
             offset = rest if last else f"{rest} % {self.index_printer.size_operand(blocks)}"
             if isinstance(part, Axis):
-                self._line(f"{self.axis_names[part]} = {offset}")
+                self.line(f"{self.axis_names[part]} = {offset}")
             else:
                 self._emit_block_offsets(part, f"{offset if last else parenthesize(offset)} * {part.block_constant}")
             if not last:
-                self._line(f"{rest} = {rest} // {self.index_printer.size_operand(blocks)}")
+                self.line(f"{rest} = {rest} // {self.index_printer.size_operand(blocks)}")
         r = self.tile.reduced
         if r is not None and not self.configuration.looped:
             self._emit_block_offsets(self.tile.dimensions[r], "")
-
-    def _emit_int64_symbols(self) -> None:
-        for symbol, name in self.symbols.items():
-            if symbol_kind(symbol.name) == "int":
-                self._line(f"{name} = tl.cast({name}, tl.int64)")
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         """Prints the positions of a block along a dimension, its axes, and its mask."""
@@ -118,12 +86,12 @@ class TilePrinter(ABC):
         flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(dimension.name)
         cast = ".to(tl.int64)" if self.use_int64 else ""
         lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
-        self._line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
+        self.line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
         if dimension.masked:
             self.masks[number] = self._stable_name(f"{flat}_mask")
-            self._line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
+            self.line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
         self.positions[dimension.name] = flat
         if dimension.name == "r":
             self.row_lanes, self.row_start = lanes, start
@@ -141,7 +109,7 @@ class TilePrinter(ABC):
             divided = flat if step.constant == 1 else f"{flat} // {parenthesize(self.index_printer(step))}"
             first = axis == axes[0]
             text = divided if first else f"{divided} % {self.index_printer.size_operand(axis.size)}"
-            self._line(f"{names[axis]} = {text}")
+            self.line(f"{names[axis]} = {text}")
             step = step * as_index(axis.size)
 
     def _is_row(self, dimension: Dimension) -> bool:
