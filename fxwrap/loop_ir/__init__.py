@@ -8,6 +8,7 @@ from fxwrap.loop_ir.contraction import *
 from fxwrap.loop_ir.evaluate import *
 from fxwrap.loop_ir.group_sums import *
 from fxwrap.loop_ir.index import *
+from fxwrap.loop_ir.interleaved import *
 from fxwrap.loop_ir.kernel import *
 from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *

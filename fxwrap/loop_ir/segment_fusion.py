@@ -15,13 +15,15 @@ from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
 from fxwrap.loop_ir.segments import MAX_SEGMENTS, AxisComparison, axis_comparisons, decide_comparisons
-from fxwrap.loop_ir.traffic import transferred_bytes
+from fxwrap.loop_ir.traffic import access_bytes
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, floor_divide
 
 
 def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Returns a pointwise kernel with segments of its axes fused where its accesses then transfer fewer bytes.
+
+    Stores do not transfer more: scattered ones cost more than the loads that they save.
 
     The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
     axis; each segment has stores of its own, after all loads. Other kernels are returned unchanged. `hint` returns a
@@ -49,13 +51,14 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
     ]
     live = [_live_accesses(segment) for segment in segments]
     fused = _merge(segments, axis, Axis(f"{axis.name}s", length))
-    before = 0.0
+    shares: dict[int, float] = {}
     for position in set().union(*live):
-        share = sum(position in accesses for accesses in live) / count
         is_along = axis in kernel.address_axes[position]
-        before += transferred_bytes(kernel, position, hint) * (share if is_along else 1)
-    after = sum([transferred_bytes(fused, position, hint) for position in _live_accesses(fused)])
-    return fused if after < before else None
+        shares[position] = sum(position in accesses for accesses in live) / count if is_along else 1
+    loaded, stored = access_bytes(kernel, shares, hint)
+    fused_loaded, fused_stored = access_bytes(fused, dict.fromkeys(_live_accesses(fused), 1), hint)
+    is_scattered = fused_stored > stored
+    return fused if fused_loaded + fused_stored < loaded + stored and not is_scattered else None
 
 
 def _equal_segments(axis: Axis, comparisons: Collection[AxisComparison]) -> dict[Index, int]:
@@ -102,11 +105,11 @@ def _live_accesses(kernel: Kernel) -> set[int]:
 def _merge(segments: Sequence[Kernel], axis: Axis, inner: Axis) -> Kernel:
     """Returns a kernel whose iterations along `inner` compute an element of each segment of an axis.
 
-    Equal operations of several segments are added once.
+    Equal operations of several segments are added once. The stores into one buffer follow each other.
     """
     operations: list[Operation] = []
     numbers: dict[Operation, int] = {}
-    stores: list[Operation] = []
+    stores: list[Store] = []
     for number, segment in enumerate(segments):
         new: dict[int, int] = {}
         mapping: dict[Atom, IndexLike] = {axis: as_index(inner.size) * number + inner}
@@ -122,4 +125,6 @@ def _merge(segments: Sequence[Kernel], axis: Axis, inner: Axis) -> Kernel:
             new[position] = numbers[moved]
     first = segments[0]
     axes = tuple([inner if item == axis else item for item in first.axes])
+    buffers = [item.name for item in first.outputs]
+    stores.sort(key=lambda store: buffers.index(store.buffer))
     return verify_kernel(replace(first, axes=axes, operations=(*operations, *stores)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from fxwrap.loop_ir.canonicalize import stride_magnitude
 from fxwrap.loop_ir.index import Axis, Index
+from fxwrap.loop_ir.interleaved import interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 from fxwrap.symbolic import Size, product
 
@@ -16,27 +17,45 @@ TRANSFER_BYTES = 32
 _Hint: TypeAlias = Callable[[Size], int]
 
 
-def transferred_bytes(kernel: Kernel, position: int, hint: _Hint) -> int:
+def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tuple[float, float]:
+    """Returns the bytes that loads transfer, and those of stores.
+
+    `shares` are the operations that count, by position, each with the share of iterations that run it. Interleaved
+    accesses are one contiguous access. `hint` returns a typical value of a size.
+    """
+    counts = {at: item.count for item in interleaved_accesses(kernel) for at in item.positions}
+    loaded = stored = 0.0
+    for position, share in shares.items():
+        transferred = transferred_bytes(kernel, position, hint, counts.get(position, 1)) * share
+        if isinstance(kernel.operations[position], Store):
+            stored += transferred
+        else:
+            loaded += transferred
+    return loaded, stored
+
+
+def transferred_bytes(kernel: Kernel, position: int, hint: _Hint, interleaved: int = 1) -> int:
     """Returns the bytes that a load or store transfers in all iterations, masked ones included.
 
     An element counts once for each point of the axes that its address depends on. Short runs of contiguous elements
-    transfer whole sectors of `TRANSFER_BYTES`. `hint` returns a typical value of a size.
+    transfer whole sectors of `TRANSFER_BYTES`. `hint` returns a typical value of a size; `interleaved` is the number of
+    accesses that are one with this (`InterleavedAccess`), which counts its share.
     """
     access = kernel.operations[position]
     assert isinstance(access, Load | Store), "other operations access no memory"
     itemsize = next(item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs) if item.name == access.buffer)
     axes = kernel.address_axes[position]
     count = hint(product([axis.size for axis in axes]))
-    run, step = _contiguous_run(access.index, sorted(axes, key=lambda axis: axis.name), hint)
+    run, step = _contiguous_run(access.index, sorted(axes, key=lambda axis: axis.name), hint, interleaved)
     transferred = min(max(run * itemsize, TRANSFER_BYTES), step * itemsize)
     return count * transferred // run
 
 
-def _contiguous_run(index: Index, axes: list[Axis], hint: _Hint) -> tuple[int, int]:
-    """Returns the number of contiguous elements that an index reaches, and the distance to the next ones."""
+def _contiguous_run(index: Index, axes: list[Axis], hint: _Hint, run: int) -> tuple[int, int]:
+    """Returns the number of contiguous elements that an index reaches in runs, and the distance to the next ones."""
     strides = {axis: index.stride(axis) for axis in axes}
     steps = {axis: stride_magnitude(stride, hint) for axis, stride in strides.items() if stride is not None}
-    run, pending = 1, sorted([(step, hint(axis.size)) for axis, step in steps.items() if step and hint(axis.size) > 1])
+    pending = sorted([(step, hint(axis.size)) for axis, step in steps.items() if step and hint(axis.size) > 1])
     for step, size in pending:
         if step > run:
             return run, step

@@ -13,7 +13,21 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
+from fxwrap.loop_ir import (
+    ONE,
+    OPERATIONS,
+    Atom,
+    Axis,
+    Compute,
+    IndirectIndex,
+    InterleavedAccess,
+    Kernel,
+    Load,
+    Operation,
+    Store,
+    indices,
+    interleaved_accesses,
+)
 from fxwrap.symbolic import Size
 
 Hint: TypeAlias = Callable[[Size], int]
@@ -77,7 +91,7 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     inner, other = _contiguous_axes(kernel, hint)
     if other is not None and hint(inner.size) >= _MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
-    block, warps = _pointwise_block(kernel, hint, programs_of_a_wave(spec))
+    block, warps = _pointwise_block(kernel, inner, hint, programs_of_a_wave(spec))
     rows = _broadcast_rows(kernel, inner, hint)
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
@@ -97,11 +111,15 @@ def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
     return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
 
 
-def _pointwise_block(kernel: Kernel, hint: Hint, wave: int) -> tuple[int, int]:
-    """Returns the block size and warps: 16 bytes of the smallest dtype a thread, more to hide latency."""
+def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tuple[int, int]:
+    """Returns the block size and warps: 16 bytes of the smallest dtype a thread, more to hide latency.
+
+    Interleaved accesses have 16 bytes together.
+    """
     moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
     elements = min(16 // smallest, 8)
+    elements = max(elements // max([item.count for item in joined_accesses(kernel, inner)], default=1), 1)
     costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
     gathers = any(isinstance(atom, IndirectIndex) for access in moved for atom in access.index.atoms())
     is_costly = sum(costs) >= 15 and max(costs) >= 12
@@ -278,17 +296,38 @@ def _itemsize(kernel: Kernel, access: Load | Store) -> int:
     return stored.itemsize
 
 
+def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
+    """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves."""
+    accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner]
+    return [item for item in accesses if item.count == next_power_of_2(item.count) and _is_joined(kernel, item)]
+
+
+def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
+    """Whether accesses can be one at the first load, or at the last store: no other access is between the stores."""
+    operations = kernel.operations
+    first, last = min(access.positions), max(access.positions)
+    between = [operations[at] for at in range(first, last) if at not in access.positions]
+    is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
+    is_load = isinstance(operations[first], Load)
+    return is_direct and (is_load or not any(isinstance(item, Load | Store) for item in between))
+
+
+def _atoms(operation: Operation) -> set[Atom]:
+    return {atom for index in indices(operation) for atom in index.atoms()}
+
+
 def _contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
-    """Returns for each axis the bytes of the accesses that are contiguous along it."""
+    """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved."""
     scores: dict[Axis, int] = {}
-    for access, axes in zip(kernel.operations, kernel.address_axes, strict=True):
+    interleaved = {at: item.axis for item in interleaved_accesses(kernel) for at in item.positions}
+    for position, (access, axes) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
         if not isinstance(access, Load | Store) or not isinstance(access, only):
             continue
         weight = _itemsize(kernel, access)
         for axis in axes:
             weight *= max(hint(axis.size), 1)
         for axis in access.index.axes():
-            if access.index.stride(axis) == ONE:
+            if access.index.stride(axis) == ONE or axis == interleaved.get(position):
                 scores[axis] = scores.get(axis, 0) + weight
     return scores
 

@@ -11,10 +11,10 @@ from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.candidates import configurations
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
+from fxwrap.printers.triton.interleaved import InterleavedPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
-from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
 from fxwrap.printers.triton.schedule import make_tile
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
@@ -39,7 +39,7 @@ class ScheduledKernel:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
-        printer = TritonPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
+        printer = InterleavedPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
         return printer(kernel, self.configuration, self.limits, selected, parameters).print()
 
     @cached_property

@@ -59,6 +59,9 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int, int]] = {
     "an interleaved rotary embedding": (interleaved_rotary, [(2, 5, 3, 64), (5, 1, 32), (5, 1, 32)], 4, 2),
     "three parts": (lambda x, y: torch.cat((x + y, x - y, x * y)), [(3, 8), (3, 8)], 2, 3),
     "a stack": (lambda x, y: torch.stack((x + y, x - y, x * y), 1), [(3, 8), (3, 8)], 2, 3),
+    "a stack in the last dimension": (
+        lambda x, y: torch.stack((x.exp(), *([y] * 7)), -1), [(3, 32), (3, 32)], 2, 8,
+    ),
     "an input beside a function of it": (lambda x, y: torch.cat((x, x.relu() * y), 1), [(3, 8), (3, 8)], 2, 2),
     "a function of a concatenation": (
         lambda x, y: F.gelu(torch.cat((x + y, x - y), 1)) * torch.cat((y, y), 1), [(3, 8), (3, 8)], 2, 2,
@@ -82,7 +85,7 @@ UNCHANGED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "different lengths": (lambda x, y: torch.cat((x + y, (x - y)[:, :4]), 1), [(3, 8), (3, 8)]),
     "nothing is shared": (lambda x, y: torch.cat((x.exp(), y.sin()), 1), [(3, 8), (3, 8)]),
     "short runs cost more than they share": (
-        lambda x, y: torch.stack((x.exp(), *([y] * 7)), -1), [(3, 32), (3, 32)],
+        lambda x, y: torch.cat((x.exp(), *([y] * 7)), -1), [(32, 3), (32, 3)],
     ),
     "a reduction": (lambda x, y: torch.cat((x + y, x - y), 1).sum(0), [(3, 8), (3, 8)]),
 }  # fmt: skip

@@ -1,0 +1,147 @@
+"""Interleaved accesses as one access of a wide block, whose vectors are split or joined in registers.
+
+A load or store with a stride otherwise is an instruction for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fxwrap.loop_ir import Axis, InterleavedAccess, Kernel, Load, Store
+from fxwrap.printers.triton.configuration import Configuration, joined_accesses
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
+from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.printers.triton.printer import TritonPrinter
+from fxwrap.printers.triton.schedule import Dimension, fits_int32
+from fxwrap.symbolic import product
+
+
+class InterleavedPrinter(TritonPrinter):
+    """Prints a kernel whose accesses may be interleaved along the tile's last dimension, if it has no reduced axes.
+
+    `joined` are the accesses that are printed as one, by each of their positions. `wide_names` are the names of the
+    dimension's axes at each element of a wide block, by the number of accesses that it joins; `wide_masks` its masks.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        configuration: Configuration,
+        limits: Mapping[str, int],
+        selected: Mapping[int, SelectedElement],
+        parameters: BodyParameters,
+    ) -> None:
+        super().__init__(kernel, configuration, limits, selected, parameters)
+        x = next((item for item in self.tile.dimensions if item.name == "x"), None)
+        accesses = joined_accesses(kernel, x.axes[-1]) if x is not None and not kernel.reduced else []
+        self.joined = {position: item for item in accesses for position in item.positions}
+        if x is not None and accesses:
+            widest = product((x.size, max([item.count for item in accesses])))
+            self.use_int64 = self.use_int64 or not fits_int32(widest, limits)
+        self.wide_names: dict[int, dict[Axis, str]] = {}
+        self.wide_masks: dict[int, str] = {}
+
+    def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
+        super()._emit_block_offsets(dimension, start)
+        if dimension.name == "x":
+            for count in sorted({item.count for item in self.joined.values()}):
+                self._emit_wide_offsets(dimension, start, count)
+
+    def _emit_wide_offsets(self, dimension: Dimension, start: str, count: int) -> None:
+        """Prints the positions along the axes of `count` elements for each position of a block."""
+        cast = ".to(tl.int64)" if self.use_int64 else ""
+        lanes = f"tl.arange(0, {count} * {dimension.block_constant}){cast}"
+        number = self.tile.dimensions.index(dimension)
+        axes = (*dimension.axes[:-1], _wide_axis(dimension, count))
+        names = {axis: self.names.create_name(axis.name) for axis in axes}
+        flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("wide")
+        self._line(f"{flat} = {count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}")
+        if len(axes) > 1:
+            self._unflatten(axes, flat, names)
+        if dimension.masked:
+            self.wide_masks[count] = self.names.create_name(f"{flat}_mask")
+            size = self.index_printer.size_operand(dimension.size)
+            self._line(f"{self.wide_masks[count]} = {flat} < {count} * {size}")
+        self.wide_names[count] = names
+
+    def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
+        access = self.joined.get(position)
+        if access is None:
+            super()._load(position, operation, looped, last_use)
+            return
+        if position in self.text:
+            return
+        arguments = self._wide_arguments(operation, access)
+        policy = self._eviction_policy(operation, False, last_use)
+        if policy:
+            arguments.append(f'eviction_policy="{policy}"')
+        span = self.varying_dimensions[position]
+        block = f"tl.load({', '.join(arguments)})"
+        names = [self.names.create_name(operation.buffer) for _ in access.positions]
+        shape = [*self._blocks(span), *["2"] * (access.count.bit_length() - 1)]
+        self._split(f"tl.reshape({block}, {_shape(shape)})", names, operation.origin)
+        self.text |= dict(zip(access.positions, names, strict=True))
+
+    def _split(self, block: str, names: Sequence[str], origin: str) -> None:
+        """Prints the names of the elements of the last dimensions of a block, each of which has two."""
+        if len(names) == 2:
+            self._line(f"{', '.join(names)} = tl.split({block})", origin)
+            return
+        halves = [self.names.create_name("half") for _ in range(2)]
+        self._line(f"{', '.join(halves)} = tl.split({block})", origin)
+        for number, half in enumerate(halves):
+            self._split(half, names[number::2], origin)
+
+    def _store(self, position: int, operation: Store, looped: bool) -> None:
+        access = self.joined.get(position)
+        if access is None:
+            super()._store(position, operation, looped)
+        elif position == max(access.positions):
+            span = self._index_dimensions(operation.index)
+            values = [self._block_value(at, span) for at in access.positions]
+            address, *mask = self._wide_arguments(operation, access)
+            joined = f"tl.reshape({_join(values)}, {_shape(self._blocks(span, len(values)))})"
+            self._line(f"tl.store({', '.join([address, joined, *mask])})", operation.origin)
+
+    def _block_value(self, position: int, span: frozenset[int]) -> str:
+        """Returns the value of a store as a block along dimensions."""
+        operation = self.kernel.operations[position]
+        assert isinstance(operation, Store), "a store has a value"
+        value = self._value(operation.value)
+        if self.varying_dimensions[operation.value] >= span:
+            return value
+        return f"tl.broadcast_to({value}, {_shape(self._blocks(span))})"
+
+    def _wide_arguments(self, operation: Load | Store, access: InterleavedAccess) -> list[str]:
+        """Returns the address of a wide block, and its mask if it has one."""
+        count, number = access.count, len(self.tile.dimensions) - 1
+        first = self.kernel.operations[access.positions[0]]
+        assert isinstance(first, Load | Store), "accesses are loads and stores"
+        wide = _wide_axis(self.tile.dimensions[number], count)
+        names = {**self.axis_names, **self.wide_names[count]}
+        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
+        address = f"{self.pointers[operation.buffer]} + {printer(first.index.substitute({access.axis: 0}) + wide)}"
+        rows = self._mask(self._index_dimensions(first.index) - {number}, None)
+        masks = [mask for mask in (rows, self.wide_masks.get(count, "")) if mask]
+        return [address, *([f"mask={' & '.join(masks)}"] if masks else [])]
+
+    def _blocks(self, span: Iterable[int], count: int = 1) -> list[str]:
+        """Returns the sizes of a block along dimensions, the last one `count` times as wide."""
+        sizes = [item.block_constant if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
+        return sizes if count == 1 else [*sizes[:-1], f"{count} * {sizes[-1]}"]
+
+
+def _wide_axis(dimension: Dimension, count: int) -> Axis:
+    inner = dimension.axes[-1]
+    return Axis(f"{inner.name}_wide", product((inner.size, count)))
+
+
+def _shape(sizes: Sequence[str]) -> str:
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+
+def _join(values: Sequence[str]) -> str:
+    """Returns the text of a block whose last dimensions, of two elements each, number the values."""
+    if len(values) == 2:
+        return f"tl.join({', '.join(values)})"
+    return f"tl.join({_join(values[::2])}, {_join(values[1::2])})"

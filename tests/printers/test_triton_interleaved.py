@@ -1,0 +1,69 @@
+"""Accesses to adjacent elements (pairs, quadruples): one access of a wide block, split or joined in registers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
+from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.symbolic import Size, make_symbol, product
+from tests.printers.test_triton_printer_compile import instructions
+from tests.printers.triton_kernels import BF16, F32, F64, build, check, random
+
+SYMBOL = make_symbol("s0")
+
+
+def neighbours(sizes: tuple[Size, ...], count: int, dtype: torch.dtype = F32, place: str = "x") -> Kernel:
+    """Adds to each of `count` adjacent elements the next one, to the last a number of the column; in place if "out"."""
+    axes = [Axis(name, size) for name, size in zip("ij", sizes, strict=True)]
+
+    def write(body: KernelBuilder) -> None:
+        at = linearize_index(axes, sizes) * count
+        elements = [body.load(place, at + number, dtype).to(F32) for number in range(count)]
+        following = [*elements[1:], body.load("c", as_index(axes[1]), dtype).to(F32)]
+        for number in range(count):
+            body.store("out", at + number, (elements[number] + following[number]).to(dtype))
+
+    inputs = {"c": (dtype, sizes[1]), "x": (dtype, product((*sizes, count)))}
+    return build(axes, [], {name: inputs[name] for name in ("c", place) if name in inputs}, {"out": inputs["x"]}, write)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "dtype", "blocks"),
+    [
+        ((5, 64), 2, BF16, (64, 4)),  # whole rows
+        ((5, 48), 4, F32, (32, 2)),  # masks along both dimensions
+        ((3, 20), 8, torch.uint8, (16, 0)),  # axes in one dimension
+        ((SYMBOL, 21), 2, F64, (32, 0)),
+        ((SYMBOL, 64), 4, torch.int64, (64, 8)),
+    ],
+)
+def test_adjacent_elements_are_one_access(
+    sizes: tuple[Size, ...], count: int, dtype: torch.dtype, blocks: tuple[int, int]
+) -> None:
+    kernel = neighbours(sizes, count, dtype)
+    i, j = kernel.axes
+    x_block, y_block = blocks
+    tile = Configuration((j,), (i,), x_block, y_block) if y_block else Configuration((i, j), (), x_block)
+    text = check(kernel, tile, numbers={"s0": 7})
+    assert text.count("tl.load(") == 2 and text.count("tl.store(") == 1
+    in_place = neighbours(sizes, count, dtype, "out")
+    total = int(product((*[size if isinstance(size, int) else 7 for size in sizes], count)))
+    start = random(dtype, total, torch.Generator().manual_seed(2))
+    assert text != check(in_place, tile, numbers={"s0": 7}, in_place={"out": start})
+
+
+def test_three_elements_are_three_accesses() -> None:
+    text = check(neighbours((5, 20), 3))
+    assert text.count("tl.load(") == 4 and text.count("tl.store(") == 3
+
+
+def test_a_pair_is_one_vector_access() -> None:
+    kernel = neighbours((4096, 64), 2, BF16)
+    text = instructions(kernel, configurations(kernel)[0])
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == 1 == len(re.findall(r"st\.global\S*\.v4\.b32", text))
+    assert "b16" not in "".join(re.findall(r"(?:ld|st)\.global\S*", text))
+    assert "bar.sync" not in text, "registers are exchanged through shared memory"
