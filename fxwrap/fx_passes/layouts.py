@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
+from fxwrap.fx_passes.layout_costs import LayoutCost, convolution_saving
 from fxwrap.fx_passes.patch_convolutions import PatchConvolution, PatchMatmulWriter, patch_convolutions
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
@@ -45,6 +46,12 @@ _CONVOLUTION_OPERANDS: Mapping[Target, tuple[tuple[int, ...], int]] = {
     _aten.convolution_backward.default: ((0, 1, 2), 7),
 }
 """Convolutions: the positions of the operands to make channels-last, and of the argument `transposed`."""
+
+_STRIDE_AND_GROUPS: Mapping[Target, tuple[int, int]] = {
+    _aten.convolution.default: (3, 8),
+    _aten.convolution_backward.default: (4, 9),
+}
+"""Convolutions: the positions of the stride and of the number of groups."""
 
 _LAYOUT_AGNOSTIC = frozenset({
     "aten.convolution.default", "aten.convolution_backward.default", "aten.max_pool2d_with_indices_backward.default",
@@ -62,28 +69,6 @@ _LAYOUT_SENSITIVE = frozenset({
 _SMALLEST_STRIDED_POINTWISE_CHANNELS = 16
 """Below so many input channels, oneDNN writes outside its buffers when it computes the gradient of a strided pointwise
 convolution's weight from a channels-last image (torch 2.11 to 2.13, on a CPU with AVX-512)."""
-
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_COPY_COST = 1.3
-"""The cost of copying a byte to another layout, in bytes that a library reorders around a convolution."""
-_REORDER_OVERHEAD_BYTES = 65536
-"""The fixed cost of reordering around a convolution, in such bytes."""
-
-
-@dataclass(frozen=True)
-class LayoutCost:
-    """The bytes that a choice of layouts copies, and the bytes that libraries need not reorder; sizes by hints."""
-
-    copied: int = 0
-    saved: int = 0
-
-    def __add__(self, other: LayoutCost) -> LayoutCost:
-        return LayoutCost(self.copied + other.copied, self.saved + other.saved)
-
-    @property
-    def is_profitable(self) -> bool:
-        """Whether the layouts save more than they cost."""
-        return self.saved > _COPY_COST * self.copied
 
 
 class _LayoutNotRestorable(Exception):
@@ -110,19 +95,38 @@ def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGr
     attempts += [(frozenset(), {})] if restrided else []
     failure: _LayoutNotRestorable | None = None
     for chosen, matmuls in attempts:
-        rewriter = _LayoutRewriter(graph, context, restrided, chosen, matmuls)
         try:
-            rewritten = rewriter.run()
+            rewritten, cost = _rewrite(graph, context, restrided, chosen, matmuls)
         except _LayoutNotRestorable as error:
             failure = error
         else:
-            if restrided or not chosen or rewriter.cost.is_profitable:
+            if restrided or not chosen or cost.gain > 0:
                 return rewritten
     if not restrided:
         return graph
     reason = f"it reads {failure}, whose strides are not those that the graph was traced with"
     remedy = "Trace the graph with inputs of these strides, or pass contiguous inputs"
     raise GraphError("", reason, remedy)
+
+
+def _rewrite(
+    graph: PreparedGraph,
+    context: FxPassContext,
+    restrided: Mapping[Node, FakeTensor],
+    convolutions: frozenset[Node],
+    patches: Mapping[Node, PatchConvolution],
+) -> tuple[PreparedGraph, LayoutCost]:
+    """Returns a graph with channels-last convolutions, less those that are better left as they are, and its cost.
+
+    Raises _LayoutNotRestorable.
+    """
+    rewriter = _LayoutRewriter(graph, context, restrided, convolutions, patches)
+    rewritten = rewriter.run()
+    unprofitable = frozenset() if restrided else rewriter.unprofitable_convolutions()
+    if unprofitable:
+        rewriter = _LayoutRewriter(graph, context, restrided, convolutions - unprofitable, patches, unprofitable)
+        rewritten = rewriter.run()
+    return rewritten, rewriter.cost
 
 
 def _restrided_inputs(graph: PreparedGraph, example_inputs: Sequence[object] | None) -> dict[Node, FakeTensor]:
@@ -201,7 +205,10 @@ def _storages_of_inputs(graph: PreparedGraph) -> set[object]:
 
 
 class _LayoutRewriter:
-    """Edits a copy of a graph node by node; `changed` holds the nodes whose copies have other strides or storages."""
+    """Edits a copy of a graph node by node; `changed` holds the nodes whose copies have other strides or storages.
+
+    `preserved` are the convolutions whose operands keep their layouts.
+    """
 
     def __init__(
         self,
@@ -210,18 +217,21 @@ class _LayoutRewriter:
         restrided: Mapping[Node, FakeTensor],
         convolutions: Collection[Node],
         patches: Mapping[Node, PatchConvolution],
+        preserved: Collection[Node] = (),
     ) -> None:
         self.source = source
         self.fused_operators = context.fused_operators
         self.restrided = restrided
         self.convolutions = convolutions
         self.patches = patches
+        self.preserved = preserved
         self.copy = GraphCopy(source)
         self.graph, self.fakes, self.env = self.copy.graph, self.copy.fakes, self.copy.node_map
         self.position: Node  # of the copy, before which calls are inserted
         self.changed: set[Node] = set()
         self.constants = dict(source.constants)
         self.cost = LayoutCost()
+        self.costs: dict[Node, LayoutCost] = {}
         self._restored: dict[Node, Node] = {}
         self._channels_last_of: dict[Node, Node] = {}
         self._fused: set[Node] = set()
@@ -258,9 +268,11 @@ class _LayoutRewriter:
             self._call_matmuls(node)
             return
         if node in self.convolutions:
+            before = self.cost
             images = {operand: self._channels_last(operand) for operand in _convolution_operands(node)}
             operands = {operand: images.get(operand, self.env[operand]) for operand in node.all_input_nodes}
             self.cost += self._saving(node)
+            self.costs[node] = self.cost - before
         elif not any(operand in self.changed for operand in node.all_input_nodes):
             return
         if not self._propagate_layout(node, operands):
@@ -307,6 +319,8 @@ class _LayoutRewriter:
         """Whether the values that a call computes do not depend on its operands' strides."""
         if node.target is operator.getitem:
             return True
+        if node in self.preserved:
+            return False
         if not isinstance(node.target, OpOverload) or _has_broken_channels_last_kernel(node, self.source.fakes):
             return False
         schema = operator_schema(node.target)
@@ -439,19 +453,26 @@ class _LayoutRewriter:
 
     # --- cost -------------------------------------------------------------------------------------------------------
 
-    def _saving(self, node: Node) -> LayoutCost:
-        """Returns the bytes that a library need not reorder for a convolution.
+    def unprofitable_convolutions(self) -> frozenset[Node]:
+        """Returns the convolutions that lose more than it costs to keep the layouts of their images.
 
-        The constants were fitted to run times of the convolutions of ResNet-50 and MobileNetV2 on a CPU, in float32 and
-        bfloat16. Pointwise convolutions in float32 are matmuls, which accept either layout.
+        Their weights are large beside their images.
         """
-        *gradient, image, weight = [self.source.fakes[operand] for operand in _convolution_operands(node)]
-        strides: Any = node.args[4 if gradient else 3]
-        is_pointwise = all(size == 1 for size in weight.shape[2:]) and all(stride == 1 for stride in strides)
-        if is_pointwise and image.dtype not in _HALF:
-            return LayoutCost(saved=_REORDER_OVERHEAD_BYTES)
-        images = [image, *(gradient or [self.source.fakes[node]])]
-        return LayoutCost(saved=_REORDER_OVERHEAD_BYTES + sum(map(bytes_of, images)))
+        return frozenset([
+            node for node, cost in self.costs.items()
+            if (cost + LayoutCost(copied=-sum(map(bytes_of, self._images(node))))).gain < 0
+        ])  # fmt: skip
+
+    def _images(self, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a convolution's image and its result, or the gradient of its result."""
+        *gradient, image, _ = _convolution_operands(node)
+        return self.source.fakes[image], self.source.fakes[gradient[0] if gradient else node]
+
+    def _saving(self, node: Node) -> LayoutCost:
+        weight = _convolution_operands(node)[-1]
+        stride, groups = [node.args[position] for position in _STRIDE_AND_GROUPS[node.target]]
+        images, is_frozen = self._images(node), weight in self._frozen
+        return convolution_saving(images, self.source.fakes[weight], is_frozen, stride, groups)  # type: ignore[arg-type]
 
     def _count_copy(self, node: Node, fake: torch.Tensor) -> None:
         """Counts a copy, unless the kernel that computes the tensor can write the other layout instead."""

@@ -229,12 +229,22 @@ def test_the_input_graph_is_not_modified() -> None:
                for one, other in zip(before, after, strict=True))  # fmt: skip
 
 
-def test_large_weights_are_not_converted_at_each_call() -> None:
-    """One convolution with 512 channels of 4 by 4: its weights are 9 MB, its images 64 KB."""
-    weight = torch.randn(512, 512, 3, 3)
-    x = torch.randn(2, 512, 4, 4)
-    graph = traced(lambda x, weight: nn.functional.conv2d(x, weight, padding=1).relu(), x, weight)
-    assert not has_images(fxwrap.lower(graph))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_large_weights_are_not_converted_at_each_call(frozen: bool) -> None:
+    """The last two convolutions have weights of 1 MB beside images of 64 KB; frozen ones are converted once."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        last = nn.Conv2d(64, 512, 3, padding=1), nn.ReLU(), nn.Conv2d(512, 512, 1)
+        model = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.MaxPool2d(8), *last).requires_grad_(False)
+        x = torch.randn(2, 16, 32, 32)
+    graph, inputs = traced_module(model, x)
+    compiled = compile_graph(graph, inputs, options=Options(freeze=frozen), static_inputs=range(1, len(inputs)))
+    calls = [line for line in compiled.program.body.lines if isinstance(line, ExternCall)]
+    layouts = [_is_channels_last(item.type) for line in calls for item in defined(line)]
+    assert layouts == [True, True, frozen, frozen]  # a convolution, pooling, and the other convolutions
+    (result,) = compiled(*inputs)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result, model(x))
 
 
 def test_stride_dependent_operators_get_the_original_layout() -> None:

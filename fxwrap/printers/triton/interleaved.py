@@ -55,13 +55,13 @@ class InterleavedPrinter(TritonPrinter):
         axes = (*dimension.axes[:-1], _wide_axis(dimension, count))
         names = {axis: self.names.create_name(axis.name) for axis in axes}
         flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("wide")
-        self._line(f"{flat} = {count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}")
+        self.line(f"{flat} = {count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}")
         if len(axes) > 1:
             self._unflatten(axes, flat, names)
         if dimension.masked:
             self.wide_masks[count] = self.names.create_name(f"{flat}_mask")
             size = self.index_printer.size_operand(dimension.size)
-            self._line(f"{self.wide_masks[count]} = {flat} < {count} * {size}")
+            self.line(f"{self.wide_masks[count]} = {flat} < {count} * {size}")
         self.wide_names[count] = names
 
     def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
@@ -85,10 +85,10 @@ class InterleavedPrinter(TritonPrinter):
     def _split(self, block: str, names: Sequence[str], origin: str) -> None:
         """Prints the names of the elements of the last dimensions of a block, each of which has two."""
         if len(names) == 2:
-            self._line(f"{', '.join(names)} = tl.split({block})", origin)
+            self.line(f"{', '.join(names)} = tl.split({block})", origin)
             return
         halves = [self.names.create_name("half") for _ in range(2)]
-        self._line(f"{', '.join(halves)} = tl.split({block})", origin)
+        self.line(f"{', '.join(halves)} = tl.split({block})", origin)
         for number, half in enumerate(halves):
             self._split(half, names[number::2], origin)
 
@@ -101,7 +101,7 @@ class InterleavedPrinter(TritonPrinter):
             values = [self._block_value(at, span) for at in access.positions]
             address, *mask = self._wide_arguments(operation, access)
             joined = f"tl.reshape({_join(values)}, {_shape(self._blocks(span, len(values)))})"
-            self._line(f"tl.store({', '.join([address, joined, *mask])})", operation.origin)
+            self.line(f"tl.store({', '.join([address, joined, *mask])})", operation.origin)
 
     def _block_value(self, position: int, span: frozenset[int]) -> str:
         """Returns the value of a store as a block along dimensions."""
