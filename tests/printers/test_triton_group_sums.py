@@ -129,17 +129,17 @@ def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     assert all(item.p_block * item.num_stages < 48 for item in known)
 
 
-def test_one_row_without_dots_loads_first_unless_it_is_long() -> None:
+def test_one_row_loads_first_unless_it_is_long() -> None:
     one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
-    firsts = [row_sums(parse_kernel(one.replace("g: 64", f"g: {groups}"))) for groups in (64, 224)]
-    assert [(item.loads_first, item.num_stages) for item in firsts] == [(True, 1), (False, 3)]
+    firsts = [configurations(parse_kernel(one.replace("g: 64", f"g: {groups}")))[0] for groups in (64, 224)]
+    assert [(item.dot, item.loads_first, item.num_stages) for item in firsts] == [(False, True, 1), (False, False, 3)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     """No conversion of integers, no byte or half word of operands by itself, no register in local memory."""
     kernel = large(rows)
-    first = next(item for item in configurations(kernel) if item.p and not item.fragments)
+    first = next(item for item in configurations(kernel) if item.p)
     binary = compiled(print_triton(kernel, first))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
@@ -220,7 +220,7 @@ def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     text = str(kernel)
     assert all(item.dot for item in configurations(kernel) if item.p), "an axis of one row has dots"
     one = parse_kernel(replaced(text, {"i: 1, ": "", "4096*i + ": ""}))
-    without_stages = replace(row_sums(one), loads_first=False)
+    without_stages = replace(row_sums(one), num_stages=1, loads_first=False)
     binary = compiled(print_triton(one, without_stages))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8

@@ -37,7 +37,6 @@ from fxwrap.printers.triton.configuration import (
     outer_reduction_configurations,
     pointwise_configurations,
 )
-from fxwrap.printers.triton.fragments import fragment_configurations
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -87,20 +86,6 @@ _LONG_ROW_TILE = (8, 32, 2, 3)
 
 _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
-
-_FRAGMENT_TILES = (
-    (16, 1, 1, 1), (16, 2, 1, 1), (16, 8, 1, 1), (16, 4, 1, 3), (16, 4, 1, 1), (32, 2, 1, 1), (16, 2, 1, 3),
-)  # fmt: skip
-"""Columns, warps, groups of a warp one after another, and stages of fragments of up to 4 rows.
-
-The first of these is for one sum of many columns, the second for several sums, the third for few columns, and the
-fourth for few columns of long rows.
-"""
-
-_FULL_FRAGMENT_TILES = (
-    (16, 2, 4, 1), (32, 2, 4, 1), (16, 8, 4, 1), (32, 1, 4, 1), (32, 2, 2, 3), (16, 4, 2, 3),
-)  # fmt: skip
-"""The same of 5 to 8 rows."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -215,11 +200,8 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         return []
     form = find_grouped_sums(summed, contraction)
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
-    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
         return []
-    fragments = _fragment_configurations(contraction, form, hint)
-    if size < _MIN_GROUP_BYTES:
-        return fragments
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
@@ -237,22 +219,7 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    of_row = _row_group_sum_configurations(contraction, form, hint)
-    known = [*of_row, *(candidates[:1] if of_row and fragments else candidates)]
-    return [*fragments, *known] if rows == 1 else [*known, *fragments]
-
-
-def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
-    """Returns configurations of fragments, of which one row needs the fewest instructions."""
-    if hint(contraction.row_count) > _FEWEST_ROWS // 2:
-        return fragment_configurations(contraction, form, _FULL_FRAGMENT_TILES)
-    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
-    if _is_wide(contraction, hint):
-        wanted = _FRAGMENT_TILES[0 if len(contraction.sums) == 1 else 1]
-    else:
-        wanted = _FRAGMENT_TILES[3 if hint(count * size) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES else 2]
-    tiles = sorted(_FRAGMENT_TILES, key=lambda tile: tile != wanted)
-    return fragment_configurations(contraction, form, tiles)
+    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
 
 
 def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
