@@ -346,6 +346,7 @@ def test_loops_of_masked_windows_have_cases(width: int, channels_last: bool) -> 
     source = check(window_sum(width, channels_last))
     masks_remain = " ? " in source  # of five columns and five rows, not every pair has a loop of its own
     assert "if (" in source and masks_remain == (width == 5)
+    assert ("x[(logical_and_" in source) == masks_remain, "a constant selects rows, so that loops are vectorised"
 
 
 @pytest.mark.parametrize("split", [0, 5, 7])

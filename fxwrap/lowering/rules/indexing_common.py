@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
 from typing import TypeAlias
 
 import sympy
@@ -173,9 +171,16 @@ def masked_where(
 def masked_sum(
     reader: ElementReader, terms: Iterable[tuple[Condition, Callable[[], Scalar]]], dtype: torch.dtype
 ) -> Scalar:
-    """Returns the sum of the terms whose condition holds; there is at least one term."""
-    items = (masked_where(reader, condition, value, lambda: reader.number(0, dtype)) for condition, value in terms)
-    return reduce(operator.add, items)
+    """Returns the sum of the terms whose condition holds; there is at least one term. It is computed pairwise."""
+    items = [*terms]
+
+    def total(start: int, end: int) -> Scalar:
+        middle = (start + end) // 2
+        if end - start == 1:
+            return masked_where(reader, *items[start], lambda: reader.number(0, dtype))
+        return total(start, middle) + total(middle, end)
+
+    return total(0, len(items))
 
 
 # --- indirect indices ------------------------------------------------------------------------------------------------

@@ -121,25 +121,37 @@ def _window_max(reader: ElementReader, x: Definition, plane: Plane, indices: Ind
     """Returns the largest element of a window and its position in its plane: the first one, or the last NaN.
 
     Elements outside the input are the lowest number, which never wins: the maximum of a window without a larger
-    element is its first element inside.
+    element is its first element inside. Halves of a window are independent, so that few operations wait for each other.
     """
     outer, at = list(indices[: -len(plane)]), indices[-len(plane) :]
     number = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
     lowest = reader.number(number, x.dtype)
+
+    def element(offset: tuple[int, ...]) -> tuple[Scalar, Scalar]:
+        valid, index = _window_in_bounds(reader, plane, at, offset), _input_indices(plane, at, offset)
+        value = masked_where(reader, valid, partial(reader.load, x, [*outer, *index], number), lambda: lowest)
+        return value, reader.body.index(_flat_index(plane, index))
+
     firsts = [windows.first_in_bounds(reader, window) for windows, window in zip(plane, at, strict=True)]
-    best, position = lowest, firsts[0]
+    position = firsts[0]
     for windows, first in zip(plane[1:], firsts[1:], strict=True):
         position = position * reader.body.index(windows.size) + first
-    for offset in _offsets(windows.width for windows in plane):
-        valid = _window_in_bounds(reader, plane, at, offset)
-        element = _input_indices(plane, at, offset)
-        value = masked_where(reader, valid, partial(reader.load, x, [*outer, *element], number), lambda: lowest)
-        wins = value > best
-        if x.dtype.is_floating_point:
-            wins = wins | value.apply("isnan")
-        best = best.maximum(value)  # NaN too; alone it needs none of the comparisons
-        position = wins.where(reader.body.index(_flat_index(plane, element)), position)
-    return best, position
+    offsets = [*_offsets(windows.width for windows in plane)]
+
+    def largest(start: int, end: int) -> tuple[Scalar, Scalar]:
+        middle = (start + end) // 2
+        return element(offsets[start]) if end - start == 1 else _larger(largest(start, middle), largest(middle, end))
+
+    best = largest(0, len(offsets))
+    return best[0], _larger((lowest, position), best)[1]
+
+
+def _larger(best: tuple[Scalar, Scalar], other: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+    """Returns the larger value with its position: of equal ones the first, of NaN the last."""
+    wins = other[0] > best[0]
+    if other[0].dtype.is_floating_point:
+        wins = wins | other[0].apply("isnan")
+    return best[0].maximum(other[0]), wins.where(other[1], best[1])  # NaN too; alone it needs none of the comparisons
 
 
 def _window_in_bounds(reader: ElementReader, plane: Plane, at: Indices, offset: tuple[int, ...]) -> Condition:

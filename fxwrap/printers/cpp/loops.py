@@ -120,6 +120,7 @@ class PointwisePrinter(LoopPrinter):
     def print(self) -> None:
         """Writes the loops."""
         self.tables = choose_tables(self.plan)
+        self.statements.lane = self.plan.vector_axis
         stores, known = self.kernel.stores, self.print_tables()
         if self.plan.vector_axis is None:
             self.write_device_asserts(self.device_asserts, known)
@@ -282,7 +283,9 @@ class PointwisePrinter(LoopPrinter):
             if table.axis != self.vector_axis and table.position in used:
                 known[table.position] = self.statements.declare(table.position, known[table.position])
         fixed = {item for item in needed if self.vector_axis not in self.plan.dependent_axes[item]}
-        self.statements.write(sorted(self.frontier(needed, fixed)), known)
+        hoisted = sorted(self.frontier(needed, fixed))
+        conditions = [position for position in hoisted if self.statements.dtype(position) is torch.bool]
+        self.statements.write(hoisted, known, named=conditions)
 
 
 def _converted(text: str, dtype: torch.dtype, result: torch.dtype) -> str:
