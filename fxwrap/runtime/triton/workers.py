@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from fxwrap.errors import OptionError
 
@@ -72,7 +73,7 @@ def _known_triton_key() -> str:
 
     Workers that get it start several times faster: Triton's library is hundreds of megabytes.
     """
-    key = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
+    key: Any = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
     is_known = hasattr(key, "cache_info") and key.cache_info().currsize > 0
     return str(key()) if is_known else ""
 
