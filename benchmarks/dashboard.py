@@ -17,7 +17,7 @@ Measures, as on the dashboard:
   compile did not see. A side passes a row if it is accurate and does not fail; other measures count if all sides pass.
 - speedup: eager's median time over the side's. A training step is a forward and a backward.
 - compile: seconds of the first call, Dynamo included, after a small function was compiled; caches are empty. Half of
-  the rows compile the sides in reverse order.
+  the rows compile the sides in reverse order. Of fxwrap's, a part is its back end's: the steps after AOTAutograd.
 - memory: the most that a call allocates beyond what was allocated before it.
 """
 

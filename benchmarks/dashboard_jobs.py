@@ -4,7 +4,8 @@ Each line of its output is a JSON object with one measurement of one side, so th
 
     {"side": ..., "measure": "compile" | "accuracy" | "memory" | "time" | "failure", "at": SECONDS, ...}
 
-"at" is the time since the process imported its modules.
+"at" is the time since the process imported its modules. A compile of fxwrap has the seconds of its back end as
+"backend".
 
     python benchmarks/dashboard_jobs.py JOB_AS_JSON
 """
@@ -38,6 +39,7 @@ from benchmarks.measure_kernels import Contender, first_line, interleaved_host_t
 from benchmarks.model_jobs import exclusive_lock
 from benchmarks.sweep_models import Inputs
 from fxwrap.comparison.measure import peak_bytes
+from fxwrap.compile import compiles
 from fxwrap.compile import fxwrap as fxwrap_backend
 
 TOLERANCES = {"inference": 1e-3, "training": 1e-2}
@@ -227,10 +229,13 @@ def prepare(subject: Subject) -> dict[str, Callable[..., Any]]:
             function = compiled(subject.job, side, subject.model)
             _warm_up(subject.job, side)
             inputs = subject.inputs(0)
+            earlier = compiles()
             start = time.perf_counter()
             subject.call(function, inputs)
             synchronize(torch.device(subject.job.device))
-            report(side=side, measure="compile", seconds=time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            own = [record.total_seconds for record in compiles() if record not in earlier]
+            report(side=side, measure="compile", seconds=seconds, **({"backend": sum(own)} if own else {}))
             subject.restore()
             with exclusive_lock(lock, shared=True):
                 results = subject.results(subject.model, function, subject.inputs(CHECKED_SEED))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dashboard_tables import EAGER_FAILS
+from benchmarks.dashboard_tables import EAGER_FAILS, OWN
 from benchmarks.results import Cell, write_result
 
 FACTS = ("script", "arguments", "commit", "date", "machine", "versions")
@@ -47,7 +47,10 @@ def status(row: Mapping[str, Any], side: str) -> str | None:
 
 
 def table_cells(row: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Cell]:
-    """Returns the cells of a row: eager's time, and of each side its status, speedup, compile time and memory."""
+    """Returns the cells of a row: eager's time, and of each side its status, speedup, compile time and memory.
+
+    fxwrap's sides have the part of the compile time that is their back end's, None in rows that were measured without.
+    """
     eager = value_of(row, "eager", "time")
     cells: dict[str, Cell] = {"library": row["library"], "model": row["model"], "mode": row["mode"]}
     cells["eager, ms"] = None if eager is None else 1e3 * eager
@@ -57,6 +60,8 @@ def table_cells(row: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Cell]
         cells[f"{side}: status"] = status(row, side)
         cells[f"{side}: speedup"] = eager / seconds if eager and seconds else None
         cells[f"{side}: compile, s"] = value_of(row, side, "compile")
+        if side.startswith(OWN):
+            cells[f"{side}: back end, s"] = row["sides"].get(side, {}).get("compile", {}).get("backend")
         cells[f"{side}: peak, MB"] = None if memory is None else memory / 1e6
     return cells
 

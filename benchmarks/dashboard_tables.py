@@ -28,6 +28,7 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Cell]]:
     """Returns a line for each mode, library and side: passing rows, mean speedup over eager, and ratios to Inductor's.
 
     Ratios are geometric means over the rows that both sides pass; of compile seconds and peak memory, less is better.
+    The last column is the part of fxwrap's compile seconds that its back end takes, after Dynamo and AOTAutograd.
     """
     groups = dict.fromkeys((row["mode"], row["library"]) for row in rows)
     lines: list[dict[str, Cell]] = []
@@ -48,6 +49,8 @@ def side_cells(rows: Sequence[Row], side: str) -> dict[str, Cell]:
         pairs = [(_number(row, f"{side}: {column}"), _number(row, f"{other}: {column}")) for row in passing
                  if other != side and row.get(f"{other}: status") == "pass"]  # fmt: skip
         cells[f"{title} / Inductor"] = _mean([own / its for own, its in pairs if own and its])
+    parts = [(_number(row, f"{side}: back end, s"), _number(row, f"{side}: compile, s")) for row in passing]
+    cells["back end / compile"] = _mean([part / whole for part, whole in parts if part and whole])
     return cells
 
 

@@ -367,6 +367,11 @@ class EventLog:
         """The events so far."""
         return tuple([event for _, event in self._events])
 
+    @property
+    def seconds(self) -> float:
+        """The seconds from the start of the compile to its last event."""
+        return self._events[-1][0] if self._events else 0.0
+
     def record(self, event: Event) -> None:
         """Adds an event, logs it at its level, and counts it for the process."""
         self._events.append((time.perf_counter() - self._start, event))

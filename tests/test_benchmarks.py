@@ -192,8 +192,9 @@ def test_dashboard_figures_are_of_rows_that_both_sides_pass() -> None:
         return table_cells(cells, ["inductor", "fxwrap"])
 
     eager, failed = _measured(0.4), {"failure": {"text": "RuntimeError: no"}}
+    own_parts = {**_measured(0.1), "compile": {"seconds": 1.0, "backend": 0.25}}
     rows = [
-        row("a", eager=eager, inductor=_measured(0.2), fxwrap=_measured(0.1)),
+        row("a", eager=eager, inductor=_measured(0.2), fxwrap=own_parts),
         row("b", eager=eager, inductor=_measured(0.2), fxwrap=_measured(0.1, passes=False)),
         row("c", eager=eager, inductor=failed, fxwrap=_measured(0.4)),
         row("d", eager=failed),
@@ -202,6 +203,7 @@ def test_dashboard_figures_are_of_rows_that_both_sides_pass() -> None:
     assert inductor["passing"] == own["passing"] == "2 of 3"
     assert own["speedup"] == pytest.approx(2.0) and own["speedup / Inductor"] == pytest.approx(2.0)
     assert own["compile / Inductor"] == own["memory / Inductor"] == pytest.approx(0.5)
+    assert own["back end / compile"] == 0.25 and inductor["back end / compile"] is None, "row c was measured without"
     assert [line["fxwrap"] for line in details(rows)] == [4.0, "wrong", 1.0, "-"]
     assert worst(rows, "fxwrap") == [("a inference-float32-static", 2.0)]
 

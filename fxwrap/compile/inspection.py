@@ -128,6 +128,11 @@ class CompileRecord:
         return MappingProxyType(step_seconds(self.events))
 
     @property
+    def total_seconds(self) -> float:
+        """The seconds of the compile: its steps, and what is between them, such as the cache."""
+        return self._details.events.seconds
+
+    @property
     def program(self) -> Program:
         """The program that runs."""
         return self.compiled.program

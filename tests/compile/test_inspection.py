@@ -74,6 +74,7 @@ def test_compiled_graphs_are_listed_while_they_are_held() -> None:
     assert record.stages == compiled.stages and record.coverage == compiled.coverage
     assert {"lower", "emit", "compile_kernels"} <= record.seconds.keys()
     assert all(seconds >= 0 for seconds in record.seconds.values())
+    assert record.total_seconds >= sum(record.seconds.values())
     del record, compiled
     gc.collect()
     assert [item for item in fxwrap.compiles() if item not in before] == []

@@ -1,8 +1,8 @@
 """A worker process that compiles Triton kernels. It needs Triton and Python, but neither torch nor a GPU.
 
-Its argument is the id of the parent process. It writes a line when it is ready; then it reads jobs and writes answers
-as lines of JSON: {"error": ""} or an error text. The parent finds the binaries in Triton's cache on disk. The worker
-ends with its input or its parent.
+Its arguments are the id of the parent process and Triton's hash of its own files, "" if the parent does not know it. It
+writes a line when it is ready; then it reads jobs and writes answers as lines of JSON: {"error": ""} or an error text.
+The parent finds the binaries in Triton's cache on disk. The worker ends with its input or its parent.
 """
 
 from __future__ import annotations
@@ -102,13 +102,15 @@ def _watch(parent: int) -> None:
     os._exit(0)
 
 
-def _serve(jobs: TextIO, answers: TextIO) -> None:
-    from triton.runtime.cache import triton_key
+def _serve(jobs: TextIO, answers: TextIO, key: str) -> None:
+    from triton.runtime import cache
     from triton.runtime.driver import driver
 
     driver_stub = _TargetDriver()
     driver.set_active(driver_stub)
-    triton_key()  # hashes Triton's sources, once
+    if key:
+        cache.triton_key = lambda: key
+    cache.triton_key()  # hashes Triton's files, once
     answers.write("ready\n")
     answers.flush()
     for line in jobs:
@@ -126,7 +128,7 @@ def main() -> None:
     threading.Thread(target=_watch, args=(int(sys.argv[1]),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    _serve(sys.stdin, answers)
+    _serve(sys.stdin, answers, sys.argv[2])
 
 
 if __name__ == "__main__":

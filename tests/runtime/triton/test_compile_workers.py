@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from fxwrap import Options
@@ -174,9 +175,13 @@ def test_a_crashed_worker_is_replaced_and_its_job_retried(pool: WorkerPool, monk
     pool.run([make_worker_job(kernel_use(20), TARGET)] * 3, finish, 1)
     assert sorted(done) == [(0, None), (1, None), (2, None)]
     assert pool.processes == []
+    key = triton_key()
     pool.start()
     (other,) = pool.processes
     assert other != number
+    assert pool._workers[0].process.args[-1] == key  # type: ignore[index]
+    assert worker_results(pool, [kernel_use(20), kernel_use(21)]) == [None, ""]
+    assert is_in_triton_cache(kernel_use(21), monkeypatch), "the worker uses the key of this process"
 
 
 def wait_until_started(pool: WorkerPool, number: int) -> None:
