@@ -26,6 +26,11 @@ class InterleavedAccess:
         """The number of accesses."""
         return len(self.positions)
 
+    @property
+    def halves(self) -> bool:
+        """Whether a block of all elements splits into those of each access in halves: the number is a power of two."""
+        return self.count & (self.count - 1) == 0
+
 
 def interleaved_accesses(kernel: Kernel) -> tuple[InterleavedAccess, ...]:
     """Returns the interleaved accesses of a kernel; each operation is part of at most one."""

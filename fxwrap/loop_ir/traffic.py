@@ -14,6 +14,9 @@ from fxwrap.symbolic import Size, product
 TRANSFER_BYTES = 32
 """The smallest piece of memory that is transferred: a sector of a GPU's cache, half a cache line of a CPU."""
 
+NEAR_BYTES = 8
+"""The largest stride of interleaved accesses that transfer few more sectors than one access, if they are not one."""
+
 _Hint: TypeAlias = Callable[[Size], int]
 
 
@@ -21,12 +24,16 @@ def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tu
     """Returns the bytes that loads transfer, and those of stores.
 
     `shares` are the operations that count, by position, each with the share of iterations that run it. Interleaved
-    accesses are one contiguous access. `hint` returns a typical value of a size.
+    accesses are one contiguous access if their number is a power of two, as GPUs' vectors are, or if they are near each
+    other. `hint` returns a typical value of a size.
     """
-    counts = {at: item.count for item in interleaved_accesses(kernel) for at in item.positions}
+    interleaved = {at: item for item in interleaved_accesses(kernel) for at in item.positions}
     loaded = stored = 0.0
     for position, share in shares.items():
-        transferred = transferred_bytes(kernel, position, hint, counts.get(position, 1)) * share
+        access = interleaved.get(position)
+        is_one = access is not None and (access.halves or access.count * _itemsize(kernel, position) <= NEAR_BYTES)
+        count = access.count if access is not None and is_one else 1
+        transferred = transferred_bytes(kernel, position, hint, count) * share
         if isinstance(kernel.operations[position], Store):
             stored += transferred
         else:
@@ -43,12 +50,18 @@ def transferred_bytes(kernel: Kernel, position: int, hint: _Hint, interleaved: i
     """
     access = kernel.operations[position]
     assert isinstance(access, Load | Store), "other operations access no memory"
-    itemsize = next(item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs) if item.name == access.buffer)
+    itemsize = _itemsize(kernel, position)
     axes = kernel.address_axes[position]
     count = hint(product([axis.size for axis in axes]))
     run, step = _contiguous_run(access.index, sorted(axes, key=lambda axis: axis.name), hint, interleaved)
     transferred = min(max(run * itemsize, TRANSFER_BYTES), step * itemsize)
     return count * transferred // run
+
+
+def _itemsize(kernel: Kernel, position: int) -> int:
+    access = kernel.operations[position]
+    assert isinstance(access, Load | Store), "other operations access no memory"
+    return next(item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs) if item.name == access.buffer)
 
 
 def _contiguous_run(index: Index, axes: list[Axis], hint: _Hint, run: int) -> tuple[int, int]:

@@ -134,16 +134,21 @@ def test_transferred_bytes(index: Index, dtype: torch.dtype, expected: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("offsets", "expected"),
+    ("dtype", "step", "offsets", "factor"),
     [
-        ((0, 1, 2), 3 * 64 * 4),  # one contiguous access
-        ((0, 1), 2 * 64 * 12),
-        ((0, 1, 3), 3 * 64 * 12),
+        (F32, 2, (0, 1), 1),  # a vector
+        (F32, 4, (0, 1, 2, 3), 1),
+        (torch.int16, 3, (0, 1, 2), 1),  # neighbours in a sector
+        (F32, 3, (0, 1, 2), 3),
+        (torch.int16, 3, (0, 1), 3),
+        (F32, 2, (0, 3), 2),
     ],
 )
-def test_interleaved_stores_transfer_each_element_once(offsets: tuple[int, ...], expected: int) -> None:
+def test_interleaved_stores_transfer_each_element_once(
+    dtype: torch.dtype, step: int, offsets: tuple[int, ...], factor: int
+) -> None:
     body = KernelBuilder()
     for offset in offsets:
-        body.store("out", as_index(ROW) * 3 + offset, body.load("x", as_index(ROW), F32))
-    kernel = body.finish([ROW], [], [Buffer("x", F32, 64)], [Buffer("out", F32, 196)])
-    assert bytes_of(kernel) == (64 * 4, expected)
+        body.store("out", as_index(ROW) * step + offset, body.load("x", as_index(ROW), dtype))
+    kernel = body.finish([ROW], [], [Buffer("x", dtype, 64)], [Buffer("out", dtype, 64 * step + 2)])
+    assert bytes_of(kernel) == (64 * dtype.itemsize, 64 * dtype.itemsize * len(offsets) * factor)

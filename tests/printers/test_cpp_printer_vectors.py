@@ -145,3 +145,19 @@ def test_a_strided_window_has_loops_without_masks() -> None:
     for loops in (first, rest):
         assert [loop.split(";")[0] for loop in loops.split("for (int64_t column = ")[1:]] == ["0", "1", "19"]
     assert "?" not in source
+
+
+@pytest.mark.parametrize(
+    ("operation", "stride", "inner"),
+    [("neg", 1, "column"), ("exp", 1, "row"), ("neg", 2, "row")],
+    ids=["short rows", "vectors of exponentials", "strided rows"],
+)
+def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inner: str) -> None:
+    """Along the other axis, a loop would pass over the memory once for each column."""
+
+    def formula(body: KernelBuilder, row: Axis, column: Axis) -> None:
+        value = body.load("x", as_index(row) * 12 + as_index(column) * stride, F32)
+        body.store("out", matrix(row, column), value.apply(operation))
+
+    source = print_cpp_kernel(pointwise(formula, 90, 5, Buffer("x", F32, 90 * 12))).source
+    assert source.split("for (int64_t ")[-1].startswith(inner)

@@ -67,3 +67,17 @@ def test_a_pair_is_one_vector_access() -> None:
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", text)) == 1 == len(re.findall(r"st\.global\S*\.v4\.b32", text))
     assert "b16" not in "".join(re.findall(r"(?:ld|st)\.global\S*", text))
     assert "bar.sync" not in text, "registers are exchanged through shared memory"
+
+
+@pytest.mark.parametrize(("size", "alignment"), [(10007, 1), (10004, 4), (10016, 16)])
+def test_positions_are_as_aligned_as_their_mask(size: int, alignment: int) -> None:
+    """A thread whose vector the mask may divide would access its elements one by one, far from the next thread's."""
+    axis = Axis("i", size)
+    kernel = build(
+        [axis], [], {"x": (BF16, size)}, {"out": (BF16, size)},
+        lambda body: body.store("out", as_index(axis), body.load("x", as_index(axis), BF16)),
+    )  # fmt: skip
+    tile = Configuration((axis,), (), 1024)
+    assert ("tl.multiple_of(" in check(kernel, tile)) == (alignment < 16)
+    loads = re.findall(r"ld\.global[.\w]*", instructions(kernel, tile))
+    assert loads and all(item.endswith({1: ".b16", 4: ".v2.b32", 16: ".v4.b32"}[alignment]) for item in loads)

@@ -57,6 +57,9 @@ SCATTER_BLOCK = 16
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together, as in `kernel.h`."""
 
+_VECTOR_COST = 10
+"""The least cost of an operation that vectors of another axis than the contiguous one are worth."""
+
 COLUMN_BLOCK = 128
 """Columns that are reduced together if the vectorised axis is parallel."""
 
@@ -202,7 +205,10 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
         for position, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]
-    scores = [(_score(axis, accesses), position) for position, axis in enumerate(candidates)]
+    is_cheap = all(OPERATIONS[item.name].cost < _VECTOR_COST for item in kernel.operations if isinstance(item, Compute))
+    has_half = any(item.dtype in HALF_PRECISION for item in (*kernel.inputs, *kernel.outputs))  # which vectors convert
+    is_short_allowed = is_cheap and not has_half and not kernel.reduced
+    scores = [(_score(axis, accesses, is_short_allowed), position) for position, axis in enumerate(candidates)]
     return LoopPlan(kernel, candidates[max(scores)[1]])
 
 
@@ -218,14 +224,17 @@ def _passes(kernel: Kernel) -> Counter[int]:
     return Counter([item for used in targets.values() for item in kernel.backward_slice(used, reductions)])
 
 
-def _score(axis: Axis, accesses: list[tuple[Index, int]]) -> int:
-    score = 0
-    for index, weight in accesses:
-        stride = index.stride(axis)
-        number = None if stride is None else stride.constant
-        score += weight * (2 if number in (0, 1) else -1)
-    small = isinstance(axis.size, int) and axis.size < 8
-    return score - (64 * len(accesses) if small else 0)
+def _score(axis: Axis, accesses: list[tuple[Index, int]], is_short_allowed: bool) -> int:
+    """Returns the larger number for the better vectorised axis.
+
+    A short axis fills no vector, but if all accesses are contiguous along it, any other one passes over memory again
+    for each of its elements. It is worth that only where vectors compute costly operations.
+    """
+    strides = [(index.stride(axis), weight) for index, weight in accesses]
+    is_contiguous = [stride is not None and stride.constant in (0, 1) for stride, _ in strides]
+    score = sum([weight * (2 if item else -1) for item, (_, weight) in zip(is_contiguous, strides, strict=True)])
+    short = isinstance(axis.size, int) and axis.size < 8
+    return score - (64 * len(accesses) if short and not (is_short_allowed and all(is_contiguous)) else 0)
 
 
 def _is_long(axis: Axis) -> bool:

@@ -116,8 +116,8 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     """
     moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
-    elements = min(16 // smallest, 8)
-    elements = max(elements // max([item.count for item in joined_accesses(kernel, inner)], default=1), 1)
+    joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
+    elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
     costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
     gathers = any(isinstance(atom, IndirectIndex) for access in moved for atom in access.index.atoms())
     is_costly = sum(costs) >= 15 and max(costs) >= 12
@@ -297,7 +297,7 @@ def _itemsize(kernel: Kernel, access: Load | Store) -> int:
 def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
     """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves."""
     accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner]
-    return [item for item in accesses if item.count == next_power_of_2(item.count) and _is_joined(kernel, item)]
+    return [item for item in accesses if item.halves and _is_joined(kernel, item)]
 
 
 def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:

@@ -1,10 +1,11 @@
-"""Interleaved accesses as one access of a wide block, whose vectors are split or joined in registers.
+"""Interleaved accesses as one access of a wide block, whose vectors are split or joined in registers; masked vectors.
 
 A load or store with a stride otherwise is an instruction for each element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from fxwrap.loop_ir import Axis, InterleavedAccess, Kernel, Load, Store
@@ -14,6 +15,9 @@ from fxwrap.printers.triton.one_hot import SelectedElement
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension, fits_int32
 from fxwrap.symbolic import product
+
+MAX_VECTOR_ELEMENTS = 16
+"""The most elements of a vector that a thread accesses at once."""
 
 
 class InterleavedPrinter(TritonPrinter):
@@ -41,6 +45,24 @@ class InterleavedPrinter(TritonPrinter):
         self.wide_names: dict[int, dict[Axis, str]] = {}
         self.wide_masks: dict[int, str] = {}
 
+    def _positions(self, dimension: Dimension, text: str) -> str:
+        return self._aligned(dimension, text, 1)
+
+    def _aligned(self, dimension: Dimension, text: str, count: int) -> str:
+        """Returns the positions of a block with the alignment of the end of the dimension.
+
+        Triton chooses the elements of a thread by the alignment of addresses alone. Where a mask may change between
+        them, it accesses them one by one, far from those of the next thread.
+        """
+        size = dimension.size
+        if dimension.name != "x" or self.kernel.reduced or not dimension.masked or self.parameters.is_combined:
+            return text
+        if not isinstance(size, int):
+            return text
+        alignment = math.gcd(size * count, MAX_VECTOR_ELEMENTS)
+        alignments = [1] * (len(self.tile.dimensions) - 1) + [alignment]
+        return text if alignment == MAX_VECTOR_ELEMENTS else f"tl.multiple_of({text}, {alignments})"
+
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
         if dimension.name == "x":
@@ -55,7 +77,8 @@ class InterleavedPrinter(TritonPrinter):
         axes = (*dimension.axes[:-1], _wide_axis(dimension, count))
         names = {axis: self.names.create_name(axis.name) for axis in axes}
         flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("wide")
-        self.line(f"{flat} = {count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}")
+        text = f"{count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}"
+        self.line(f"{flat} = {self._aligned(dimension, text, count)}")
         if len(axes) > 1:
             self._unflatten(axes, flat, names)
         if dimension.masked:

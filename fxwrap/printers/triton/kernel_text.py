@@ -47,6 +47,11 @@ class BodyParameters:
     program: str = "tl.program_id(0)"
     comments: frozenset[str] | None = None
 
+    @property
+    def is_combined(self) -> bool:
+        """Whether integers may differ between the kernels of a combo kernel."""
+        return self.integer is not str
+
 
 @dataclass(frozen=True)
 class TritonKernelText:

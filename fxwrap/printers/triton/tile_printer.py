@@ -86,7 +86,7 @@ class TilePrinter(KernelWriter, ABC):
         flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(dimension.name)
         cast = ".to(tl.int64)" if self.use_int64 else ""
         lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
-        self.line(f"{flat} = {start + ' + ' if start else ''}{lanes}")
+        self.line(f"{flat} = {self._positions(dimension, f'{start} + {lanes}' if start else lanes)}")
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
         if dimension.masked:
@@ -95,6 +95,10 @@ class TilePrinter(KernelWriter, ABC):
         self.positions[dimension.name] = flat
         if dimension.name == "r":
             self.row_lanes, self.row_start = lanes, start
+
+    def _positions(self, dimension: Dimension, text: str) -> str:
+        """Returns the text of the positions of a block; subclasses add what the compiler may assume of them."""
+        return text
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
