@@ -22,9 +22,9 @@ def environment_key(options: Options | None = None) -> str:
     """Returns a hash, 64 hex digits, of everything that a compile depends on besides the graph.
 
     It covers the versions of fxwrap, torch, triton, sympy and Python, the machine's architecture, the CUDA version
-    torch was built for, and the options. Passes stand by name, point and key; one without a key makes
+    torch was built for, and the options. Passes count by name, point and key; one without a key makes
     `Options.cacheable` false, and nothing may be cached. Other functions (lowerings, decompositions, a partitioner,
-    `on_graph`) stand by module and qualified name: a cache that outlives an edit of theirs must add its own key.
+    `on_graph`) count by module and qualified name: a cache that outlives an edit of theirs must add its own key.
     """
     text = f"{environment_text()}\noptions={(options or Options()).resolve_devices().text()}"
     return hashlib.sha256(text.encode()).hexdigest()

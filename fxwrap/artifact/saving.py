@@ -87,7 +87,7 @@ def save_program(
     compile_for_architectures(uses, architectures)
     if target == "native" and not architectures:
         new = set(program.kernels) - set(original.kernels)  # this process has compiled the others
-        texts = {KernelText(item.language, item.source, item.signature, item.options) for item in new}
+        texts = {KernelText.of(item) for item in new}
         compile_for_architectures([use for use in uses if use.kernel in texts], architectures_of_this_machine())
     again = bool(architectures)
 

@@ -14,7 +14,7 @@ from fxwrap.errors import CommandError
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes whole names only: a misspelt flag never stands for another one."""
+    """A parser that takes whole names only: a prefix of a flag is an error."""
 
     def __init__(self, prog: str, **keywords: Any) -> None:
         super().__init__(prog, **{**keywords, "allow_abbrev": False})

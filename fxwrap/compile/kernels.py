@@ -82,7 +82,7 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
         buffers = (*request.kernel.inputs, *request.kernel.outputs)
         moved = sum([request.hint(item.extent) * item.dtype.itemsize for item in buffers])
         if not options.combo_kernels or moved > spec.combo_kernel_bytes:
-            text = KernelText(printed.language, printed.source, printed.signature, printed.options)
+            text = KernelText.of(printed)
             start(KernelUse(text, request.device))
         return printed
 

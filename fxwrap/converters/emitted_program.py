@@ -107,7 +107,7 @@ def has_complex_inputs(program: Program) -> bool:
 
 def kernel_texts(program: Program) -> tuple[KernelText, ...]:
     """Returns a program's kernels in the runtime's form."""
-    return tuple([KernelText(item.language, item.source, item.signature, item.options) for item in program.kernels])
+    return tuple([KernelText.of(item) for item in program.kernels])
 
 
 def kernel_uses(program: Program) -> dict[str, KernelUse]:
@@ -125,7 +125,7 @@ def _kernel_use(program: Program, launch: Launch, values: Mapping[str, Number]) 
     scalars = [item for item in launch.arguments if isinstance(item, int | float | sympy.Basic)]
     tensors = [item for item in (*launch.outs, *launch.arguments) if isinstance(item, Value)]
     return KernelUse(
-        KernelText(kernel.language, kernel.source, kernel.signature, kernel.options),
+        KernelText.of(kernel),
         tensors[0].tensor_type.device if tensors else torch.device("cpu"),
         tuple([evaluate(item, values) if isinstance(item, sympy.Basic) else item for item in scalars]),
     )

@@ -105,7 +105,7 @@ class _Steps:
         self.steps: list[ViewStep] = []
 
     def add(self, kind: ViewKind, *arguments: Any) -> None:
-        """Applies an operator, unless an earlier one could not be applied; the last of several `view` stands."""
+        """Applies an operator, unless an earlier one could not be applied; a `view` replaces one before it."""
         if kind == "view" and self.steps and self.steps[-1].operator.kind == "view":
             self.steps.pop()
             self.layout = self.steps[-1].layout if self.steps else self.base

@@ -25,7 +25,7 @@ def hoist_views(program: ir.Program) -> ir.Program:
 class _Hoisting:
     """The views of a block that move.
 
-    Fields:
+    Attributes:
         views: by the name of the base; "" for bases that the block does not define.
         values: the view that replaces each one that is left out, by name.
     """

@@ -73,7 +73,7 @@ class GroupedLoop:
 class GroupedRows:
     """Writes the calls of a body once for the rows of all experts.
 
-    Those of the forward stand before the result of the loop, those of each gradient before the sum over the experts.
+    Those of the forward are before the result of the loop, those of each gradient before the sum over the experts.
     """
 
     def __init__(self, copy: GraphCopy, grouped: GroupedLoop, fakes: NodeValues) -> None:

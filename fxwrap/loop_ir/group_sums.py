@@ -165,7 +165,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A sum of products of numbers with steps, the innermost first, and the axes of groups, elements and digits."""
+    """A sum of products with a weight, which `steps` compute from a small number, the innermost first.
+
+    `groups` and `inner` are the axes of groups and of their elements, `unrolled` those of weights in a packed element.
+    """
 
     item: ProductSum
     number: int
@@ -190,8 +193,8 @@ def _plan(contraction: ContractionForm, item: ProductSum) -> _Plan | None:
     inner, unrolled = own - groups, summed - own
     if not inner or not groups or not all(axes <= own for axes in loaded):
         return None
-    digits = product(axis.size for axis in unrolled)
-    if any(not isinstance(axis.size, int) for axis in summed) or not isinstance(digits, int) or digits > _MAX_UNROLLED:
+    packed = product(axis.size for axis in unrolled)
+    if any(not isinstance(axis.size, int) for axis in summed) or not isinstance(packed, int) or packed > _MAX_UNROLLED:
         return None
     number, steps = _affine(kernel, item.column_operand, frozenset(inner | unrolled))
     if not steps or not _is_exact(kernel, number, row_dtype):
@@ -251,7 +254,7 @@ class _Point:
 
 
 class _GroupSummer:
-    """Builds the kernel: digits of packed elements are unrolled, and steps are applied to the sums of groups."""
+    """Builds the kernel: weights in packed elements are unrolled, and steps are applied to the sums of groups."""
 
     def __init__(
         self, contraction: ContractionForm, plans: Mapping[int, _Plan], axes: Mapping[Axis, Index] | None = None
@@ -304,9 +307,9 @@ class _GroupSummer:
     def _bias(self, plan: _Plan) -> int:
         """Returns the number that is added to natural numbers, so that their bits need no conversion; else 0."""
         bias, (source,) = NUMBER_BIAS[plan.row_dtype], operands(self.kernel.operations[plan.number])
-        digits = self._copy(source, self.points[0])
-        low, high = value_range(self.body.operations, digits.position)
-        return bias if digits.dtype is torch.uint8 and low >= 0 and high < bias else 0
+        number = self._copy(source, self.points[0])
+        low, high = value_range(self.body.operations, number.position)
+        return bias if number.dtype is torch.uint8 and low >= 0 and high < bias else 0
 
     def _sum(self, values: Sequence[Scalar]) -> Scalar:
         """Adds the sum of some values over the elements of a group."""

@@ -3,7 +3,7 @@
 There, buffers that start take over the memory of buffers that end: both divide into exchanges of the same size, each
 consecutive in memory. A state of the search is a set of orders of the buffers at a time, a PQ-tree (`orders.py`),
 rather than offsets. It branches on the exchanges (`exchanges.py`), and keeps the states with the most orders, which
-stand for the most partial packings, and the fewest coincidences.
+represent the most partial packings, and the fewest coincidences.
 
 Where bytes are free, sizes are equal if they differ little, and some exchanges leave a gap, which a later one may use.
 A flow of bytes (`byte_flow.py`) shows whether the capacity suffices for all exchanges of a state. A sweep proves

@@ -59,8 +59,8 @@ def _accumulate(block: Block, arguments: Sequence[Value], readonly: Sequence[Val
             continue
         inner = {name: _accumulate(nested, nested.arguments, nested.arguments) for name, nested in blocks(line)}
         addend = _addend(line, roots)
-        dies = addend is not None and addend.name in freed and last[addend.name] == position
-        if isinstance(line, ExternCall) and addend is not None and dies:
+        is_last_use = addend is not None and addend.name in freed and last[addend.name] == position
+        if isinstance(line, ExternCall) and addend is not None and is_last_use:
             accumulated.add(addend.name)
             (result,) = values_in(line.results)
             sum_ = sums[result.name] = sums.get(addend.name, addend)

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.errors import FxwrapError
@@ -36,6 +36,17 @@ _C_TYPES = {
 }  # c_bool, c_int8, ..., c_double
 
 
+class _Kernel(Protocol):
+    @property
+    def language(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def signature(self) -> tuple[str, ...]: ...
+    @property
+    def options(self) -> KernelOptions: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelText:
     """A kernel: the arguments of `load_kernel`."""
@@ -44,6 +55,11 @@ class KernelText:
     source: str
     signature: tuple[str, ...]
     options: KernelOptions = ()
+
+    @classmethod
+    def of(cls, kernel: _Kernel) -> KernelText:
+        """Returns the text of a kernel of a program or of a printer."""
+        return cls(kernel.language, kernel.source, kernel.signature, kernel.options)
 
     @property
     def symbol(self) -> str:

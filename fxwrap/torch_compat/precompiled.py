@@ -90,8 +90,8 @@ def bundle_precompiled_graphs() -> None:
 def hash_no_inductor_backends(key_attribute: str) -> None:
     """Leaves Inductor's code generators out of AOTAutograd's keys of graph modules with this attribute; once a process.
 
-    Why: the key hashes passes that are registered for them, and imports them all to register them, which takes a third
-    of the time until a compiled graph is loaded. Graphs of another backend never reach these passes.
+    Why: the key hashes passes that are registered for them, and choices of their configuration, and imports them all
+    for that, which takes a third of the time until a compiled graph is loaded. Graphs of another backend reach neither.
     """
     make: Callable[..., None] = AOTAutogradCacheDetails.__init__
     inductor: dict[str, Any] = getattr(vars(AOTAutogradCacheDetails.__mro__[1]).get("__init__"), "__globals__", {})
@@ -116,7 +116,15 @@ def hash_no_inductor_backends(key_attribute: str) -> None:
             is_ours.reset(token)
         details.custom_backend_passes, details.custom_backend_codegen_configs = (), {}
 
+    settings = vars(inductor["config"])
+    serialize: Callable[[object], None] = settings.get("_cache_config_serializer", lambda _values: None)
+
+    def serialize_for_inductor(values: object) -> None:
+        if not is_ours.get():
+            serialize(values)
+
     inductor["init_backend_registration"] = register_for_inductor
+    settings["_cache_config_serializer"] = serialize_for_inductor  # torch before 2.15 does not call it
     AOTAutogradCacheDetails.__init__ = make_details  # type: ignore[method-assign, assignment]
 
 

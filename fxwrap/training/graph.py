@@ -23,7 +23,7 @@ def erase_profiler_ranges(graph_module: GraphModule) -> None:
 def write_early(graph_module: GraphModule) -> None:
     """Moves each write of an input, with the operators that compute its new value, to the last node that they need.
 
-    So an update follows the gradient that it reads, which dies there, and new values die early. An update that needs
+    So an update follows the gradient that it reads, which is freed there, as new values are early. An update that needs
     the result of a collective stays behind the backward: it would end the time in which the collective can be in
     flight; only its write moves. So does that of a vector, whose small gradient is a sum that fuses with others.
     Readers of the old content are before the write.

@@ -1,4 +1,4 @@
-"""Tensor subclasses such as DTensor, taken apart into the plain tensors that a program reads and writes."""
+"""Tensor subclasses such as DTensor, flattened into the plain tensors that a program reads and writes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class EmittedCpp(EmittedProgram):
         load = cache(self._load)
         super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd
         self._program = program
-        self._kernels = tuple(kernels)
+        self._texts = tuple([KernelText.of(item) for item in kernels])
         self._replayed_calls = tuple(replayed_calls)
         self.operators = tuple(operators)
         self.engine = engine
@@ -62,8 +62,7 @@ class EmittedCpp(EmittedProgram):
     @property
     def triton_kernels(self) -> tuple[KernelText, ...]:
         """The launched kernels whose compiled Triton code is linked in, if there is any."""
-        texts = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
-        return tuple([text for text in texts if is_compiled_by_triton(language_traits(text.language))])
+        return tuple([text for text in self._texts if is_compiled_by_triton(language_traits(text.language))])
 
     @cached_property
     def functions(self) -> tuple[ReplayedFunction, ...]:
@@ -94,8 +93,7 @@ class EmittedCpp(EmittedProgram):
 
     def kernel_units(self) -> list[native.NativeSource]:
         """Returns the translation units of the launched kernels, which are linked with `source`."""
-        kernels = [KernelText(item.language, item.source, item.signature, item.options) for item in self._kernels]
-        return linked_units(kernels)
+        return linked_units(self._texts)
 
     def _load(self) -> native.NativeProgram | ReplayingProgram:
         program, library = self._program, self.library()

@@ -219,7 +219,7 @@ class DirectWriter:
     ) -> str:
         """Returns the launch of a kernel, after an increment of the version counters of inputs that it writes."""
         gridless = language_traits(kernel.language).gridless and tuple(grid) == _UNIT_GRID
-        text = KernelText(kernel.language, kernel.source, kernel.signature, kernel.options)
+        text = KernelText.of(kernel)
         launcher = self._launcher(kernel.name or node.name, kernel_hash, text, gridless)
         launch = f"{launcher}({', '.join(arguments if gridless else [self.tuple(grid), *arguments])})"
         written = self._written.get(node)

@@ -212,10 +212,10 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         wanted = _GROUP_SUM_TILES[1 if not is_wide else 0 if padded == _FEWEST_ROWS and has_one_sum else 3]
     tiles = sorted(_GROUP_SUM_TILES, key=lambda tile: tile != wanted)
     candidates = []
-    digits = hint(contraction.summed_count) // (count * size)
+    packed = hint(contraction.summed_count) // (count * size)
     for columns, groups, warps, stages in tiles:
         block = math.gcd(max(groups * _MIN_GROUP_BYTES // size, 1), count)
-        stage = block * size * (padded * digits * _ROW_BYTES + columns * len(contraction.sums))
+        stage = block * size * (padded * packed * _ROW_BYTES + columns * len(contraction.sums))
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
