@@ -63,8 +63,8 @@ _MANY_CALLS = 24
 def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> KernelPrinter:
     """Returns a printer of kernels whose compilers start while the rest of the graph is lowered, where they can.
 
-    Kernels with scalars are compiled with the complete program, which has typical values, and so are kernels that may
-    become parts of combo kernels, or launched before their predecessors have ended.
+    `compile_kernels_ahead` starts those of kernels with scalars, for which the program has typical values, and those of
+    kernels that may become parts of combo kernels. Kernels that may start before their predecessors end are last.
     """
     specs = options.device_specs()
     printed_before = set[PrintedKernel]()
@@ -87,6 +87,20 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
         return printed
 
     return printer
+
+
+def compile_kernels_ahead(program: Program, options: Options) -> None:
+    """Starts the compilers of a program's kernels, where they can, while memory is planned and code is emitted.
+
+    `compile_program_kernels` waits for them. Kernels whose compilers run already do not start again.
+    """
+    specs = options.device_specs()
+    for use in kernel_uses(program).values():
+        language, spec = find_language(use.kernel.language), specs.get(use.device.type)
+        start = None if language is None else language.kernels.compile_ahead
+        changes_later = options.dependent_launch and spec is not None and spec.supports_dependent_launch
+        if start is not None and not changes_later:
+            start(use)
 
 
 def compile_program_kernels(

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeAlias
 
 from fxwrap.compile.context import CompileContext, CompileState
-from fxwrap.compile.kernels import compile_program_kernels
+from fxwrap.compile.kernels import compile_kernels_ahead, compile_program_kernels
 from fxwrap.compile.lowering_step import lower_step
 from fxwrap.converters.emission import emit, emit_interpreter
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -73,6 +73,11 @@ def _bucket_collectives(state: CompileState, context: CompileContext) -> Compile
 
 def _overlap_collectives(state: CompileState, context: CompileContext) -> CompileState:
     return replace(state, program=overlap_collectives(state.program, slack=context.options.overlap_memory_slack))
+
+
+def _compile_ahead(state: CompileState, context: CompileContext) -> CompileState:
+    compile_kernels_ahead(state.program, context.options)
+    return state
 
 
 def _allocate_symmetric_buffers(state: CompileState, context: CompileContext) -> CompileState:
@@ -183,6 +188,9 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
     Step(
         "combo_kernels", "combine small independent launches into combo kernels (horizontal fusion)", _combine_kernels,
         "combo_kernels", lambda options: options.combo_kernels,
+    ),
+    Step(
+        "compile_ahead", "start to compile the kernels, whose texts are final", _compile_ahead,
     ),
     Step(
         "symmetric_buffers", "allocate the buffers of all_reduces over symmetric memory", _allocate_symmetric_buffers,

@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 
 from fxwrap import Options
 from fxwrap.compile import kernels as compile_kernels
-from fxwrap.compile.kernels import print_and_compile_ahead, warm_up_kernel_compilers
+from fxwrap.compile.kernels import compile_kernels_ahead, print_and_compile_ahead, warm_up_kernel_compilers
 from fxwrap.devices import TRITON
 from fxwrap.errors import FxwrapError, OptionError
 from fxwrap.lowering.program import lower_with_coverage
@@ -238,18 +238,24 @@ def test_large_kernels_without_scalars_compile_while_the_graph_is_lowered(monkey
 
     graph = make_fx(function)(*inputs)
 
-    def starts(options: Options) -> list[str]:
+    def starts(options: Options, *, complete: bool = False) -> list[str]:
         started.clear()
+        options = options.resolve_devices()
         program = lower_with_coverage(
-            graph, options=options, print_kernel=print_and_compile_ahead(print_kernel, options.resolve_devices())
+            graph, options=options, print_kernel=print_and_compile_ahead(print_kernel, options)
         ).program
+        if complete:
+            started.clear()
+            compile_kernels_ahead(program, options)
         sources = [item.source for item in program.kernels]
         assert all(use.kernel.source in sources and use.device.type == "cuda" for use in started)
         return [use.kernel.source for use in started]
 
     assert len(starts(Options())) == 1, "small kernels may become parts of combo kernels"
     assert len(starts(Options(combo_kernels=False))) == 2
-    assert starts(Options(combo_kernels=False, dependent_launch=True)) == [], "the program decides what they read early"
+    later = Options(combo_kernels=False, dependent_launch=True)
+    assert starts(later) == starts(later, complete=True) == [], "the program decides what they read early"
+    assert len(starts(Options(), complete=True)) == 2, "the pass that combines kernels has run"
 
 
 def _is_running(number: int) -> bool:
