@@ -206,6 +206,19 @@ def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, di
     check(layer_norm(*sizes, dtype, dim), rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_results_of_rows_are_stored_transposed(dtype: torch.dtype) -> None:
+    """As in a norm of channels-last images whose result is contiguous: in tiles, of which the last ones are smaller."""
+    body, image, row, column = KernelBuilder(), Axis("n", 2), Axis("i", 37), Axis("j", 50)
+    x = body.load("x", linearize_index([image, row, column], (2, 37, 50)), dtype).to(F32)
+    mean, _ = body.reduce("welford", x)
+    body.store("out", linearize_index([image, column, row], (2, 50, 37)), (x - mean).to(dtype))
+    body.store("mean", linearize_index([image, row], (2, 37)), mean)
+    outputs = [Buffer("out", dtype, 3700), Buffer("mean", F32, 74)]
+    source = check(body.finish([image, row], [column], [Buffer("x", dtype, 3700)], outputs), rtol=1e-4)
+    assert "load_transposed(&out_tile" in source
+
+
 def group_norm(groups: int, columns: int, rows: int, updates_mean: bool = False) -> Kernel:
     """A group norm of channels-last images, which stores the means and the largest elements of groups too."""
     body = KernelBuilder()

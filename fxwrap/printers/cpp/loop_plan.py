@@ -147,7 +147,7 @@ class LoopPlan:
         for position, operation in enumerate(self.kernel.operations):
             if isinstance(operation, Load) and operation.mask is None:
                 for axis in others:
-                    if _is_transposed(operation.index, axis, vector_axis):
+                    if is_transposed(operation.index, axis, vector_axis):
                         loads.setdefault(axis, []).append(position)
         if not loads:
             return None, ()
@@ -251,7 +251,7 @@ def _is_disjoint_along(index: Index, axis: Axis, size: int) -> bool:
     return all(coefficient % (number * size) == 0 for coefficient in rest)
 
 
-def _is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:
+def is_transposed(index: Index, axis: Axis, lane: Axis) -> bool:
     """Whether an index is contiguous along `axis` and has a fixed larger stride along `lane`."""
     along, across = index.stride(axis), index.stride(lane)
     if along is None or along.constant != 1 or across is None or across.constant in (0, 1) or across.axes():

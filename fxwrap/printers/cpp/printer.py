@@ -30,6 +30,7 @@ from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
+from fxwrap.printers.cpp.transposed_rows import TransposedRowPrinter, find_transposed_axis
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
 
@@ -38,7 +39,7 @@ INCLUDE = '#include "kernel.h"\n'
 
 _RESERVED_WORDS = """
 kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
-count offset op combine part largest total visible fxwrap to update bitcast literal infinity nan for_lanes
+count offset block height op combine part largest total visible fxwrap to update bitcast literal infinity nan for_lanes
 zero alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
 explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
 private protected public register return short signed sizeof static struct switch template this throw true try typedef
@@ -87,6 +88,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
         return ColumnPrinter(grouped, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
+    across = find_transposed_axis(plan)
+    if across is not None:
+        return TransposedRowPrinter(plan, across, writer, origin_comments)
     return (RowScanPrinter if kernel.scans else RowPrinter)(plan, writer, origin_comments)
 
 

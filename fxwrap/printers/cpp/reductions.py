@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, Reduce, Store
 from fxwrap.printers.cpp.loop_plan import (
@@ -205,21 +205,23 @@ class RowPrinter(ReductionPrinter):
 
     def print(self) -> None:
         """Writes the loops."""
-        self.statements.lane = self.vector_axis
         pragma = "" if self.plan.splits_reduction else self.parallel()
-        with ExitStack() as stack:
-            if self.kernel.axes:
-                stack.enter_context(self.writer.nest([loop_head(axis) for axis in self.kernel.axes], pragma))
-            known: EmittedValues = {}
-            self.filled_row_buffers: set[int] = set()
-            self.row_buffers = self.select_row_buffers()
-            for position in sorted(self.row_buffers):
-                kind, name = self.statements.type(position), self.statements.name(position)
-                self.writer.line(f"{kind} {name}_row[{self.kernel.reduced_count}];")
-            self.print_stages(known)
-            self.print_invariant_asserts(known)
-            if self.final_stores():
-                self.write_stores(self.final_stores(), known)
+        with self.writer.nest([loop_head(axis) for axis in self.kernel.axes], pragma):
+            self.print_row()
+
+    def print_row(self) -> None:
+        """Writes the passes over one row."""
+        self.statements.lane = self.vector_axis
+        known: EmittedValues = {}
+        self.filled_row_buffers: set[int] = set()
+        self.row_buffers = self.select_row_buffers()
+        for position in sorted(self.row_buffers):
+            kind, name = self.statements.type(position), self.statements.name(position)
+            self.writer.line(f"{kind} {name}_row[{self.kernel.reduced_count}];")
+        self.print_stages(known)
+        self.print_invariant_asserts(known)
+        if self.final_stores():
+            self.write_stores(self.final_stores(), known)
 
     def select_row_buffers(self) -> set[int]:
         """Returns the values that one stage stores for later ones."""
@@ -300,7 +302,11 @@ class RowPrinter(ReductionPrinter):
         for position in reductions:
             self.accumulate_lane(position, known, f"{name(position)}_lanes")
         for store in stores:
-            self.statements.store(store, known)
+            self.store(store, known)
+
+    def store(self, store: Store, known: EmittedValues) -> None:
+        """Writes the store of an element of the row."""
+        self.statements.store(store, known)
 
     def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues) -> None:
         """Writes a pass over a long row in parts of fixed size."""

@@ -1,0 +1,86 @@
+"""Reductions of rows whose results are stored transposed, as a softmax over channels from one layout to another."""
+
+from __future__ import annotations
+
+from fxwrap.loop_ir import Axis, Store, operation_dtype
+from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
+from fxwrap.printers.cpp.loops import loop_head
+from fxwrap.printers.cpp.reductions import RowPrinter
+from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
+
+TILE_ROWS = 16
+"""Rows that are stored together: a line of the cache of float32, as many as `transpose_16` of `kernel.h` transposes."""
+
+MAX_TILE_BYTES = 65536
+"""Largest size of the tiles of a kernel in bytes, a part of the L2 cache."""
+
+
+def find_transposed_axis(plan: LoopPlan) -> Axis | None:
+    """Returns the parallel axis along which all stores of row elements are contiguous, if that of rows is strided."""
+    kernel, lane = plan.kernel, plan.vector_axis
+    if lane is None or kernel.reduced != (lane,) or not isinstance(lane.size, int) or lane.size < TILE_ROWS:
+        return None
+    if plan.serial or plan.splits_reduction or kernel.scans:
+        return None
+    stores = _row_stores(plan)
+    width = sum(operation_dtype(kernel.operations[store.value]).itemsize for store in stores)
+    if not stores or any(store.mask is not None for store in stores):
+        return None
+    if width * lane.size * TILE_ROWS > MAX_TILE_BYTES or len({store.buffer for store in stores}) < len(stores):
+        return None
+    long = [axis for axis in kernel.axes if isinstance(axis.size, int) and axis.size >= TILE_ROWS]
+    return next((axis for axis in long if all(is_transposed(store.index, axis, lane) for store in stores)), None)
+
+
+def _row_stores(plan: LoopPlan) -> list[Store]:
+    operations = enumerate(plan.kernel.operations)
+    return [item for position, item in operations if isinstance(item, Store) and plan.varying[position]]
+
+
+class TransposedRowPrinter(RowPrinter):
+    """A kernel of rows that stores tiles of several rows, so that it writes whole cache lines."""
+
+    def __init__(self, plan: LoopPlan, across: Axis, writer: CppSourceWriter, origin_comments: bool) -> None:
+        super().__init__(plan, writer, origin_comments)
+        self.across = across
+
+    def print(self) -> None:
+        """Writes the loops."""
+        across, first, size = self.across, f"{self.across.name}_0", self.across.size
+        heads = [loop_head(axis) for axis in self.kernel.axes if axis != across]
+        heads.append(f"for (int64_t {first} = 0; {first} < {size}; {first} += {TILE_ROWS})")
+        with self.writer.nest(heads, self.parallel()):
+            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + {TILE_ROWS}, {size});")
+            for store in _row_stores(self.plan):
+                kind = self.statements.type(store.value)
+                self.writer.line(f"alignas(64) {kind} {self.tile(store)}[{TILE_ROWS}][{self.vector_axis.size}];")
+            with self.writer.nest([loop_head(across, first, "end")]):
+                self.print_row()
+            for store in _row_stores(self.plan):
+                self.store_tile(store)
+
+    def tile(self, store: Store) -> str:
+        """Returns the name of the tile of a store."""
+        return f"{store.buffer}_tile"
+
+    def store(self, store: Store, known: EmittedValues) -> None:
+        """Writes the store of an element of the row into its tile."""
+        element = f"{self.tile(store)}[{self.across.name} - {self.across.name}_0][{self.vector_axis.name}]"
+        self.writer.line(f"{element} = {known[store.value]};{self.statements.comment(store)}")
+
+    def store_tile(self, store: Store) -> None:
+        """Writes the loops that transpose a tile and store it."""
+        across, lane = self.across, self.vector_axis
+        start, rows = f"{lane.name}_0", f"end - {across.name}_0"
+        with self.writer.nest([f"for (int64_t {start} = 0; {start} < {lane.size}; {start} += 16)"]):
+            self.writer.line(f"const int height = int(fxwrap::min<int64_t>(16, {lane.size} - {start}));")
+            self.writer.line(f"alignas(64) {self.statements.type(store.value)} block[16][16];")
+            self.writer.line(
+                f"load_transposed(&{self.tile(store)}[0][{start}], {lane.size}, height, int({rows}), block);"
+            )
+            with (
+                self.writer.nest([loop_head(lane, start, f"{start} + height")]),
+                self.writer.nest([loop_head(across, f"{across.name}_0", "end")], self.simd()),
+            ):
+                value = f"block[{lane.name} - {start}][{across.name} - {across.name}_0]"
+                self.statements.store(store, {store.value: value})
