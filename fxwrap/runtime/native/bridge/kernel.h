@@ -308,7 +308,7 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
   INLINE double name(double a, double b) { return ::name(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
 UNARY(tan) UNARY(sinh) UNARY(cosh)
-UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc) UNARY(lgamma)
+UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc)
 BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter)
 #undef UNARY
 #undef BINARY
@@ -441,6 +441,33 @@ template <class T> INLINE T bitwise_right_shift(T a, T b) {
   constexpr T most = T(sizeof(T) * 8 - (T(-1) < 0));
   const bool inside = b >= 0 && b < most;
   return T(a >> (inside ? b : most));
+}
+
+INLINE double lgamma(double x) { return ::lgamma(x); }
+
+// Stirling's series at y >= 8 and the recurrence below, in double because the two cancel near 1 and 2; reflection of
+// negative numbers.
+INLINE float lgamma(float number) {
+  const double x = number, z = x < 0 ? 1 - x : x;
+  const bool is_small = z < 8;
+  const double low = ((z * (z + 1)) * ((z + 2) * (z + 3))) * (((z + 4) * (z + 5)) * ((z + 6) * (z + 7)));
+  const double y = is_small ? z + 8 : z, shift = is_small ? low : 1.0;
+  const double inverse = 1 / y, square = inverse * inverse;
+  double series = -3617.0 / 122400;
+  series = __builtin_fma(series, square, 1.0 / 156);
+  series = __builtin_fma(series, square, -691.0 / 360360);
+  series = __builtin_fma(series, square, 1.0 / 1188);
+  series = __builtin_fma(series, square, -1.0 / 1680);
+  series = __builtin_fma(series, square, 1.0 / 1260);
+  series = __builtin_fma(series, square, -1.0 / 360);
+  series = __builtin_fma(series, square, 1.0 / 12);
+  const double large = (y - 0.5) * ::log(y) - y + 0.91893853320467274178 + series * inverse;
+  const double angle = 3.14159265358979323846 * abs(x - round(x));  // exact up to the product
+  const double reflected = 3.14159265358979323846 * shift / sin(angle);
+  const double logarithm = ::log(x < 0 ? reflected : shift);
+  const float nearest = float(x < 0 ? logarithm - large : large - logarithm);
+  const float result = (number == 1.0f) | (number == 2.0f) ? 0.0f : nearest;
+  return abs(number) < Limits<float>::highest || number != number ? result : Limits<float>::highest;
 }
 
 // The digamma function, after Cephes: reflection, recurrence up to 10, then an asymptotic series.
