@@ -1,6 +1,6 @@
-"""Interleaved accesses as one access of a wide block, whose vectors are split or joined in registers; masked vectors.
+"""Interleaved accesses as one access of a wide block, whose vectors are split or joined in registers.
 
-A load or store with a stride otherwise is an instruction for each element.
+A load or store with a stride otherwise is an instruction for each element. Positions are as aligned as their masks.
 """
 
 from __future__ import annotations
