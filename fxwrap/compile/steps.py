@@ -43,6 +43,7 @@ from fxwrap.passes.provenance import assign_call_handles
 from fxwrap.passes.reorder import reorder_for_peak_memory
 from fxwrap.passes.reuse import reuse_memory
 from fxwrap.passes.symmetric_buffers import allocate_symmetric_buffers
+from fxwrap.torch_compat import DisablePythonDispatcher
 from fxwrap.user_passes import run_emitted_pass, run_program_pass
 from fxwrap.wrapper_ir import Block, Ownership, Program, TensorType, Value, verify
 
@@ -303,9 +304,10 @@ def plan_program_memory(program: Program, options: Options) -> MemoryPlan:
     """
     alignments = {device_type: spec.alignment for device_type, spec in options.device_specs().items()}
     algorithm = options.memory_planning if options.memory_planning in PLANNERS else "auto"
-    return plan_memory(
-        program,
-        alignment=lambda device: alignments.get(device.type, 1),
-        algorithm=algorithm,
-        slack=options.memory_slack,
-    )
+    with DisablePythonDispatcher():  # the plan computes with tensors of integers
+        return plan_memory(
+            program,
+            alignment=lambda device: alignments.get(device.type, 1),
+            algorithm=algorithm,
+            slack=options.memory_slack,
+        )

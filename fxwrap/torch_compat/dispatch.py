@@ -15,6 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 DisableAutocast = torch._C._DisableAutocast
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
+# Why: AOTAutograd compiles graphs with the Python dispatcher enabled, where each operator on real tensors takes several
+# times longer; there is no public switch.
+DisablePythonDispatcher = torch._C._DisablePythonDispatcher
+
 # Why: one call for all inputs takes less time than one for each; there is no public function of several tensors.
 any_requires_grad = torch._C._any_requires_grad
 
