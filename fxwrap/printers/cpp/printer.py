@@ -37,6 +37,10 @@ from fxwrap.symbolic import symbol_kind
 INCLUDE = '#include "kernel.h"\n'
 """The first line of every generated kernel."""
 
+_VECTOR_MATH = '#include "vector_math.h"\n'
+_VECTOR_MATH_CALLS = ("op::fmod(", "op::remainder(", "op::floor_divide(")
+"""Calls with vector forms that the C library lacks, which only kernels with such calls compile."""
+
 _RESERVED_WORDS = """
 kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
 count offset block height op combine part largest total visible fxwrap to update bitcast literal infinity nan for_lanes
@@ -66,7 +70,8 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
         *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],
         *[types[0] for types, _ in symbols],
     )
-    return PrintedKernel("cpp", f"{INCLUDE}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
+    includes = INCLUDE + (_VECTOR_MATH if any(call in body for call in _VECTOR_MATH_CALLS) else "")
+    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
 
 
 def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:

@@ -40,7 +40,7 @@ double nextafter(double, double) noexcept;
 float nextafterf(float, float) noexcept;
 double fmod(double, double) noexcept;
 float fmodf(float, float) noexcept;
-// The same, with the vector forms of vector_math.h.
+// The same, with the vector forms of vector_math.h, which kernels that call them include.
 VECTOR_MATH double vector_fmod(double, double) noexcept __asm__("fmod");
 VECTOR_MATH float vector_fmodf(float, float) noexcept __asm__("fmodf");
 }
@@ -770,9 +770,6 @@ inline void load_transposed(const T* source, int64_t stride, int height, int wid
 }
 
 #include "contractions.h"
-#ifdef HAS_VECTOR_MATH
-#include "vector_math.h"
-#endif
 
 // --- scans ------------------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,11 @@
-// Vector forms of functions of the C library for which glibc has none. Included by kernel.h alone.
+// Vector forms of functions of the C library for which glibc has none. Kernels that call these include it after kernel.h:
+// its functions are compiled with each that does.
 //
 // Their names are those of the x86-64 vector function ABI, by which GCC calls them from vectorised loops: b, c, d and e
 // are SSE, AVX, AVX2 and AVX-512, and the number of lanes follows.
 #pragma once
 
+#ifdef HAS_VECTOR_MATH
 namespace fxwrap {
 
 template <class T> struct FloatFormat;
@@ -69,3 +71,4 @@ template <class T, int lanes, class V> INLINE V fmod_lanes(V dividends, V diviso
 VECTOR_FORMS(fmod, fmod_lanes)
 
 }  // namespace fxwrap
+#endif
