@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
-from fxwrap.devices import find_language, language_traits
+from fxwrap.devices import DeviceSpec, find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
 from fxwrap.lines import Launch
@@ -64,19 +64,17 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
     """Returns a printer of kernels whose compilers start while the rest of the graph is lowered, where they can.
 
     `compile_kernels_ahead` starts those of kernels with scalars, for which the program has typical values, and those of
-    kernels that may become parts of combo kernels. Kernels that may start before their predecessors end are last.
+    kernels that may become parts of combo kernels.
     """
     specs = options.device_specs()
     printed_before = set[PrintedKernel]()
 
     def printer(request: KernelRequest) -> PrintedKernel:
         printed = print_kernel(request)
-        language, spec = find_language(printed.language), specs.get(request.device.type)
-        start = None if language is None else language.kernels.compile_ahead
+        spec = specs.get(request.device.type)
+        start = _ahead_compiler(printed.language, spec, options)
         has_scalars = not all(entry.startswith("*") for entry in printed.signature)
         if start is None or spec is None or has_scalars or printed in printed_before:
-            return printed
-        if options.dependent_launch and spec.supports_dependent_launch:
             return printed
         printed_before.add(printed)
         buffers = (*request.kernel.inputs, *request.kernel.outputs)
@@ -96,11 +94,19 @@ def compile_kernels_ahead(program: Program, options: Options) -> None:
     """
     specs = options.device_specs()
     for use in kernel_uses(program).values():
-        language, spec = find_language(use.kernel.language), specs.get(use.device.type)
-        start = None if language is None else language.kernels.compile_ahead
-        changes_later = options.dependent_launch and spec is not None and spec.supports_dependent_launch
-        if start is not None and not changes_later:
+        start = _ahead_compiler(use.kernel.language, specs.get(use.device.type), options)
+        if start is not None:
             start(use)
+
+
+def _ahead_compiler(name: str, spec: DeviceSpec | None, options: Options) -> Callable[[KernelUse], None] | None:
+    """Returns what starts a language's compiler; None if it compiles nothing ahead, or launches change its texts later.
+
+    The texts of kernels that may start before their predecessors end are final after all other steps.
+    """
+    language = find_language(name)
+    changes_later = options.dependent_launch and spec is not None and spec.supports_dependent_launch
+    return None if language is None or changes_later else language.kernels.compile_ahead
 
 
 def compile_program_kernels(

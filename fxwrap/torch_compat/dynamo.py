@@ -45,7 +45,7 @@ def min_cut_partitioner(
 
     Its own lists lack operators that TorchInductor decomposes. `fusible` are those whose kernels compute operands too:
     it does not recompute an operand of any other, since a kernel would have to store it. `recomputable` are fusible
-    ones that it may compute again in the backward. Equal calls of the joint graph stay.
+    ones that it may compute again in the backward. It eliminates no common subexpressions.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch import config, partitioners
@@ -61,7 +61,7 @@ def min_cut_partitioner(
 
             partitioners.get_default_op_list = operators
             try:
-                # Why: its elimination of equal calls imports Inductor's pattern matcher and lowerings.
+                # Why: its CSE imports Inductor's pattern matcher and lowerings.
                 with config.patch(cse=False):
                     return min_cut_rematerialization_partition(*arguments, **keywords)
             finally:
