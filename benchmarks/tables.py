@@ -13,13 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.dashboard_tables import details, summary
+from benchmarks.dashboard_tables import RATIOS, details, summary
 from benchmarks.results import FOLDER, REPOSITORY, Cell, Row, cell_text, describe, geometric_mean
 
 DOCUMENTS = (
@@ -33,31 +33,46 @@ Ratio = tuple[str, str]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A line of README.md's table: a ratio to Inductor, over the rows of a result that a condition selects."""
+    """A line of README.md's table: a ratio to Inductor, over the rows of results that have these values."""
 
     title: str
-    result: str
+    results: tuple[str, ...]
     ratio: Ratio
-    where: tuple[str, str] | None = None
+    where: Row = field(default_factory=dict)
 
     def ratios(self) -> list[float]:
         """Returns the ratio of each row that has it."""
         above, below = self.ratio
-        rows = [row for row in rows_of(self.result) if self.where is None or row[self.where[0]] == self.where[1]]
+        rows = [row for name in self.results for row in rows_of(name) if self.where.items() <= row.items()]
         return [number(row[above]) / (number(row[below]) if below else 1.0) for row in rows if row[above] is not None]
 
 
-FORWARD, TRAINING = ("step", "forward"), ("step", "training")
+def _models(title: str, name: str, mode: str, measure: str = "time", option: str = "") -> Comparison:
+    """Returns the line of a measure of the dashboard, over the models that both sides pass in a mode."""
+    own, other = f"fxwrap{option}", f"inductor{option}"
+    columns = {"time": (f"{other}: speedup", f"{own}: speedup")}
+    columns |= {text: (f"{own}: {column}", f"{other}: {column}") for text, column in RATIOS[1:]}
+    where: Row = {"mode": mode, f"{own}: status": "pass", f"{other}: status": "pass"}
+    return Comparison(f"{title}, {measure}", (f"dashboard-{name}",), columns[measure], where)
+
+
+INFERENCE, TRAINING = "inference-bfloat16-static", "training-amp-static"
+FLEX = tuple(f"flex_attention-cuda{part}" for part in ("", "-forward", "-backward", "-decode"))
 COMPARISONS = (
-    Comparison("H200: full-size models, forward, time", "gpu_models-run", ("C++ / Inductor", ""), FORWARD),
-    Comparison("the same, both with CUDA graphs", "gpu_models-run", ("C++ with graphs / Inductor", ""), FORWARD),
-    Comparison("the same, host time", "gpu_models-host", ("C++ host / Inductor", "")),
-    Comparison("the same, peak memory", "gpu_models-run", ("C++ peak / Inductor", ""), FORWARD),
-    Comparison("H200: training steps of GPT-2 and Llama, time", "gpu_models-run", ("C++ / Inductor", ""), TRAINING),
-    Comparison("H200: fused operators, device time", "ops-cuda-bfloat16", ("fxwrap / Inductor", "")),
-    Comparison("CPU: small models, forward, time", "models-run-cpu", ("fxwrap, us", "Inductor, us"), FORWARD),
-    Comparison("CPU: small models, compile time", "models-compile-cpu", ("fxwrap, s", "Inductor, s")),
-    Comparison("CPU: fused operators, float32, time", "ops-epyc-float32", ("fxwrap / Inductor", "")),
+    _models("H200: models of `transformers` and `timm`, inference in bfloat16", "cuda", INFERENCE),
+    _models("the same", "cuda", INFERENCE, "memory"),
+    _models("the same", "cuda", INFERENCE, "compile"),
+    _models("the same with a dynamic batch", "cuda", "inference-bfloat16-dynamic"),
+    _models("H200: training with amp", "cuda", TRAINING),
+    _models("the same", "cuda", TRAINING, "memory"),
+    _models("the same", "cuda", TRAINING, "compile"),
+    Comparison("H200: both with CUDA graphs, time", ("gpu_models-run",), ("C++ with graphs / Inductor", "")),
+    Comparison("H200: host time of a call", ("gpu_models-host",), ("C++ host / Inductor", "")),
+    Comparison("H200: FlexAttention, device time", FLEX, ("/ inductor", "")),
+    Comparison("H200: fused operators, device time", ("ops-cuda-bfloat16",), ("fxwrap / Inductor", "")),
+    _models("CPU: models, inference in float32", "cpu", "inference-float32-static"),
+    _models("the same, weights frozen", "cpu", "inference-float32-static", option=":freezing"),
+    Comparison("CPU: fused operators in float32, time", ("ops-xeon-float32",), ("fxwrap / Inductor", "")),
 )
 
 
@@ -98,7 +113,8 @@ def comparison() -> list[str]:
         ratios = item.ratios()
         mean, worst = f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"
         row: Row = {"fxwrap / TorchInductor": item.title, "geometric mean": mean, "worst": worst, "of": len(ratios)}
-        rows.append({**row, "measured": f"[{result(item.result)['date']}](benchmarks/results/{item.result}.json)"})
+        links = [f"[{result(name)['date']}](benchmarks/results/{name}.json)" for name in item.results]
+        rows.append({**row, "measured": ", ".join(links)})
     return markdown(rows)
 
 
