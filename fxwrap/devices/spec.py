@@ -237,7 +237,8 @@ class DeviceSpec:
     def generates_unaligned_matmul(self, dtype: torch.dtype, rows: object, columns: object, products: object) -> bool:
         """Whether a kernel is faster than a library's matmul with padded rows of the result, which are then copied.
 
-        `products` is the number of products of a sum. Sizes that are no integers are never generated.
+        `products` is the number of products of a sum; symbolic rows count as their hint. Other sizes that are no
+        integers are never generated.
         """
         if not isinstance(rows, int) or not isinstance(columns, int) or not isinstance(products, int):
             return False

@@ -306,7 +306,8 @@ _FUSIBLE = frozenset({
     _aten.native_batch_norm_backward, _aten.native_layer_norm_backward, _aten.native_group_norm_backward,
     _aten._softmax_backward_data, _aten.hardswish_backward, _aten.hardsigmoid_backward, _aten.hardtanh_backward,
     _aten.elu_backward, _aten.leaky_relu_backward, _aten.linalg_vector_norm,
-    _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit, _aten._softmax,
+    _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit,
+    _aten._softmax,
 })  # fmt: skip
 """Operators whose kernels compute operands too, beside those that torch's partitioner knows."""
 

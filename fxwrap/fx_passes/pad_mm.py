@@ -130,7 +130,7 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
         inner_size=padding_for(inner_size) if right.transposed or not left.transposed else 0,
         columns=padding_for(columns), costs=costs,
         is_generated=context.options.matmul_kernels == "auto"
-        and spec.generates_unaligned_matmul(result.dtype, rows, columns, inner_size),
+        and spec.generates_unaligned_matmul(result.dtype, size_hint(rows), columns, inner_size),
     )  # fmt: skip
     return match if any((match.rows, match.inner_size, match.columns)) else None
 

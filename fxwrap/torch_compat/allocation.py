@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
+from torch.autograd import DeviceType
 
 from fxwrap.torch_compat.tensors import storage_identity
 
@@ -96,7 +97,8 @@ def allocation_trace(profile: torch.profiler.profile) -> list[int]:
     code.
     """
     results = getattr(profile.profiler, "kineto_results", None)
-    events = [event for event in results.events() if event.name() == "[memory]"] if results is not None else []
+    recorded = results.events() if results is not None else []
+    events = [event for event in recorded if event.name() == "[memory]" and event.device_type() == DeviceType.CPU]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 

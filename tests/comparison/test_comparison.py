@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -405,15 +406,20 @@ def test_errors_of_tensors() -> None:
     assert tensor_error(torch.empty(0, 3), torch.empty(0, 3)).absolute == 0.0
 
 
-def test_peak_bytes_counts_live_allocations() -> None:
-    def run(x: Tensor) -> Tensor:
-        first = torch.empty(1000, dtype=torch.uint8)
-        second = torch.empty(500, dtype=torch.uint8)
-        del first
-        third = torch.empty(600, dtype=torch.uint8)
-        return second + third[:500] if x is None else torch.empty(7, dtype=torch.uint8)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_peak_bytes_counts_live_allocations(device: str) -> None:
+    """On CUDA too each allocation counts once. Sizes are multiples of the smallest block there."""
+    empty = functools.partial(torch.empty, dtype=torch.uint8, device=device)
 
-    assert peak_bytes(lambda: torch.empty(10**6), run) == 1500
+    def run(_: Tensor) -> Tensor:
+        first = empty(1024)
+        second = empty(512)
+        del first
+        third = empty(1024)
+        del second, third
+        return empty(512)
+
+    assert peak_bytes(lambda: empty(10**6), run) == 1536
 
 
 def test_one_capture_runs_by_any_emitter() -> None:

@@ -246,6 +246,36 @@ def test_recomputed_tensors(function: Callable[..., Tensor]) -> None:
     assert count_saved_matmul_sized(programs[0]) == RETURNED[function]
 
 
+def layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[1:])
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x, 3)
+
+
+@pytest.mark.parametrize("function", [layer_norm, batch_norm, group_norm], ids=lambda item: item.__name__)
+def test_casts_to_float32_are_not_saved(function: Callable[[Tensor], Tensor]) -> None:
+    """A normalization casts its operand itself, so that the forward saves the sum in half precision."""
+    programs: list[fxwrap.Program] = []
+    options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
+
+    def residual(x: Tensor, w: Tensor) -> Tensor:
+        total = x @ w + x
+        return (function(total.float()).bfloat16() @ w + total).sum()
+
+    x = torch.randn(CLASSES, CLASSES, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    torch.compile(residual, backend="fxwrap", fullgraph=True, options=options)(
+        x, torch.eye(CLASSES).bfloat16()
+    ).backward()
+    large = [item.dtype for item in returned_types(programs[0]) if item.sizes == (CLASSES, CLASSES)]
+    assert large and torch.float32 not in large
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp"])
 def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype) -> None:

@@ -134,6 +134,23 @@ def test_unaligned_results_of_short_sums_are_kernels(products: int) -> None:
         torch.testing.assert_close(result, function(*inputs))
 
 
+def test_unaligned_results_with_any_number_of_rows_are_kernels() -> None:
+    programs: list[fxwrap.Program] = []
+
+    def collect(program: fxwrap.Program) -> fxwrap.Program:
+        programs.append(program)
+        return program
+
+    spec = dataclasses.replace(ANY_SIZE, generated_unaligned_products=((torch.float32, 8),))
+    options = {"devices": [spec], "passes": (collect,)}
+    compiled = torch.compile(returned, backend="fxwrap", fullgraph=True, dynamic=False, options=options)
+    for rows in (6, 1, 5):
+        x, w = torch.randn(rows, 8), torch.randn(9, 8)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x, w), returned(x, w))
+    assert [matmul_sizes(program) for program in programs[:1]] == [[]]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
 def test_padding_is_unobservable(emitter: str) -> None:

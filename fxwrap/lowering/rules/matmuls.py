@@ -35,6 +35,7 @@ from fxwrap.lowering.rules.registry import (
     lowering_rule,
 )
 from fxwrap.symbolic import Size, product
+from fxwrap.torch_compat import symbol_hint
 
 MAX_TUNED_PRODUCTS = 1024
 """The largest number of products of a sum in matmuls of many rows that are timed beside the library.
@@ -88,16 +89,24 @@ def _check(call: OperatorCall, left: Definition, right: Definition, rows: Size) 
 def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
     """Whether a kernel is expected to be faster, or will be timed beside the library."""
     if not isinstance(rows, int):
-        return False
+        return _is_unaligned_candidate(call, left, rows, right)
     if call.tunes_matmuls:
         return rows <= MAX_TUNED_ROWS or _has_short_sums(call, left)
     if right is None or len(right.sizes) != 2:
         return call.spec.generates_matmul(left.dtype, rows)
-    products, columns = right.sizes
     matrix_bytes = call.matrix_bytes or product(right.sizes) * right.dtype.itemsize
-    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes) or call.spec.generates_unaligned_matmul(
-        left.dtype, rows, columns, products
+    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes) or _is_unaligned_candidate(
+        call, left, rows, right
     )
+
+
+def _is_unaligned_candidate(call: OperatorCall, left: Definition, rows: Size, right: Definition | None) -> bool:
+    """Whether a kernel is expected to be faster than a padded matmul whose result is copied."""
+    if right is None or len(right.sizes) != 2:
+        return False
+    products, columns = right.sizes
+    hint = rows if isinstance(rows, int) else symbol_hint(call.fake.shape[0])
+    return call.spec.generates_unaligned_matmul(left.dtype, hint, columns, products)
 
 
 def _has_short_sums(call: OperatorCall, left: Definition) -> bool:
