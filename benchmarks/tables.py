@@ -72,7 +72,7 @@ COMPARISONS = (
     Comparison("H200: fused operators, device time", ("ops-cuda-bfloat16",), ("fxwrap / Inductor", "")),
     _models("CPU: models, inference in float32", "cpu", "inference-float32-static"),
     _models("the same, weights frozen", "cpu", "inference-float32-static", option=":freezing"),
-    Comparison("CPU: fused operators in float32, time", ("ops-xeon-float32",), ("fxwrap / Inductor", "")),
+    Comparison("CPU: fused operators in float32, time", ("ops-cpu-float32",), ("fxwrap / Inductor", "")),
 )
 
 
