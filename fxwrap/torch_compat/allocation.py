@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from fxwrap.torch_compat.tensors import storage_identity
 
