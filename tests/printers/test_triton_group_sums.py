@@ -104,7 +104,8 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     without_rows = {"i: 3, ": "", "4096*i + ": "", "32*i + ": ""}
     int8_kernel = parse_kernel(int8_text if rows else replaced(int8_text, without_rows))
     firsts = [
-        configurations(kernel, lambda size, columns=columns: {32: columns}.get(size, size))[0]
+        next(item for item in configurations(kernel, lambda size, columns=columns: {32: columns}.get(size, size))
+             if not item.fragments)
         for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
     ]  # fmt: skip
     tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
@@ -118,7 +119,8 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
 def test_tiles_of_several_rows_follow_rows_and_columns(rows: int, few: tuple[int, int], many: tuple[int, int]) -> None:
     kernel = large(rows)
     for columns, wanted in ((4096, few), (16384, many)):
-        first = configurations(kernel, lambda size, columns=columns: columns if size == 4096 else size)[0]
+        known = configurations(kernel, lambda size, columns=columns: columns if size == 4096 else size)
+        first = next(item for item in known if not item.fragments)
         assert (first.y_block, first.p_block) == wanted, columns
 
 
@@ -129,17 +131,17 @@ def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     assert all(item.p_block * item.num_stages < 48 for item in known)
 
 
-def test_one_row_loads_first_unless_it_is_long() -> None:
+def test_one_row_without_dots_loads_first_unless_it_is_long() -> None:
     one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
-    firsts = [configurations(parse_kernel(one.replace("g: 64", f"g: {groups}")))[0] for groups in (64, 224)]
-    assert [(item.dot, item.loads_first, item.num_stages) for item in firsts] == [(False, True, 1), (False, False, 3)]
+    firsts = [row_sums(parse_kernel(one.replace("g: 64", f"g: {groups}"))) for groups in (64, 224)]
+    assert [(item.loads_first, item.num_stages) for item in firsts] == [(True, 1), (False, 3)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     """No conversion of integers, no byte or half word of operands by itself, no register in local memory."""
     kernel = large(rows)
-    first = next(item for item in configurations(kernel) if item.p)
+    first = next(item for item in configurations(kernel) if item.p and not item.fragments)
     binary = compiled(print_triton(kernel, first))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
@@ -220,7 +222,7 @@ def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     text = str(kernel)
     assert all(item.dot for item in configurations(kernel) if item.p), "an axis of one row has dots"
     one = parse_kernel(replaced(text, {"i: 1, ": "", "4096*i + ": ""}))
-    without_stages = replace(row_sums(one), num_stages=1, loads_first=False)
+    without_stages = replace(row_sums(one), loads_first=False)
     binary = compiled(print_triton(one, without_stages))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and "mma.sync" not in ptx and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8

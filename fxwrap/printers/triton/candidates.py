@@ -37,6 +37,7 @@ from fxwrap.printers.triton.configuration import (
     outer_reduction_configurations,
     pointwise_configurations,
 )
+from fxwrap.printers.triton.fragments import fragment_configurations
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import Size, evaluate, product
 
@@ -86,6 +87,22 @@ _LONG_ROW_TILE = (8, 32, 2, 3)
 
 _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
+
+_FRAGMENT_TILES = (
+    (16, 2, 1, True, 0), (16, 8, 1, False, 0), (16, 4, 1, True, 0), (16, 1, 1, True, 0), (16, 4, 1, True, 128),
+    (16, 2, 1, False, 0), (16, 4, 1, False, 0),
+)  # fmt: skip
+"""Columns, warps, groups of a warp one after another, and registers of fragments of up to 4 rows.
+
+The fourth number says whether a step loads the weights of the next one. The first of these is for several sums of many
+columns, the second for few columns, and the third for few columns of long rows.
+"""
+
+_FULL_FRAGMENT_TILES = (
+    (16, 2, 4, False, 128), (16, 8, 8, False, 128), (16, 4, 4, False, 128), (16, 8, 4, True, 0), (16, 1, 4, False, 128),
+    (32, 2, 4, False, 0),
+)  # fmt: skip
+"""The same of 5 to 8 rows: the first is for several sums of many columns, the second for few columns."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -200,8 +217,11 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         return []
     form = find_grouped_sums(summed, contraction)
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
-    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1) or size < _MIN_GROUP_BYTES:
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
         return []
+    fragments = _fragment_configurations(contraction, form, hint)
+    if size < _MIN_GROUP_BYTES:
+        return fragments
     padded = max(next_power_of_2(rows), _FEWEST_ROWS)
     is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if padded == 2 * _FEWEST_ROWS and has_one_sum:
@@ -219,17 +239,42 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
         if stage * (stages - 1) > _block_bytes(spec):
             continue
         candidates.append(_batched_dots(contraction, padded, columns, size, warps, stages, form, block))
-    return [*_row_group_sum_configurations(contraction, form, hint), *candidates]
+    of_row = _row_group_sum_configurations(contraction, form, hint)
+    known = [*of_row, *(candidates[:1] if of_row and fragments else candidates)]
+    return [*fragments, *known] if _prefers_fragments(contraction, form, hint) else [*known, *fragments]
+
+
+def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+    """Returns configurations of fragments."""
+    several = len(contraction.sums) > 1 and _is_wide(contraction, hint)
+    if hint(contraction.row_count) > _FEWEST_ROWS // 2:
+        tiles, wanted = [*_FULL_FRAGMENT_TILES], _FULL_FRAGMENT_TILES[0 if several else 1]
+    else:
+        tiles, wanted = [*_FRAGMENT_TILES], _FRAGMENT_TILES[0 if several else 2 if _is_long(form, hint) else 1]
+    return fragment_configurations(contraction, form, sorted(tiles, key=lambda tile: tile != wanted))
+
+
+def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:
+    """Whether fragments of one row, or of 5 to 8, are first: few columns of them, or several sums of many columns."""
+    rows, is_wide = hint(contraction.row_count), _is_wide(contraction, hint)
+    if is_wide:
+        return len(contraction.sums) > 1 and (rows == 1 or rows > _FEWEST_ROWS // 2)
+    return rows == 1 or (rows > _FEWEST_ROWS // 2 and not _is_long(form, hint))
+
+
+def _is_long(form: GroupedSums, hint: Hint) -> bool:
+    """Whether the groups of a row are many."""
+    count = product([axis.size for axis in form.groups])
+    return hint(count * form.contraction.summed_count) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
 
 
 def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
     """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups."""
     columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
-    count = int(product([axis.size for axis in form.groups]))
+    count, is_long = int(product([axis.size for axis in form.groups])), _is_long(form, hint)
     is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
     if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
         return []
-    is_long = count * size >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
     if _is_wide(contraction, hint):
         wanted = _LOADS_FIRST_TILES[0 if len(contraction.sums) == 1 else 1], True
     else:

@@ -61,7 +61,9 @@ class Configuration:
     a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
     then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
     `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
-    `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once.
+    `fragments`: groups of up to 8 rows are loaded into the registers of tensor cores (`fragment_sums.py`).
+    `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once;
+    one of fragments loads the weights of the next step. `max_registers` limits a thread's registers; 0 for no limit.
     """
 
     x: tuple[Axis, ...] = ()
@@ -77,6 +79,8 @@ class Configuration:
     p: tuple[Axis, ...] = ()
     p_block: int = 1
     loads_first: bool = False
+    fragments: bool = False
+    max_registers: int = 0
 
 
 # --- pointwise ------------------------------------------------------------------------------------------------------

@@ -314,6 +314,21 @@ def biased_floats(code, ASSEMBLY: tl.constexpr):
         return code.to(tl.float32) + 128
 
 
+def words_of_bytes(code):
+    """Rows of bytes as words of four, the first of which is the lowest."""
+    even, odd = tl.split(tl.reshape(code.to(tl.int32), (code.shape[0], code.shape[1] // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first | (second << 8) | (third << 16) | (fourth << 24)
+
+
+def bytes_of_words(words):
+    """The bytes of rows of words, the lowest one of each first."""
+    even = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    odd = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
+
+
 def ones_like_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Ones in the layout of bytes, so that a dot shares its other operand with dots of these."""
     if has_packed_bytes():

@@ -84,7 +84,10 @@ class TritonPrinter(TilePrinter):
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
         if self.is_looped:
             constants["LOOP_STAGES"] = self.configuration.num_stages
-        return self.kernel_text(constants, {"num_warps": self.configuration.num_warps}, self.tile.num_programs)
+        options: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
+        if self.configuration.max_registers:
+            options["maxnreg"] = self.configuration.max_registers
+        return self.kernel_text(constants, options, self.tile.num_programs)
 
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}

@@ -24,6 +24,7 @@ from fxwrap.loop_ir import (
     sum_groups,
 )
 from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fragment_sums import FragmentSumPrinter
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
@@ -44,6 +45,8 @@ def print_grouped_sums(
     assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
     form = find_grouped_sums(grouped, contraction)
     printer = GroupSumPrinter if configuration.dot else RowGroupSumPrinter
+    if configuration.fragments:
+        printer = FragmentSumPrinter
     return printer(grouped, configuration, limits, parameters, form, row_dtype).print()
 
 

@@ -1,0 +1,592 @@
+"""Contractions that sum groups of quantised weights, with operands that need no shared memory, as Triton kernels.
+
+Tensor cores multiply fragments: parts of a matrix that the lanes of a warp have in registers. Lanes here load the
+elements of their own fragments, so that none moves between lanes. What a sum adds has no order: where an element is
+along the reduced axes is chosen for contiguous loads, for both operands alike.
+
+Columns of weights are the 16 rows of a fragment, and the rows of the kernel its 8 columns. Fewer rows leave columns to
+other groups: each group has a column, in which the elements of other groups are zero or whose sums nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from fxwrap.loop_ir import (
+    Axis,
+    Constant,
+    DeviceAssert,
+    GroupedSums,
+    GroupSum,
+    Index,
+    IndirectIndex,
+    Kernel,
+    Load,
+    Store,
+    operands,
+    operation_dtype,
+)
+from fxwrap.printers.triton.configuration import Configuration
+from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, RUN, make_fragments
+from fxwrap.printers.triton.group_sums import GroupSumPrinter
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.operations import TRITON_DTYPES
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of values: matrices whose columns are the last dimension, and whose rows are all other ones.
+
+    The first of the `dimensions`, which have names and sizes, changes fastest from row to row. Rows are the lanes of a
+    warp in this order, then warps, then registers. `loops` are the dimensions of the kernel that these are parts of.
+    """
+
+    name: str
+    loops: str
+    dimensions: tuple[tuple[str, int], ...]
+
+    @property
+    def rows(self) -> int:
+        return prod([size for _, size in self.dimensions[:-1]])
+
+    @property
+    def shape(self) -> str:
+        return _shape([self.rows, self.dimensions[-1][1]])
+
+    def size(self, name: str) -> int:
+        return dict(self.dimensions).get(name, 1)
+
+    def positions(self, name: str) -> str:
+        """Returns the text of the position along a dimension; "" where it has one."""
+        names = [item for item, _ in self.dimensions]
+        number, size = names.index(name), self.size(name)
+        if size == 1:
+            return ""
+        if number == len(names) - 1:
+            return f"tl.arange(0, {size})[None, :]"
+        step, text = prod([other for _, other in self.dimensions[:number]]), f"tl.arange(0, {self.rows})[:, None]"
+        text = text if step == 1 else f"{text} // {step}"
+        return text if step * size == self.rows else f"{text} % {size}"
+
+    def position(self, parts: Mapping[str, int]) -> str:
+        """Returns the text of the sum of the positions along dimensions times factors; "" where all have one."""
+        texts = [(parenthesize(self.positions(name)), factor) for name, factor in parts.items() if self.size(name) > 1]
+        return " + ".join([f"{text}.to(tl.int64)" + (f" * {factor}" if factor > 1 else "") for text, factor in texts])
+
+    def permuted(
+        self, value: str, order: Sequence[str], shape: Sequence[int], last: tuple[tuple[str, int], ...] = ()
+    ) -> str:
+        """Returns the text of a value of this block with its dimensions in another order, as a shape.
+
+        Some dimensions may replace the last one.
+        """
+        *others, own = self.dimensions
+        dimensions = [item for item in (*reversed(others), *(last or (own,))) if item[1] > 1]
+        names = [name for name, _ in dimensions]
+        numbers = [names.index(name) for name in order if name in names]
+        text = f"tl.reshape({value}, {_shape([size for _, size in dimensions])})"
+        text = text if numbers == sorted(numbers) else f"tl.permute({text}, {_shape(numbers)})"
+        return f"tl.reshape({text}, {_shape(shape)})"
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
+def _is_of_rows(item: GroupSum) -> bool:
+    """Whether a sum is one of rows alone."""
+    of_rows = item.terms[0][1] is None
+    assert all((column is None) == of_rows for _, column in item.terms), "a sum of products, or of a row"
+    return of_rows
+
+
+_Part = tuple[_Block, Collection[int]]
+"""A block with the operations that are computed there."""
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """The lines that load what a step needs, and the block, operation and name of each value."""
+
+    lines: tuple[str, ...]
+    values: tuple[tuple[_Block, int, str], ...]
+
+
+class FragmentSumPrinter(GroupSumPrinter):
+    """Prints a kernel of `sum_groups` whose operands are loaded into the registers of tensor cores."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        configuration: Configuration,
+        limits: Mapping[str, int],
+        parameters: BodyParameters,
+        form: GroupedSums,
+        row_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(kernel, configuration, limits, parameters, form, row_dtype)
+        self.use_int64 = True  # constant distances are then part of the instructions that load
+        self.result_block = "pyx" if any(item.name == "x" for item in self.whole.dimensions) else "py"
+        self.fragments = parts = make_fragments(configuration)
+        self.row_block = _Block("row", self.result_block.replace("y", "") + "r", (
+            ("lane", LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
+            ("warp", parts.warps), ("part", parts.parts), ("repeat", parts.repeats),
+            ("run", parts.lane_bytes // RUN), ("element", RUN),
+        ))  # fmt: skip
+        self.column_block = _Block("column", "pyr", (
+            ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
+            ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", parts.chunks),
+            ("repeat", parts.repeats), ("byte", parts.lane_bytes),
+        ))  # fmt: skip
+        pair = min(parts.joined, 2)
+        self.coefficient_block = _Block("coefficient", "py", (
+            ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
+            ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS),
+            *((("part", parts.parts), ("pair", pair)) if pair > 1 else (("part", parts.parts),)),
+        ))  # fmt: skip
+        self.sum_shape = (parts.parts, parts.warps, parts.columns, FRAGMENT_COLUMNS)
+        self.row_mask = self.joined_mask = ""
+        self.block: _Block | None = None
+        self.texts: dict[str, dict[int, str]] = {}
+        self.block_names: dict[str, dict[Axis, str]] = {}
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def _emit_program_offsets(self) -> None:
+        """Prints the first column of the program."""
+        assert not self.whole.outer, "configurations have blocks of columns and all rows"
+        self.cast_symbols()
+        self.first = self._stable_name("first")
+        block = self._dimension("y").block_constant
+        self.line(f"{self.first} = {self.parameters.program}.to(tl.int64) * {block}")
+
+    @contextmanager
+    def _inside(self, block: _Block) -> Iterator[None]:
+        """Makes a block the current one: its values, names of axes, and masks."""
+        outer = self.text, self.axis_names, self.index_printer
+        self.side = block.name
+        if block.name not in self.block_names:
+            axes = [axis for name in block.loops for axis in self._dimension(name).axes]
+            names = {axis: self._stable_name(axis.name) for axis in axes}
+            self.block_names[block.name] = {**self.axis_names, **names}
+        self.block, self.text = block, self.texts.setdefault(block.name, {})
+        self.axis_names = self.block_names[block.name]
+        self.index_printer = TritonIndexPrinter(
+            self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
+        )
+        self._enter(block.loops)
+        if block is self.row_block:
+            numbers = {item.name: number for number, item in enumerate(self.tile.dimensions)}
+            masks = {"x": self.row_mask, "r": self.joined_mask}
+            self.masks = {numbers[name]: mask for name, mask in masks.items() if mask and name in numbers}
+        yield
+        self.block, self.side = None, ""
+        self.text, self.axis_names, self.index_printer = outer
+
+    def _emit_position(self, name: str, text: str) -> None:
+        """Prints the positions along a dimension of the kernel, and along its axes."""
+        dimension = self._dimension(name)
+        single = len(dimension.axes) == 1
+        flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(name)
+        self.line(f"{flat} = {text or 'tl.cast(0, tl.int64)'}")
+        self.positions[name] = flat
+        if not single:
+            self._unflatten(dimension.axes, flat, self.axis_names)
+
+    def _emit_fixed_positions(self, block: _Block) -> None:
+        """Prints the positions of a block that are the same in all steps, and the masks of rows."""
+        parts, run = self.fragments, LANES * self.fragments.lane_bytes
+        lane = {"lane": parts.lane_bytes, "run": RUN, "element": 1, "repeat": run, "byte": 1}
+        if block is not self.row_block:
+            if block is self.column_block:
+                self._emit_position("r", block.position({name: lane[name] for name in ("lane", "repeat", "byte")}))
+            columns = block.position({"eight": FRAGMENT_COLUMNS, "y": 1})
+            self._emit_position("y", f"{self.first} + {columns}")
+            return
+        self._emit_position("r", block.position({name: lane[name] for name in ("lane", "run", "element", "repeat")}))
+        if "x" in block.loops:
+            x = self._dimension("x")
+            self._emit_position("x", block.position({"x": 1}))
+            if x.masked:
+                self.row_mask = self._stable_name("mask")
+                self.line(f"{self.row_mask} = {self.positions['x']} < {self.index_printer.size_operand(x.size)}")
+        if parts.side > 1:
+            self.joined_mask = self._stable_name("own")
+            side, joined = block.positions("side"), block.positions("joined")
+            self.line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
+
+    def _emit_group_positions(self, block: _Block, start: str) -> None:
+        """Prints the positions of a block's groups in a step."""
+        parts = self.fragments
+        factors = {"warp": parts.parts * parts.joined, "part": parts.joined}
+        if block is self.row_block:
+            factors["joined"] = 1
+        elif block is self.column_block:
+            factors |= {"chunk": parts.side, "side": 1}
+        else:
+            factors |= {"joined": 2, "pair": 1}
+        text = block.position(factors)
+        self._emit_position("p", " + ".join([item for item in (start, text) if item]))
+
+    def _emit_all(self, positions: Collection[int]) -> None:
+        """Prints operations that the current block does not have."""
+        for position in sorted(positions):
+            if position not in self.text:
+                self.results.pop(position, None)
+                self._operation(position, looped=True)
+
+    def _emit_loads(self, positions: Collection[int]) -> None:
+        """Prints the loads at indices that no operation computes, so that all of a step are under way together."""
+        for position in sorted(positions):
+            load = self.kernel.operations[position]
+            if not isinstance(load, Load) or load.mask is not None:
+                continue
+            if any(isinstance(atom, IndirectIndex) for atom in load.index.atoms()):
+                continue
+            self._emit_all([position])
+            if position in self.schedule.inlined and self.text[position].startswith("tl.load"):
+                name = self._name(position, load.buffer)
+                self.line(f"{name} = {self.text[position]}", load.origin)
+                self.text[position] = name
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _emit_looped(self) -> None:
+        kernel, sums = self.kernel, self.form.sums
+        rows = sorted({row for item in sums for row, _ in item.terms})
+        columns = sorted({column for item in sums for _, column in item.terms if column is not None})
+        inner = {at for item in sums for at in self._summed_slice(item)}
+        step = self._loop_slice() - inner - set(self.form.totals) - self.fused
+        self.combined = {
+            at for at in step | self.fused
+            if not kernel.backward_slice([at]).isdisjoint([item.reduction for item in sums])
+        }  # fmt: skip
+        self.varying = kernel.varying_along((*self.form.groups, *self.contraction.summed))
+        row = (self.row_block, self._prologue(rows))
+        of_columns = (
+            (self.column_block, self._prologue(columns)),
+            (self.coefficient_block, kernel.backward_slice([at for at in step if at not in self.combined])),
+        )
+        if self.configuration.loads_first:
+            self._emit_steps_ahead(row, of_columns, rows, columns)
+        else:
+            self._emit_steps(row, of_columns, rows, columns)
+
+    def _emit_steps(self, row: _Part, of_columns: Sequence[_Part], rows: list[int], columns: list[int]) -> None:
+        """Prints the loop over the groups of a block of columns."""
+        p, start = self._dimension("p"), ""
+        self._emit_start([*of_columns, row])
+        self._emit_zeros()
+        is_loop = p.blocks != 1  # without a loop, loads may precede the wait for other launches
+        if is_loop:
+            start = self._stable_name("start")
+            count = self.index_printer.size(p.size)
+            self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
+        self.depth += is_loop
+        self._emit_group_loads([*of_columns, row], start)
+        operands_of_rows = self._emit_rows(row, rows)
+        self._emit_step(of_columns, operands_of_rows, columns)
+        self.depth -= is_loop
+        self.origin = ""
+        self._emit_results()
+
+    def _emit_steps_ahead(self, row: _Part, of_columns: Sequence[_Part], rows: list[int], columns: list[int]) -> None:
+        """Prints the loop over groups, of which each step loads the elements of columns of the next one."""
+        self._emit_start([*of_columns, row])
+        self._emit_zeros()
+        p, start, step = self._dimension("p"), self._stable_name("start"), self._stable_name("step")
+        count, last = [self.index_printer.size(item) for item in (p.size, int(p.size) - p.block)]
+        self.line(f"{start} = 0")
+        before = len(self.lines)
+        self._emit_group_loads(of_columns, start)
+        loads = self._packed_loads(of_columns, before)
+        self.line(
+            f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
+        )
+        self.depth += 1
+        self._emit_next_loads(loads, [f"{start} = tl.minimum({step} + {p.block_constant}, {last})"])
+        self.line(f"{start} = {step}")
+        for block, _ in of_columns:
+            with self._inside(block):
+                self._emit_group_positions(block, start)
+        self._emit_group_loads([row], start)
+        self._emit_step(of_columns, self._emit_rows(row, rows), columns)
+        self.depth -= 1
+        self.origin = ""
+        self._emit_results()
+
+    def _packed_loads(self, of_columns: Sequence[_Part], before: int) -> _Loads:
+        """Prints the bytes of a step's loads as words, which take fewer registers; returns what the lines define."""
+        loaded = [
+            (block, position, self.texts[block.name][position]) for block, positions in of_columns
+            for position in sorted(positions) if position in self.texts[block.name]
+            and isinstance(self.kernel.operations[position], Load) and self.varying[position]
+        ]  # fmt: skip
+        for block, position, name in loaded:
+            if self._is_packed(block, position):
+                self.line(f"{name} = {self.use('words_of_bytes')}({name})")
+        return _Loads(tuple(self.lines[before:]), tuple(loaded))
+
+    def _is_packed(self, block: _Block, position: int) -> bool:
+        return block is self.column_block and operation_dtype(self.kernel.operations[position]).itemsize == 1
+
+    def _emit_next_loads(self, loads: _Loads, before: Sequence[str]) -> None:
+        """Prints the values of this step, and the loads of the next one after the lines that say where it is."""
+        for block, position, name in loads.values:
+            now = self._stable_name(f"{name}_now")
+            self.line(f"{now} = {name}")
+            self.texts[block.name][position] = now
+        for line in before:
+            self.line(line)
+        self.lines += [f"    {line}" for line in loads.lines]
+        for block, position, _ in loads.values:
+            if self._is_packed(block, position):
+                now = self.texts[block.name][position]
+                self.texts[block.name][position] = self._stable_name(f"{now}_bytes")
+                self.line(f"{self.texts[block.name][position]} = {self.use('bytes_of_words')}({now})")
+
+    def _emit_start(self, parts: Sequence[_Part]) -> None:
+        """Prints what is the same in all steps: positions, and values that do not vary along groups."""
+        for block, _ in parts:
+            with self._inside(block):
+                self._emit_fixed_positions(block)
+        for block, positions in parts:
+            with self._inside(block):
+                self._emit_all([position for position in positions if not self.varying[position]])
+
+    def _emit_zeros(self) -> None:
+        for position in self.form.totals:
+            (name,) = self._result_names(position)
+            dtype = TRITON_DTYPES[operation_dtype(self.kernel.operations[position])]
+            self.line(f"{name} = tl.zeros({_shape((1, *self.sum_shape[1:]))}, {dtype})")
+
+    def _emit_group_loads(self, parts: Sequence[_Part], start: str) -> None:
+        """Prints the positions of a step's groups, and the loads at these."""
+        for block, positions in parts:
+            with self._inside(block):
+                self._emit_group_positions(block, start)
+                self._emit_loads([at for at in positions if self.varying[at]])
+
+    def _emit_rows(self, row: _Part, rows: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """Prints the operands of rows, and the sums of these alone; returns the names of the operands."""
+        block, positions = row
+        with self._inside(block):
+            self._emit_all(positions)
+        with self._inside(block):
+            row_operands = {item: self._row_operands(item) for item in rows}
+        for item in self.form.sums:
+            if _is_of_rows(item):
+                self._emit_sum(item, row_operands, {})
+        return row_operands
+
+    def _emit_step(
+        self, of_columns: Sequence[_Part], row_operands: Mapping[int, tuple[str, str]], columns: Sequence[int]
+    ) -> None:
+        """Prints what a step computes of the elements that it has loaded."""
+        kernel = self.kernel
+        for block, positions in of_columns:
+            with self._inside(block):
+                self._emit_all(positions)
+        with self._inside(self.column_block):
+            column_operands = {column: self._column_operand(column) for column in columns}
+        combined, coefficients = self.combined - self.fused, of_columns[1][1]
+        used = {at for position in (*combined, *self.form.totals, *self.fused)
+                for at in operands(kernel.operations[position])}  # fmt: skip
+        with self._inside(self.coefficient_block):
+            texts = {at: self._coefficient(at) for at in sorted(used & set(coefficients))}
+        self.text |= texts
+        for item in self.form.sums:
+            if not _is_of_rows(item):
+                self._emit_sum(item, row_operands, column_operands)
+        self._emit_all(combined)
+        for position in self.form.totals:
+            self._add_total(position)
+
+    def _row_operands(self, row: int) -> tuple[str, str]:
+        """Prints a row operand of products with weights, and one of products with ones; returns their names.
+
+        The elements in a register are consecutive along the operands of a dot, as many as the weights in one, or two.
+        """
+        parts, block = self.fragments, self.row_block
+        text = self._block_operand(row)
+        order, columns = ("part", "warp", "repeat"), ("x", "joined")
+        count, length = parts.parts * parts.warps, parts.repeats * LANES * parts.lane_bytes
+        plain, ones = self._stable_name(f"operand{row}"), self._stable_name(f"halves{row}")
+        order_of_pairs = (*order, "run", "two", "side", "lane", "element", *columns)
+        pairs = ("two", RUN // 2), ("element", 2)
+        whole = (count, length, FRAGMENT_COLUMNS)
+        self.line(f"{plain} = {text}")
+        self.line(f"{ones} = {block.permuted(plain, order_of_pairs, whole, pairs)}")
+        order_of_fours = (*order, "run", "side", "lane", "element", *columns)
+        if parts.chunks == 1:
+            self.line(f"{plain} = {block.permuted(plain, order_of_fours, whole)}")
+            return plain, ones
+        shape = (parts.parts, 1, parts.warps, length, FRAGMENT_COLUMNS)
+        repeated = (parts.parts, parts.chunks, parts.warps, length, FRAGMENT_COLUMNS)
+        self.line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
+        self.line(f"{plain} = tl.broadcast_to({plain}, {_shape(repeated)})")
+        self.line(f"{plain} = tl.reshape({plain}, {_shape((prod(repeated[:3]), *repeated[3:]))})")
+        return plain, ones
+
+    def _column_operand(self, column: int) -> str:
+        """Prints a column operand of products, and returns its name."""
+        parts, block = self.fragments, self.column_block
+        name = self._stable_name(f"operand{column}")
+        text = self._block_operand(column)
+        order = ("part", "chunk", "warp", "eight", "y", "repeat", "run", "side", "lane", "element")
+        count = parts.parts * parts.chunks * parts.warps
+        shape = (count, parts.columns, parts.repeats * LANES * parts.lane_bytes)
+        runs = ("run", parts.lane_bytes // RUN), ("element", RUN)
+        self.line(f"{name} = {block.permuted(text, order, shape, runs)}")
+        return name
+
+    def _block_operand(self, target: int) -> str:
+        """Returns the text of an operand of products in the shape of the current block."""
+        assert self.block is not None, "operands are values of a block"
+        text, dtype = self._operand(target)
+        source = self._source(target)
+        if dtype is not operation_dtype(self.kernel.operations[source]):
+            text = self._converted(source, text, dtype)
+        mask = " & ".join(self.masks.values())
+        if mask and source not in self.zero_filled:
+            text = f"tl.where({mask}, {text}, 0.0)"
+        return f"tl.broadcast_to({text}, {self.block.shape})"
+
+    def _coefficient(self, position: int) -> str:
+        """Prints a coefficient of columns and groups in the form of sums, and returns its name or its text."""
+        text = self._value(position)
+        if not self.varying_dimensions[position]:
+            return self.text[position] if isinstance(self.kernel.operations[position], Constant) else text
+        block, parts = self.coefficient_block, self.fragments
+        name = self._stable_name(f"value{position}")
+        order = ("part", "warp", "eight", "y", "x", "joined", "pair")
+        pairs = (*self.sum_shape[:3], FRAGMENT_COLUMNS // 2, 2)
+        value = f"tl.broadcast_to({text}, {block.shape})"
+        if parts.joined > 1:
+            self.line(f"{name} = {block.permuted(value, order, self.sum_shape)}")
+            return name
+        self.line(f"{name} = {block.permuted(value, order, (*pairs[:4], 1))}")
+        self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(pairs)}), {_shape(self.sum_shape)})")
+        return name
+
+    def _emit_sum(
+        self, item: GroupSum, row_operands: Mapping[int, tuple[str, str]], column_operands: Mapping[int, str]
+    ) -> None:
+        """Prints the dots of a sum of groups, whose fragments have the sums of joined groups each in its columns."""
+        parts = self.fragments
+        (name,) = self._result_names(item.reduction)
+        origin = self.kernel.operations[item.reduction].origin
+        accumulator = ""
+        of_rows = _is_of_rows(item)
+        for row, column in item.terms:
+            left = self._ones_text() if column is None else column_operands[column]
+            right = row_operands[row][1 if column is None else 0]
+            self.line(f"{name} = tl.dot({left}, {right}{accumulator})", origin)
+            accumulator = f", {name}"
+        if of_rows:
+            self.line(
+                f"{name} = tl.reshape({name}, {_shape((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})"
+            )
+            sixteens = (*self.sum_shape[:2], parts.columns // FRAGMENT_ROWS, FRAGMENT_ROWS, self.sum_shape[3])
+            self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(sixteens)}), {_shape(self.sum_shape)})")
+        elif parts.chunks == 1:
+            self.line(f"{name} = tl.reshape({name}, {_shape(self.sum_shape)})")
+        else:
+            shape = (parts.parts, parts.chunks, *self.sum_shape[1:])
+            chunks = f"tl.arange(0, {parts.chunks})[None, :, None, None, None]"
+            columns = f"tl.arange(0, {FRAGMENT_COLUMNS})[None, None, None, None, :]"
+            chunk = f"{columns} % {parts.joined} // {parts.side}"
+            self.line(f"{name} = tl.where({chunks} == {chunk}, tl.reshape({name}, {_shape(shape)}), 0.0)")
+            self.line(f"{name} = tl.sum({name}, 1)")
+
+    def _ones_text(self) -> str:
+        parts = self.fragments
+        shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes)
+        return f"tl.full({_shape(shape)}, 1.0, tl.float32).to({TRITON_DTYPES[self.row_dtype]})"
+
+    def _add_total(self, position: int) -> None:
+        (name,) = self.results[position]
+        (used,) = operands(self.kernel.operations[position])
+        is_product = used in self.fused
+        factors = operands(self.kernel.operations[used]) if is_product else (used,)
+        for texts in zip(*[self._parts(item) for item in factors], strict=True):
+            self.line(f"{name} = tl.fma({', '.join(texts)}, {name})" if is_product else f"{name} += {texts[0]}")
+
+    def _parts(self, position: int) -> list[str]:
+        """Prints what a value of all groups of a step is for those that a warp has one after another."""
+        texts, count = [self._value(position)], self.fragments.parts
+        while len(texts) < self.fragments.parts:
+            count //= 2
+            shape = _shape((2, count, *self.sum_shape[1:]))
+            names = [[self.names.create_name("part") for _ in range(2)] for _ in texts]
+            for pair, text in zip(names, texts, strict=True):
+                self.line(f"{', '.join(pair)} = tl.split(tl.permute(tl.reshape({text}, {shape}), (1, 2, 3, 4, 0)))")
+            texts = [name for pair in names for name in pair]
+        return texts
+
+    def _emit_results(self) -> None:
+        """Prints the sums over warps and joined groups, and the operations after the loop."""
+        kernel, parts = self.kernel, self.fragments
+        for position in self.form.totals:
+            (name,) = self.results[position]
+            rows = (parts.rows,) if "x" in self.result_block else ()
+            self.line(f"{name} = tl.sum({name}, 1)")
+            if parts.joined > 1:
+                shape = (1, parts.columns, *rows, parts.joined)
+                self.line(f"{name} = tl.sum(tl.reshape({name}, {_shape(shape)}), {len(shape) - 1})")
+        self.text = {position: self.results[position][0] for position in self.form.totals}
+        self._enter(self.result_block)
+        self._emit_block_offsets(self._dimension("y"), self.first)
+        if "x" in self.result_block:
+            self._emit_block_offsets(self._dimension("x"), "")
+        writes = [at for at, operation in enumerate(kernel.operations) if isinstance(operation, Store | DeviceAssert)]
+        self._emit_all(kernel.backward_slice(writes, known=self.form.totals))
+        self.tile = self.whole
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
+        """Returns the policy of a load: weights are read once."""
+        return "evict_first" if self.block is self.column_block else ""
+
+    def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
+        """Returns an address; those of coefficients have all dimensions of their block, as sums have."""
+        if self.block is None:
+            return super()._address(buffer, index, span, own)
+        if (self.block is not self.coefficient_block and own >= span) or not span:
+            return f"{self.pointers[buffer]} + {self._index_text(index)}"
+        text = self._index_text(index) if index.constant is None else f"tl.full((), {index.constant}, tl.int64)"
+        return f"{self.pointers[buffer]} + tl.broadcast_to({text}, {self.block.shape})"
+
+    def _load_contiguous(self, pair: tuple[int, int], operation: Load) -> str:
+        r = self.tile.reduced
+        first = self.kernel.operations[pair[0]]
+        assert r is not None and isinstance(first, Load) and self.block is self.row_block, "pairs are those of rows"
+        dimension, own, block = self.tile.dimensions[r], self._index_dimensions(first.index), self.row_block
+        base = TritonIndexPrinter(
+            {**self.axis_names, **dict.fromkeys(dimension.axes, "0")}, self._indirect_index, self.helpers,
+            self.parameters.integer,
+        )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
+        run = LANES * self.fragments.lane_bytes
+        lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
+        terms = [base, *([lanes] if lanes else []), f"tl.arange(0, {2 * RUN})[None, :]"]
+        mask = self._mask(own, None)
+        wide_shape = _shape((block.rows, 2 * RUN))
+        arguments = [f"{self.pointers[first.buffer]} + tl.broadcast_to({' + '.join(terms)}, {wide_shape})"]
+        arguments += [f"mask={mask}", "other=0.0"] if mask else []
+        wide = self.names.create_name(first.buffer)
+        self.line(f"{wide} = tl.load({', '.join(arguments)})", first.origin)
+        return wide
+
+    def _split_pair(self, pair: tuple[int, int], wide: str) -> None:
+        first, block = self.kernel.operations[pair[0]], self.row_block
+        assert isinstance(first, Load), "pairs are loads"
+        texts = [self._name(position, first.buffer) for position in pair]
+        self.line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape((block.rows, RUN, 2))}))")
+        for position, text in zip(pair, texts, strict=True):
+            self.text[position] = text

@@ -1,0 +1,141 @@
+"""How the elements of a step are shared out among the fragments that tensor cores multiply (`fragment_sums.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
+from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
+from fxwrap.symbolic import product
+
+FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
+"""The elements of a fragment of weights along columns, and the columns of a fragment of results."""
+
+LANES = 4
+"""The lanes that have a row of a fragment."""
+
+RUN = 4
+"""The elements of one byte in a register, which are consecutive along the reduced axes."""
+
+_LOAD_BYTES = 16
+"""The bytes that a lane loads at once."""
+
+_TILE_BYTES = 32
+"""The bytes of a group of 64 weights of four bits."""
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """How the elements of a step are shared out, as factors of its sizes.
+
+    `groups` of a step, of `size` bytes of a column each, are those of `warps`, times `parts` one after another, times
+    `joined`, whose sums are columns of one fragment; `rows` are the others. A column's bytes of joined groups are
+    `chunks` of four lanes, in which a lane has `lane_bytes`, and `side` groups lie side by side in a chunk, or one in
+    `repeats` chunks.
+    """
+
+    size: int
+    rows: int
+    columns: int
+    warps: int
+    parts: int
+
+    @property
+    def joined(self) -> int:
+        """The groups whose sums are columns of one fragment."""
+        return FRAGMENT_COLUMNS // self.rows
+
+    @property
+    def lane_bytes(self) -> int:
+        """The bytes of a column that a lane has in a chunk."""
+        return min(self.joined * self.size // LANES, _LOAD_BYTES)
+
+    @property
+    def side(self) -> int:
+        """The groups that lie side by side in a chunk."""
+        return max(LANES * self.lane_bytes // self.size, 1)
+
+    @property
+    def repeats(self) -> int:
+        """The chunks of a group that fills several."""
+        return max(self.size // (LANES * self.lane_bytes), 1)
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of joined groups, without repeats."""
+        return self.joined // self.side
+
+    @property
+    def groups(self) -> int:
+        """The groups of a step."""
+        return self.warps * self.parts * self.joined
+
+    def fits(self) -> bool:
+        """Whether each lane has a register or more of one group, and two of a column at least."""
+        has_lanes = self.side <= LANES and self.lane_bytes >= 2 * RUN
+        return self.parts > 0 and has_lanes and self.columns % FRAGMENT_ROWS == 0
+
+
+def make_fragments(configuration: Configuration) -> Fragments:
+    """Returns how the elements of a configuration are shared out."""
+    rows, warps = configuration.x_block, configuration.num_warps
+    parts = configuration.p_block * rows // (warps * FRAGMENT_COLUMNS)
+    return Fragments(configuration.r_block, rows, configuration.y_block, warps, parts)
+
+
+def fragment_configurations(
+    contraction: ContractionForm, form: GroupedSums, tiles: Sequence[tuple[int, int, int, bool, int]]
+) -> list[Configuration]:
+    """Returns configurations of up to 8 rows whose blocks divide columns and groups.
+
+    `tiles` are columns, warps, groups of a warp one after another, of `_TILE_BYTES`, whether a step loads the weights
+    of the next one, and registers. Fewer larger groups share a fragment or follow one another, so that a lane has as
+    many registers of weights.
+    """
+    count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
+    groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    if contraction.batch or not all(isinstance(item, int) for item in (count, columns, groups, size)):
+        return []
+    scale = max(int(size) // _TILE_BYTES, 1)
+    rows = next_power_of_2(int(count)) if contraction.rows else 1
+    if rows > FRAGMENT_COLUMNS or not _has_bytes_in_order(form) or not _has_plain_coefficients(form):
+        return []
+    padded = max(rows, min(scale, FRAGMENT_COLUMNS), 2 if contraction.rows else 1)
+    candidates = []
+    for block, most, wanted, ahead, registers in tiles:
+        parts, warps = max(wanted * padded // (scale * rows), 1), most
+        while warps > 1 and int(groups) % Fragments(int(size), padded, block, warps, parts).groups:
+            warps //= 2
+        fragments = Fragments(int(size), padded, block, warps, parts)
+        if fragments.fits() and int(columns) % block == 0 and int(groups) % fragments.groups == 0:
+            candidates.append(Configuration(
+                contraction.rows, contraction.columns, padded, block, int(size), True, warps, 1, True, p=form.groups,
+                p_block=fragments.groups, loads_first=ahead and groups > fragments.groups, fragments=True,
+                max_registers=registers,
+            ))  # fmt: skip
+    return list(dict.fromkeys(candidates))
+
+
+def _has_bytes_in_order(form: GroupedSums) -> bool:
+    """Whether the weights of a group are bytes beside each other."""
+    kernel, summed = form.contraction.kernel, form.contraction.summed
+    if len(summed) != 1:
+        return False
+    columns = {at for item in form.contraction.sums for at in form.contraction.prologue(item.column_operand)}
+    loads = [item for at in columns if isinstance(item := kernel.operations[at], Load)]
+    varying = [load for load in loads if summed[0] in load.index.axes()]
+    return bool(varying) and all(
+        load.dtype.itemsize == 1 and load.mask is None and load.index.stride(summed[0]) == as_index(1)
+        for load in varying
+    )
+
+
+def _has_plain_coefficients(form: GroupedSums) -> bool:
+    """Whether what is applied to sums of groups does not depend on rows by itself."""
+    kernel, rows = form.contraction.kernel, frozenset(form.contraction.rows)
+    sums = {item.reduction for item in form.sums}
+    step = kernel.backward_slice(form.totals, known=sums) - {*form.totals}
+    return all(
+        kernel.value_axes[at].isdisjoint(rows) or not kernel.backward_slice([at]).isdisjoint(sums) for at in step
+    )

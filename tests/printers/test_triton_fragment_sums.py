@@ -1,0 +1,104 @@
+"""Sums of groups in the registers of tensor cores, in Triton's interpreter and compiled for an H100 or H200."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
+from fxwrap.printers.triton import Configuration, configurations, print_triton
+from tests.loop_ir.test_group_sums import int8
+from tests.printers.test_triton_group_sums import COMPUTED_ROW, ROW, large, replaced
+from tests.printers.test_triton_printer_compile import SPILLED, compiled
+from tests.printers.test_triton_shared_elements import INT4
+from tests.printers.triton_kernels import check
+
+
+def int4(rows: int, groups: int, size: int) -> Kernel:
+    """Rows of groups of so many bytes of two weights, times 32 columns; one row has no axis if `rows` is 0."""
+    count = groups * size
+    sizes = {
+        "g: 4": f"g: {groups}", "h: 32": f"h: {size}", "32*128": f"32*{count}", "32*4]": f"32*{groups}]",
+        "4*j + g": f"{groups}*j + g", "128*j + 32*g": f"{count}*j + {size}*g", "*256]": f"*{2 * count}]",
+        "256*i + 64*g": f"{2 * count}*i + {2 * size}*g",
+    }  # fmt: skip
+    text = replaced(INT4.format(rows=max(rows, 1)), sizes)
+    return parse_kernel(text if rows else replaced(text, {**ROW, f"{2 * count}*i + ": ""}))
+
+
+def fragments(
+    kernel: Kernel, rows: int, columns: int, warps: int, parts: int, loads_first: bool = False
+) -> Configuration:
+    """Groups of some columns in a step: as many as share a fragment with `rows`, times warps and parts."""
+    form = find_contraction(kernel)
+    assert form is not None
+    return Configuration(
+        form.rows, form.columns, rows, columns, int(kernel.reduced[1].size), True, warps, 1, True,
+        p=kernel.reduced[:1], p_block=8 // rows * warps * parts, fragments=True, loads_first=loads_first,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "size", "block", "columns", "warps", "parts", "ahead"),
+    [
+        (0, 8, 32, 1, 32, 1, 1, False),  # two groups in a chunk, eight in a fragment
+        (0, 32, 16, 1, 16, 2, 1, True),  # four groups in a chunk
+        (0, 8, 128, 4, 16, 1, 1, True),  # a group in two chunks, and two groups in a fragment
+        (1, 8, 32, 2, 16, 2, 1, False),
+        (3, 8, 32, 4, 32, 1, 2, False),  # two groups and three of four rows
+        (7, 4, 64, 8, 16, 1, 2, True),  # one group of seven rows
+    ],
+)
+def test_sums_of_fragments_are_those_of_products(
+    rows: int, groups: int, size: int, block: int, columns: int, warps: int, parts: int, ahead: bool
+) -> None:
+    """Weights of the next step are loaded before the products of a step, or those of the step itself are."""
+    kernel = int4(rows, groups, size)
+    source = check(kernel, fragments(kernel, block, columns, warps, parts, ahead), tolerance=1e-3)
+    assert source.count("tl.load(x_ptr") == 1 and source.count("tl.load(w_ptr") == 1 + ahead
+    before, loop, step = source.partition("    for st")
+    assert source.count("tl.dot(") == 4 and bool(loop) == (groups > 8 // block * warps * parts)
+    assert ("tl.load(w_ptr" in before) == (ahead or not loop) and ("bytes_of_words(w_now)" in step) == ahead
+
+
+@pytest.mark.parametrize("step", ["mul %3 %4", "sub %4 %3"])
+def test_weights_that_are_no_digits(step: str) -> None:
+    kernel = int8(step, rows=8)
+    check(kernel, fragments(kernel, 8, 16, 2, 1), tolerance=2e-3)
+
+
+def test_a_computed_row_is_zero_in_the_columns_of_other_groups() -> None:
+    """Its columns lie along two axes, with a coefficient that the epilogue uses too."""
+    sizes = {
+        "g: 4": "g: 8", "[256]": "[512]", "[2048]": "[4096]", "[64]": "[128]", "512*i + 128*j": "1024*i + 256*j",
+        "16*i + 4*j": "32*i + 8*j",
+    }  # fmt: skip
+    kernel = parse_kernel(replaced(COMPUTED_ROW, sizes))
+    source = check(kernel, fragments(kernel, 1, 16, 1, 1), tolerance=3e-2)  # the row is rounded, as eager stores it
+    assert source.count("tl.where(own_row, ") == 2 and source.count("tl.load(c_ptr") == 2
+
+
+def test_one_row_has_fragments_first() -> None:
+    """A step of larger groups has fewer of them, and as many warps as divide the groups of a row."""
+    one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
+    kernels = [parse_kernel(one.replace("g: 64", f"g: {groups}")) for groups in (64, 224, 60)]
+    kernels += [int4(0, 16, size) for size in (16, 64, 128)]
+    firsts = [configurations(kernel)[0] for kernel in kernels]
+    tiles = [(item.num_warps, item.p_block, item.loads_first) if item.fragments else None for item in firsts]
+    assert tiles == [(8, 64, False), (4, 32, True), None, (2, 16, False), (4, 16, False), (8, 16, False)]
+    for rows in (2, 8, 16):
+        known = configurations(large(rows))
+        assert any(item.fragments for item in known) == (rows <= 8) and known[0].fragments == (rows == 8)
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
+    """Shared memory and shuffles are for the sums of warps after the last product."""
+    kernel = large(rows) if rows else parse_kernel(replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""}))
+    known = next(item for item in configurations(kernel) if item.fragments and item.num_warps == 2)
+    ptx = compiled(print_triton(kernel, known)).asm["ptx"]
+    products = [item.start() for item in re.finditer("mma.sync", ptx)]
+    moves = [item.start() for item in re.finditer(r"bar\.sync|ld\.shared|st\.shared|shfl|ldmatrix", ptx)]
+    assert len(products) == (32 if rows else 40) and moves and min(moves) > max(products)
+    assert not SPILLED.search(ptx) and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
