@@ -89,20 +89,20 @@ _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
 
 _FRAGMENT_TILES = (
-    (16, 2, 1, True, 0), (16, 8, 1, False, 0), (16, 4, 1, True, 0), (16, 1, 1, True, 0), (16, 4, 1, True, 128),
+    (16, 1, 1, True, 104), (16, 4, 1, False, 128), (16, 4, 1, True, 160), (16, 2, 1, True, 128), (16, 8, 1, False, 0),
     (16, 2, 1, False, 0), (16, 4, 1, False, 0),
 )  # fmt: skip
 """Columns, warps, groups of a warp one after another, and registers of fragments of up to 4 rows.
 
-The fourth number says whether a step loads the weights of the next one. The first of these is for several sums of many
-columns, the second for few columns, and the third for few columns of long rows.
+The fourth entry says whether a step loads the weights of the next one. The first of these is for one sum of many
+columns, the second for several sums, and the third for few columns.
 """
 
 _FULL_FRAGMENT_TILES = (
-    (16, 2, 4, False, 128), (16, 8, 8, False, 128), (16, 4, 4, False, 128), (16, 8, 4, True, 0), (16, 1, 4, False, 128),
-    (32, 2, 4, False, 0),
+    (16, 2, 4, False, 128), (16, 8, 4, True, 128), (16, 4, 4, False, 128), (16, 8, 8, False, 128),
+    (16, 1, 4, False, 128), (32, 2, 4, False, 0),
 )  # fmt: skip
-"""The same of 5 to 8 rows: the first is for several sums of many columns, the second for few columns."""
+"""The same of 5 to 8 rows: the first is for many columns, the second for few columns."""
 
 _SPLIT_SUM_TILES = ((16, 8, 4, 3), (16, 8, 2, 4), (16, 8, 8, 4), (32, 4, 4, 3), (64, 4, 4, 3), (32, 8, 8, 3))
 """Columns, parts of the products of a column, warps and stages of weights of one byte.
@@ -246,20 +246,20 @@ def _group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: De
 
 def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
     """Returns configurations of fragments."""
-    several = len(contraction.sums) > 1 and _is_wide(contraction, hint)
+    is_wide, has_one_sum = _is_wide(contraction, hint), len(contraction.sums) == 1
     if hint(contraction.row_count) > _FEWEST_ROWS // 2:
-        tiles, wanted = [*_FULL_FRAGMENT_TILES], _FULL_FRAGMENT_TILES[0 if several else 1]
+        tiles, wanted = [*_FULL_FRAGMENT_TILES], _FULL_FRAGMENT_TILES[0 if is_wide else 1]
     else:
-        tiles, wanted = [*_FRAGMENT_TILES], _FRAGMENT_TILES[0 if several else 2 if _is_long(form, hint) else 1]
+        tiles, wanted = [*_FRAGMENT_TILES], _FRAGMENT_TILES[2 if not is_wide else 0 if has_one_sum else 1]
     return fragment_configurations(contraction, form, sorted(tiles, key=lambda tile: tile != wanted))
 
 
 def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:
-    """Whether fragments of one row, or of 5 to 8, are first: few columns of them, or several sums of many columns."""
-    rows, is_wide = hint(contraction.row_count), _is_wide(contraction, hint)
-    if is_wide:
-        return len(contraction.sums) > 1 and (rows == 1 or rows > _FEWEST_ROWS // 2)
-    return rows == 1 or (rows > _FEWEST_ROWS // 2 and not _is_long(form, hint))
+    """Whether fragments are first: of one row, and of 5 to 8 for several sums of many columns or few long ones."""
+    rows = hint(contraction.row_count)
+    if rows <= _FEWEST_ROWS // 2:
+        return rows == 1
+    return len(contraction.sums) > 1 if _is_wide(contraction, hint) else _is_long(form, hint)
 
 
 def _is_long(form: GroupedSums, hint: Hint) -> bool:
