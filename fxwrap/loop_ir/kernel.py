@@ -214,6 +214,8 @@ class Kernel:
 
     def varying_along(self, axes: Collection[Axis]) -> tuple[bool, ...]:
         """Returns for each operation whether it depends on some of the axes."""
+        if not axes:
+            return (False,) * len(self.operations)
         return tuple([not own.isdisjoint(axes) for own in self.value_axes])
 
     def backward_slice(
@@ -308,18 +310,20 @@ def operands(operation: Operation) -> tuple[int, ...]:
     """Returns the positions of the operations that one uses: operands, masks and indirect indices."""
     used: tuple[int, ...]
     match operation:
+        case Compute() | Reduce() | Scan():
+            return operation.operands
         case Load():
             used = () if operation.mask is None else (operation.mask,)
-        case Constant() | SymbolicScalar() | IndexValue():
+        case Constant() | SymbolicScalar():
+            return ()
+        case IndexValue():
             used = ()
-        case Compute() | Reduce() | Scan():
-            used = operation.operands
         case ReductionResult():
-            used = (operation.operation,)
+            return (operation.operation,)
         case Store():
             used = (operation.value,) if operation.mask is None else (operation.value, operation.mask)
         case DeviceAssert():
-            used = (operation.condition,) if operation.mask is None else (operation.condition, operation.mask)
+            return (operation.condition,) if operation.mask is None else (operation.condition, operation.mask)
         case _:
             assert_never(operation)
     indirect = _indirect_operands(operation)
@@ -327,8 +331,9 @@ def operands(operation: Operation) -> tuple[int, ...]:
 
 
 def _indirect_operands(operation: Operation) -> list[int]:
-    atoms = [atom for index in indices(operation) for atom in index.atoms()]
-    return [atom.operation for atom in atoms if isinstance(atom, IndirectIndex)]
+    if not isinstance(operation, Load | Store | IndexValue):
+        return []
+    return [atom.operation for atom in operation.index.atoms() if isinstance(atom, IndirectIndex)]
 
 
 def indices(operation: Operation) -> Iterator[Index]:

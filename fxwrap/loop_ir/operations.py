@@ -28,20 +28,18 @@ class Domain(Enum):
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether operands of this dtype are in the domain."""
-        computes = dtype in (torch.float32, torch.float64)
-        integer = dtype in INTEGERS
-        return {
-            Domain.FLOAT: computes,
-            Domain.NUMBER: computes or integer,
-            Domain.INTEGER: integer,
-            Domain.BOOL: dtype is torch.bool,
-            Domain.BITS: integer or dtype is torch.bool,
-            Domain.ANY: True,
-        }[self]
+        return self is Domain.ANY or dtype in _DOMAIN_DTYPES[self]
 
 
 INTEGERS: frozenset[torch.dtype] = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 """The integer dtypes that kernels compute in, with wrap-around."""
+
+_COMPUTED_FLOATS = frozenset({torch.float32, torch.float64})
+
+_DOMAIN_DTYPES: Mapping[Domain, frozenset[torch.dtype]] = {
+    Domain.FLOAT: _COMPUTED_FLOATS, Domain.NUMBER: _COMPUTED_FLOATS | INTEGERS, Domain.INTEGER: INTEGERS,
+    Domain.BOOL: frozenset({torch.bool}), Domain.BITS: INTEGERS | {torch.bool},
+}  # fmt: skip
 
 HALF_PRECISION: frozenset[torch.dtype] = frozenset({torch.bfloat16, torch.float16})
 """The 16-bit dtypes, in which processors multiply matrices."""

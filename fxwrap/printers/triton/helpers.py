@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 _EXTREME = '''
 def {place}_{extreme}(a, a_position, b, b_position):
@@ -425,5 +426,11 @@ def helper_sources(used: Iterable[str]) -> list[str]:
         name = pending.pop()
         if name not in needed:
             needed.add(name)
-            pending += [other for other in HELPERS if re.search(rf"\b{other}\(", HELPERS[name])]
+            pending += _called_helpers(name)
     return [text for name, text in HELPERS.items() if name in needed]
+
+
+@cache
+def _called_helpers(name: str) -> frozenset[str]:
+    """Returns the names of the helpers that a helper's source calls."""
+    return frozenset(HELPERS.keys() & re.findall(r"\b(\w+)\(", HELPERS[name]))

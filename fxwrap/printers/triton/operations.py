@@ -124,9 +124,13 @@ _OF_LITERAL_DTYPE = re.compile(r"^tl\.(maximum|minimum|div_rn)\(")
 """Templates in which a literal has a dtype of its own: float32, int32, or int64 where int32 is too narrow."""
 
 
+_CALLED_NAME = re.compile(r"(?<![.\w])(\w+)\(")
+
+
 def helpers_of(text: str) -> tuple[str, ...]:
     """Returns the helpers that a text calls."""
-    return tuple([name for name in HELPERS if re.search(rf"(?<![.\w]){name}\(", text)])
+    called = HELPERS.keys() & _CALLED_NAME.findall(text)
+    return tuple([name for name in HELPERS if name in called]) if called else ()
 
 
 @dataclass(frozen=True)
