@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.traceback import NodeSource, NodeSourceAction
 
 ChangeBody: TypeAlias = Callable[[list[str]], list[str]]
@@ -45,6 +47,14 @@ class LazyGraphModule(torch.fx.GraphModule):
         """Runs the first call; the generated code replaces this method."""
         self.write()
         return self(*arguments, **keywords)
+
+
+def lazy_graph_modules() -> AbstractContextManager[None]:
+    """Returns a context in which `make_fx` and partitioners return modules that generate code at their first call.
+
+    Why: Dynamo enters it around a backend, and it has no public name.
+    """
+    return _use_lazy_graph_module(True)
 
 
 def direct_state(module: torch.nn.Module) -> tuple[torch.Tensor | None, ...]:

@@ -23,6 +23,7 @@ from fxwrap.fx_passes import partitioner
 from fxwrap.fx_passes.effects import attribute_of
 from fxwrap.fx_passes.prepared_graph import RECOMPUTED
 from fxwrap.options import Options
+from fxwrap.torch_compat import LazyGraphModule
 
 _MARK = "fxwrap_backward"
 """The key of the annotation of nodes that a backward creates; its value is the number of the backward and a role."""
@@ -122,7 +123,7 @@ class _Repartition:
         output = graph.output(tuple([copies[node] for node in results]))
         output.meta["val"] = tuple([node.meta.get("val") for node in results])
         fakes = tuple([[node.meta["val"] for node in nodes] for nodes in (self.inputs, self.pair.tangents)])
-        return GraphModule(self.graph_module, graph), fakes
+        return LazyGraphModule(self.graph_module, graph), fakes
 
     def _merged(self, forward: GraphModule, backward: GraphModule) -> GraphModule:
         """Returns the whole graph: forward, gradient of the loss, backward, and the rest."""
@@ -140,7 +141,7 @@ class _Repartition:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 if node.op == "get_attr":
                     attributes[str(node.target)] = attribute_of(node)
-        return GraphModule(attributes, graph)
+        return LazyGraphModule(attributes, graph)
 
     def _rename_attributes(self, part: GraphModule) -> dict[str, object]:
         """Makes the attributes of a part unique; other pairs may have others of the same names. Returns them."""

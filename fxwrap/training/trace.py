@@ -25,6 +25,7 @@ from fxwrap.torch_compat import (
     guard_conditions,
     in_dispatched_fake_mode,
     is_data_dependent_error,
+    lazy_graph_modules,
     symbolic_context,
     tree_flatten,
     tree_unflatten,
@@ -155,6 +156,13 @@ def trace_step(
 
     Sizes of inputs are symbols: all from 2 on if `dynamic` is True, those marked by `mark_dynamic` if it is None.
     """
+    with lazy_graph_modules():  # no code of the graph or of its earlier forms is called
+        return _trace_step(step, state, inputs, options, dynamic)
+
+
+def _trace_step(
+    step: Callable[..., object], state: StepState, inputs: Sequence[object], options: Options, dynamic: bool | None
+) -> TracedStep:
     trace = _Trace(step, state, inputs, options, dynamic)
     numbers = [(slot, slot.get()) for slot in state.numbers]
     try:
