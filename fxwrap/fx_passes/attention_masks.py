@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional
 
-from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.effects import fake_of, name_of, storage_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
 from fxwrap.options import Options
 from fxwrap.torch_compat import (
@@ -27,7 +27,6 @@ from fxwrap.torch_compat import (
     OpOverload,
     copy_dynamo_module,
     copy_dynamo_node,
-    storage_identity,
     without_dispatch_modes,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -191,11 +190,6 @@ def _broadcast_dims(mask: torch.Tensor) -> list[int]:
     return [dimension for dimension, stride in enumerate(mask.stride()[:-2]) if type(stride) is int and stride == 0]
 
 
-def fake_of(node: Node) -> Any:
-    """Returns the fake value of a node of Dynamo's graph or of a graph of operators."""
-    return node.meta.get("example_value", node.meta.get("val"))
-
-
 # --- constant masks ---------------------------------------------------------------------------------------------------
 
 
@@ -240,12 +234,6 @@ def _constant_nodes(graph: Graph, written: frozenset[int | None]) -> frozenset[N
         if is_constant and _is_foldable(fake_of(node)):
             constants.add(node)
     return frozenset(constants)
-
-
-def storage_of(node: Node) -> int | None:
-    """Returns the storage of a node's tensor; None for other nodes."""
-    fake = fake_of(node)
-    return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
 
 
 def _is_foldable(fake: object) -> bool:

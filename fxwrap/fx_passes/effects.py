@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -121,10 +122,18 @@ def submodules(node: Node) -> Iterator[GraphModule]:
 
 def attribute_of(node: Node) -> Any:
     """Returns the attribute that a `get_attr` node reads. Raises AttributeError if its module lacks it."""
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def fake_of(node: Node) -> Any:
+    """Returns the fake value of a node of a graph of operators or of Dynamo's graph; None if it has none."""
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def storage_of(node: Node) -> int | None:
+    """Returns the identity of the storage of a node's tensor (`storage_identity`); None for other nodes."""
+    fake = fake_of(node)
+    return storage_identity(fake) if isinstance(fake, torch.Tensor) else None
 
 
 def aliased_operands(node: Node) -> dict[int, Node]:

@@ -18,14 +18,12 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.attention_masks import (
     LAYOUT_PROPAGATING,
     attention_arguments,
-    fake_of,
     has_unobservable_layout,
     is_attention,
     may_mutate,
     set_attention_arguments,
-    storage_of,
 )
-from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.effects import fake_of, name_of, storage_of
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.options import Options
 from fxwrap.torch_compat import copy_dynamo_module, copy_dynamo_node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fxwrap.caching import bounded_cache
 from fxwrap.loop_ir.index import Axis, Index
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 
@@ -32,6 +33,7 @@ class InterleavedAccess:
         return self.count & (self.count - 1) == 0
 
 
+@bounded_cache(1024)
 def interleaved_accesses(kernel: Kernel) -> tuple[InterleavedAccess, ...]:
     """Returns the interleaved accesses of a kernel; each operation is part of at most one."""
     groups: dict[tuple[type, str, Index], dict[int, int]] = {}

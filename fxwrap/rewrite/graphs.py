@@ -20,6 +20,7 @@ from torch.fx.passes.utils.matcher_utils import InternalMatch, SubgraphMatcher
 from fxwrap.converters.from_fx.kernel_table import registered_definition
 from fxwrap.converters.fx.metadata import node_metadata, other_metadata
 from fxwrap.errors import RewriteError
+from fxwrap.fx_passes.effects import storage_of
 from fxwrap.inference import call_on_fakes, lists_to_tuples
 from fxwrap.matching import full_name, known_operator, merge_origins, operands_by_role, result_order
 from fxwrap.runtime import kernel_table
@@ -27,7 +28,6 @@ from fxwrap.torch_compat import (
     FakeTensor,
     OpOverload,
     arguments_by_name,
-    storage_identity,
     triton_kernel_at,
     triton_launch,
     triton_launch_functional,
@@ -120,7 +120,7 @@ class _GraphDataFlow:
         self.positions = {node: index for index, node in enumerate(nodes)}
         shared: dict[int, int] = {}
         for node in nodes:
-            storage = _storage(node)
+            storage = storage_of(node)
             if storage is not None:
                 shared[storage] = shared.get(storage, 0) + 1
         content: dict[Node, Node] = {}
@@ -128,7 +128,7 @@ class _GraphDataFlow:
             kernel = kernel_of(node) if node.op == "call_function" else None
             if kernel is not None and kernel.is_functional:
                 self._functional_launch(kernel, content)
-            elif kernel is not None and all(shared.get(_storage(out) or 0) == 1 for out in kernel.outs):
+            elif kernel is not None and all(shared.get(storage_of(out) or 0) == 1 for out in kernel.outs):
                 self._launch(kernel, content)
             elif node not in content:
                 self._copy(node, content)
@@ -178,7 +178,7 @@ class _GraphDataFlow:
                 content[item] = copy
 
     def _record_write(self, node: Node, operand: Node) -> None:
-        storage = _storage(operand)
+        storage = storage_of(operand)
         if storage is not None:
             self.writes.append((self.positions[node], storage))
 
@@ -205,7 +205,7 @@ class _GraphDataFlow:
         for node in nodes:
             if kernel_of(node) is None and (node.is_impure() or _written(node)):
                 return f"'{node.name}' has an effect"
-        read = {_storage(operand) for node in nodes for operand in node.all_input_nodes}
+        read = {storage_of(operand) for node in nodes for operand in node.all_input_nodes}
         for index, storage in self.writes:
             if first < index < last and index not in own and storage in read:
                 return "memory that it reads is written between its nodes"
@@ -305,11 +305,6 @@ def _describe(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return "no tensor" if value is not None else "nothing"
     return f"{value.dtype} {tuple(value.shape)} on {value.device}"
-
-
-def _storage(node: Node) -> int | None:
-    value = node.meta.get("val")
-    return storage_identity(value) if isinstance(value, torch.Tensor) else None
 
 
 def _written(node: Node) -> list[Node]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.torch_compat import OpOverload, rename_node, storage_identity
+from fxwrap.fx_passes.effects import storage_of
+from fxwrap.torch_compat import OpOverload, rename_node
 from fxwrap.wrapper_ir.operators import operator_schema
 
 
@@ -89,19 +90,14 @@ def _reorder(graph_module: GraphModule, order: Mapping[Node, tuple[int, int]]) -
 def _readers(target: Node, write: Node) -> set[Node]:
     """Returns the nodes that read an input or a view of it, apart from its write."""
     readers, pending = set(), [target]
-    storage = _storage(target)
+    storage = storage_of(target)
     while pending:
         for user in pending.pop().users:
             if user is not write and user not in readers:
                 readers.add(user)
-                if storage is None or _storage(user) == storage:
+                if storage is None or storage_of(user) == storage:
                     pending.append(user)
     return readers
-
-
-def _storage(node: Node) -> object:
-    value = node.meta.get("val")
-    return storage_identity(value) if isinstance(value, torch.Tensor) else None
 
 
 def rename_inputs(graph_module: GraphModule, names: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from fxwrap.converters.exported.signature import ExportedSignature
 from fxwrap.converters.fx.metadata import node_metadata
 from fxwrap.devices import language_traits
 from fxwrap.errors import ExportError
+from fxwrap.fx_passes.effects import storage_of
 from fxwrap.runtime.kernel_texts import RegisteredKernel, serialize_kernels
 from fxwrap.torch_compat import is_opaque
 from fxwrap.torch_compat.exported import InvalidExport, make_exported_program, narrowed_ranges
@@ -250,8 +251,8 @@ class _Exporter:
 
     def _mutation_value(self, value: Node, others: Collection[Any]) -> Node:
         """Returns the output with the new content of an input: a copy where it aliases an input or another output."""
-        inputs = {_storage(node) for node in self.placeholders}
-        if value not in others and _storage(value) not in inputs:
+        inputs = {storage_of(node) for node in self.placeholders}
+        if value not in others and storage_of(value) not in inputs:
             return value
         clone = self.graph.call_function(_ATEN.clone.default, (value,))
         fake = value.meta["val"]
@@ -265,11 +266,6 @@ def _tensor_key(item: Any) -> Hashable:
     if not isinstance(item, torch.Tensor):
         return id(item)
     return torch_compat.storage_identity(item), item.shape, item.stride(), item.storage_offset(), item.dtype
-
-
-def _storage(node: Node) -> int | None:
-    fake = node.meta.get("val")
-    return torch_compat.storage_identity(fake) if isinstance(fake, torch.Tensor) else None
 
 
 def _mutation_spec(spec: InputSpec, value: Node) -> OutputSpec:

@@ -18,7 +18,7 @@ from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporter
 from fxwrap.converters.from_fx.inlining import constant_attributes, inline_subgraphs
 from fxwrap.converters.from_fx.nodes import failure
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES
-from fxwrap.converters.fx.replay import attribute_of, replay_spec, replayed_submodule
+from fxwrap.converters.fx.replay import module_attribute, replay_spec, replayed_submodule
 from fxwrap.inference import scalar_kind
 from fxwrap.lines import Bind, CallFunction, Cond, ExternCall, Map, ScanLoop, While, Yield
 from fxwrap.lines.frees import insert_frees
@@ -118,7 +118,7 @@ def _block(
     captured = _captured_constants(module) if captured is None else captured
     arguments += [_capture(importer, inner, item) for item in captured]
     for child in module.graph.find_nodes(op="get_attr"):
-        payload = attribute_of(module, child.target)
+        payload = module_attribute(module, child.target)
         if id(payload) in inner.captured:
             inner.attributes[str(child.target)] = inner.captured[id(payload)]
     find_absorbed_nodes(inner)

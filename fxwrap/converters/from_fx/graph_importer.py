@@ -26,7 +26,7 @@ from fxwrap.converters.from_fx.nodes import (
 from fxwrap.converters.from_fx.symbols import UNBACKED_PREFIXES, ImportedSymbols
 from fxwrap.converters.fx.metadata import FINAL_WRITE
 from fxwrap.converters.fx.regions import called_region
-from fxwrap.converters.fx.replay import attribute_of, replayed_submodule
+from fxwrap.converters.fx.replay import module_attribute, replayed_submodule
 from fxwrap.inference import CallInference, with_declared_layout
 from fxwrap.lines import Alloc, Bind, Comment, ExternCall, SizeOf, StartCollective, Workspace
 from fxwrap.lines.frees import drop_early_frees
@@ -153,7 +153,7 @@ class GraphImporter:
 
     def attribute(self, node: Node) -> ir.Value | GraphModule:
         """Returns the value of a `get_attr` node: a constant, or a submodule."""
-        attribute = attribute_of(self.module, node.target)
+        attribute = module_attribute(self.module, node.target)
         if isinstance(attribute, GraphModule):
             return attribute
         if isinstance(attribute, torch.Tensor) or is_opaque(attribute):

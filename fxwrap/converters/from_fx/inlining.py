@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from fxwrap.converters.from_fx.graph_importer import is_function_call
 from fxwrap.converters.from_fx.nodes import failure
-from fxwrap.converters.fx.replay import attribute_of
+from fxwrap.converters.fx.replay import module_attribute
 from fxwrap.torch_compat import is_opaque
 
 
@@ -24,7 +24,9 @@ def inline_subgraphs(module: GraphModule) -> GraphModule:
     if not any(_called_subgraph(module, node) is not None for node in module.graph.nodes):
         return module
     graph = Graph()
-    names = {id(attribute_of(module, node.target)): str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    names = {
+        id(module_attribute(module, node.target)): str(node.target) for node in module.graph.find_nodes(op="get_attr")
+    }
     output = graph.output(_inline_into(module, graph, "", {}, names))
     output.meta = dict(module.graph.output_node().meta)
     inlined = GraphModule(module, graph)
@@ -36,7 +38,7 @@ def _called_subgraph(module: GraphModule, node: Node) -> GraphModule | None:
     """Returns the graph that a node calls, if any; a replayed one, or a region, is a line of the program instead."""
     if node.op != "call_module" or is_function_call(module, node):
         return None
-    submodule = attribute_of(module, node.target)
+    submodule = module_attribute(module, node.target)
     return submodule if isinstance(submodule, GraphModule) else None
 
 
@@ -44,7 +46,7 @@ def constant_attributes(module: GraphModule, path: str = "") -> Iterator[tuple[s
     """Yields the tensors and opaque objects that nodes of a graph and of its submodules read, with path and node."""
     for node in module.graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            attribute = attribute_of(module, node.target)
+            attribute = module_attribute(module, node.target)
             if isinstance(attribute, torch.Tensor) or is_opaque(attribute):
                 yield f"{path}{node.target}", node, attribute
             elif isinstance(attribute, GraphModule):
@@ -75,7 +77,7 @@ def _inline_into(
         else:
             env[node] = copy = graph.node_copy(node, env.__getitem__)
             if prefix and node.op in ("get_attr", "call_module"):
-                attribute, path = attribute_of(module, node.target), prefix + str(node.target)
+                attribute, path = module_attribute(module, node.target), prefix + str(node.target)
                 copy.target = path if attribute is None else names.setdefault(id(attribute), path)
     raise AssertionError("a graph ends with its output")
 

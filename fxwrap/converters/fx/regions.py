@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxwrap.converters.fx.emitter import GraphEmitter
-from fxwrap.converters.fx.replay import attribute_of
+from fxwrap.converters.fx.replay import module_attribute
 from fxwrap.errors import GraphModuleError, RegionError
 from fxwrap.lines import Launch
 from fxwrap.regions import Region, output_name, parse_region
@@ -228,7 +228,7 @@ def region_of(module: object) -> Region | None:
 
 def called_region(module: GraphModule, node: Node) -> GraphModule | None:
     """Returns the submodule of the region that a node calls; None for other nodes."""
-    submodule: GraphModule | None = attribute_of(module, node.target) if node.op == "call_module" else None
+    submodule: GraphModule | None = module_attribute(module, node.target) if node.op == "call_module" else None
     return None if region_of(submodule) is None else submodule
 
 

@@ -57,7 +57,7 @@ def replay_spec(module: object) -> ReplaySpec | None:
 
 def replayed_submodule(owner: object, node: Node) -> GraphModule | None:
     """Returns the replayed submodule that a node of a module's graph calls, None for any other node."""
-    module: GraphModule | None = attribute_of(owner, node.target) if node.op == "call_module" else None
+    module: GraphModule | None = module_attribute(owner, node.target) if node.op == "call_module" else None
     return None if replay_spec(module) is None else module
 
 
@@ -85,7 +85,7 @@ def _run(
     return outputs
 
 
-def attribute_of(module: object, target: object) -> Any:
+def module_attribute(module: object, target: object) -> Any:
     """Returns the attribute of a module with a dotted name, None if there is none."""
     for part in str(target).split("."):
         module = getattr(module, part, None)

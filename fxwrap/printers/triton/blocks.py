@@ -33,7 +33,6 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
 from fxwrap.printers.triton.kernel_writer import KernelWriter
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
-from fxwrap.printers.triton.schedule import fits_int32
 
 
 @dataclass
@@ -58,8 +57,7 @@ class BlockPrinter(KernelWriter):
     """
 
     def __init__(self, kernel: Kernel, limits: Mapping[str, int], constants: Mapping[str, int]) -> None:
-        buffers = (*kernel.inputs, *kernel.outputs)
-        super().__init__(kernel, use_int64=not all(fits_int32(item.extent, limits) for item in buffers))
+        super().__init__(kernel, limits)
         self.constants = dict(constants)
 
     # --- axes ---------------------------------------------------------------------------------------------------------

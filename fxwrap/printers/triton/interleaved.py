@@ -6,44 +6,47 @@ A load or store with a stride otherwise is an instruction for each element. Posi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
-from fxwrap.loop_ir import Axis, InterleavedAccess, Kernel, Load, Store
-from fxwrap.printers.triton.configuration import Configuration, joined_accesses
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
-from fxwrap.printers.triton.one_hot import SelectedElement
+from fxwrap.loop_ir import Axis, InterleavedAccess, Load, Store
+from fxwrap.printers.triton.configuration import joined_accesses
+from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
 from fxwrap.printers.triton.printer import TritonPrinter
-from fxwrap.printers.triton.schedule import Dimension, fits_int32
-from fxwrap.symbolic import product
+from fxwrap.printers.triton.schedule import Dimension
+from fxwrap.symbolic import Size, product
 
 MAX_VECTOR_ELEMENTS = 16
 """The most elements of a vector that a thread accesses at once."""
 
 
 class InterleavedPrinter(TritonPrinter):
-    """Prints a kernel whose accesses may be interleaved along the tile's last dimension, if it has no reduced axes.
+    """Prints a kernel whose accesses may be interleaved along the tile's last dimension, if it has no reduced axes."""
 
-    `joined` are the accesses that are printed as one, by each of their positions. `wide_names` are the names of the
-    dimension's axes at each element of a wide block, by the number of accesses that it joins; `wide_masks` its masks.
-    """
+    wide_names: dict[int, dict[Axis, str]]
+    """By the number of accesses that are one, the names of the dimension's axes at each element of a wide block."""
+    wide_masks: dict[int, str]
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        configuration: Configuration,
-        limits: Mapping[str, int],
-        selected: Mapping[int, SelectedElement],
-        parameters: BodyParameters,
-    ) -> None:
-        super().__init__(kernel, configuration, limits, selected, parameters)
-        x = next((item for item in self.tile.dimensions if item.name == "x"), None)
-        accesses = joined_accesses(kernel, x.axes[-1]) if x is not None and not kernel.reduced else []
-        self.joined = {position: item for item in accesses for position in item.positions}
-        if x is not None and accesses:
-            widest = product((x.size, max([item.count for item in accesses])))
-            self.use_int64 = self.use_int64 or not fits_int32(widest, limits)
-        self.wide_names: dict[int, dict[Axis, str]] = {}
-        self.wide_masks: dict[int, str] = {}
+    @cached_property
+    def joined(self) -> dict[int, InterleavedAccess]:
+        """Returns the accesses that are printed as one, by each of their positions."""
+        x = self._x
+        accesses = joined_accesses(self.kernel, x.axes[-1]) if x is not None and not self.kernel.reduced else []
+        return {position: item for item in accesses for position in item.positions}
+
+    @property
+    def _counts(self) -> list[int]:
+        """The numbers of accesses that are printed as one."""
+        return sorted({item.count for item in self.joined.values()})
+
+    @property
+    def _x(self) -> Dimension | None:
+        return next((item for item in self.tile.dimensions if item.name == "x"), None)
+
+    def _extents(self) -> list[Size]:
+        x = self._x
+        wide = [] if x is None else [product((x.size, count)) for count in self._counts]
+        return [*super()._extents(), *wide]
 
     def _positions(self, dimension: Dimension, text: str) -> str:
         return self._aligned(dimension, text, 1)
@@ -66,7 +69,8 @@ class InterleavedPrinter(TritonPrinter):
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
         if dimension.name == "x":
-            for count in sorted({item.count for item in self.joined.values()}):
+            self.wide_names, self.wide_masks = {}, {}
+            for count in self._counts:
                 self._emit_wide_offsets(dimension, start, count)
 
     def _emit_wide_offsets(self, dimension: Dimension, start: str, count: int) -> None:

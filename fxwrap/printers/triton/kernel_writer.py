@@ -12,6 +12,7 @@ from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import RESERVED_WORDS, TritonKernelText, comment_lines
+from fxwrap.printers.triton.schedule import fits_int32
 from fxwrap.symbolic import Size, symbol_kind
 
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
@@ -20,12 +21,13 @@ _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 class KernelWriter:
     """Base of the printers of Triton kernels.
 
-    `use_int64` says whether indices have 64 bits; `comments` are the origin comments to print, None for all.
+    Indices have 64 bits (`use_int64`) if 32 do not represent an extent within the `limits` of its symbols. `comments`
+    are the origin comments to print, None for all.
     """
 
-    def __init__(self, kernel: Kernel, use_int64: bool, comments: Collection[str] | None = None) -> None:
+    def __init__(self, kernel: Kernel, limits: Mapping[str, int], comments: Collection[str] | None = None) -> None:
         self.kernel = kernel
-        self.use_int64 = use_int64
+        self.use_int64 = not all(fits_int32(size, limits) for size in self._extents())
         self.comments = comments
         self.lines: list[str] = []
         self.depth = 1
@@ -35,6 +37,10 @@ class KernelWriter:
         self.symbols = {symbol: self.names.create_name(str(symbol)) for symbol in kernel.symbols}
         buffers = (*kernel.inputs, *kernel.outputs)
         self.pointers = {item.name: self.names.create_name(f"{item.name}_ptr") for item in buffers}
+
+    def _extents(self) -> list[Size]:
+        """Returns the sizes that indices must represent: those of the buffers; subclasses add their own."""
+        return [item.extent for item in (*self.kernel.inputs, *self.kernel.outputs)]
 
     def line(self, text: str, origin: str = "") -> None:
         """Adds a line, after a comment that names a new origin."""

@@ -9,15 +9,12 @@ from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operan
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.kernel_writer import KernelWriter
-from fxwrap.printers.triton.schedule import Dimension, Tile, fits_int32, make_tile
+from fxwrap.printers.triton.schedule import Dimension, Tile, make_tile
 from fxwrap.symbolic import Size
 
 
 class TilePrinter(KernelWriter, ABC):
-    """Prints the offsets of a program and of its blocks; subclasses print what it computes.
-
-    Indices have 64 bits if 32 do not represent a size within the `limits` of its symbols.
-    """
+    """Prints the offsets of a program and of its blocks; subclasses print what it computes."""
 
     def __init__(
         self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
@@ -25,8 +22,7 @@ class TilePrinter(KernelWriter, ABC):
         self.configuration = configuration
         self.parameters = parameters
         self.tile: Tile = make_tile(kernel, configuration)
-        use_int64 = not all(fits_int32(size, limits) for size in _extents(kernel, self.tile))
-        super().__init__(kernel, use_int64, parameters.comments)
+        super().__init__(kernel, limits, parameters.comments)
         self.axis_names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
         self.index_printer = TritonIndexPrinter(self.axis_names, self._indirect_index, self.helpers, parameters.integer)
         self.masks: dict[int, str] = {}
@@ -35,6 +31,9 @@ class TilePrinter(KernelWriter, ABC):
         self.dimension_of = {axis: n for n, item in enumerate(self.tile.dimensions) for axis in item.axes}
         self.positions: dict[str, str] = {}
         self.row_lanes = self.row_start = ""
+
+    def _extents(self) -> list[Size]:
+        return [*super()._extents(), *[item.size for item in self.tile.dimensions], self.tile.num_programs]
 
     @abstractmethod
     def _indirect_index(self, position: int) -> str:
@@ -124,9 +123,3 @@ class TilePrinter(KernelWriter, ABC):
     def _row_dimension(self) -> int | None:
         """The position of the dimension of the tile along which reductions and scans combine elements."""
         return next((number for number, item in enumerate(self.tile.dimensions) if self._is_row(item)), None)
-
-
-def _extents(kernel: Kernel, tile: Tile) -> list[Size]:
-    """Returns the sizes that 32-bit indices must represent: of buffers, dimensions and the grid."""
-    blocks = [item.size for item in tile.dimensions]
-    return [*[item.extent for item in (*kernel.inputs, *kernel.outputs)], *blocks, tile.num_programs]
