@@ -438,7 +438,10 @@ def _may_be_written(entry: Entry, source: Entry) -> bool:
 
 
 def _slice_scatter(b: GraphDraw) -> None:
-    entry, dim = b.with_dims(lambda entry: 0 not in entry.shape)
+    """Eager mode writes into a copy with the same strides, but for expanded tensors: elements must not overlap."""
+    entry, dim = b.with_dims(
+        lambda entry: 0 not in entry.shape and (_is_expanded(entry.value) or _is_injective(entry.value))
+    )
     dim %= len(entry.shape)
     same = lambda other: (  # noqa: E731
         other.value.dtype is entry.value.dtype and len(other.shape) == len(entry.shape)
@@ -476,6 +479,16 @@ def _write(b: GraphDraw) -> None:
         b.entries = [Entry(entry.node, entry.value, False) for entry in b.entries]
     b.call(b.choice([aten.copy_.default, aten.copy_.default, aten.add_.Tensor]) if target.value.dtype
            is not torch.bool else aten.copy_.default, target, value)  # fmt: skip
+
+
+def _is_expanded(value: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_injective(value: Tensor) -> bool:
+    """Whether no two elements of a tensor are at one place in memory."""
+    places = torch.arange(value.untyped_storage().nbytes() // value.itemsize)
+    return len(places.as_strided(value.shape, value.stride(), value.storage_offset()).unique()) == value.numel()
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:
