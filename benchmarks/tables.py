@@ -66,8 +66,6 @@ COMPARISONS = (
     _models("H200: training with amp", "cuda", TRAINING),
     _models("the same", "cuda", TRAINING, "memory"),
     _models("the same", "cuda", TRAINING, "compile"),
-    Comparison("H200: both with CUDA graphs, time", ("gpu_models-run",), ("C++ with graphs / Inductor", "")),
-    Comparison("H200: host time of a call", ("gpu_models-host",), ("C++ host / Inductor", "")),
     Comparison("H200: FlexAttention, device time", FLEX, ("/ inductor", "")),
     Comparison("H200: fused operators, device time", ("ops-cuda-bfloat16",), ("fxwrap / Inductor", "")),
     _models("CPU: models, inference in float32", "cpu", "inference-float32-static"),

@@ -5,7 +5,7 @@ elements of their own fragments, so that none moves between lanes. What a sum ad
 along the reduced axes is chosen for contiguous loads, for both operands alike.
 
 Columns of weights are the 16 rows of a fragment, and the rows of the kernel its 8 columns. Fewer rows leave columns to
-other groups: each group has a column, in which the elements of other groups are zero or whose sums nobody reads.
+other groups: in the column of a group, the elements of other groups are zero, or their sums are unused.
 """
 
 from __future__ import annotations
@@ -32,70 +32,18 @@ from fxwrap.loop_ir import (
     operation_dtype,
 )
 from fxwrap.printers.triton.configuration import Configuration
-from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, FRAGMENT_ROWS, LANES, RUN, make_fragments
+from fxwrap.printers.triton.fragments import (
+    FRAGMENT_COLUMNS,
+    FRAGMENT_ROWS,
+    LANES,
+    RUN,
+    FragmentBlock,
+    make_fragments,
+    shape_text,
+)
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of values: matrices whose columns are the last dimension, and whose rows are all other ones.
-
-    The first of the `dimensions`, which have names and sizes, changes fastest from row to row. Rows are the lanes of a
-    warp in this order, then warps, then registers. `loops` are the dimensions of the kernel that these are parts of.
-    """
-
-    name: str
-    loops: str
-    dimensions: tuple[tuple[str, int], ...]
-
-    @property
-    def rows(self) -> int:
-        return prod([size for _, size in self.dimensions[:-1]])
-
-    @property
-    def shape(self) -> str:
-        return _shape([self.rows, self.dimensions[-1][1]])
-
-    def size(self, name: str) -> int:
-        return dict(self.dimensions).get(name, 1)
-
-    def positions(self, name: str) -> str:
-        """Returns the text of the position along a dimension; "" where it has one."""
-        names = [item for item, _ in self.dimensions]
-        number, size = names.index(name), self.size(name)
-        if size == 1:
-            return ""
-        if number == len(names) - 1:
-            return f"tl.arange(0, {size})[None, :]"
-        step, text = prod([other for _, other in self.dimensions[:number]]), f"tl.arange(0, {self.rows})[:, None]"
-        text = text if step == 1 else f"{text} // {step}"
-        return text if step * size == self.rows else f"{text} % {size}"
-
-    def position(self, parts: Mapping[str, int]) -> str:
-        """Returns the text of the sum of the positions along dimensions times factors; "" where all have one."""
-        texts = [(parenthesize(self.positions(name)), factor) for name, factor in parts.items() if self.size(name) > 1]
-        return " + ".join([f"{text}.to(tl.int64)" + (f" * {factor}" if factor > 1 else "") for text, factor in texts])
-
-    def permuted(
-        self, value: str, order: Sequence[str], shape: Sequence[int], last: tuple[tuple[str, int], ...] = ()
-    ) -> str:
-        """Returns the text of a value of this block with its dimensions in another order, as a shape.
-
-        Some dimensions may replace the last one.
-        """
-        *others, own = self.dimensions
-        dimensions = [item for item in (*reversed(others), *(last or (own,))) if item[1] > 1]
-        names = [name for name, _ in dimensions]
-        numbers = [names.index(name) for name in order if name in names]
-        text = f"tl.reshape({value}, {_shape([size for _, size in dimensions])})"
-        text = text if numbers == sorted(numbers) else f"tl.permute({text}, {_shape(numbers)})"
-        return f"tl.reshape({text}, {_shape(shape)})"
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
 def _is_of_rows(item: GroupSum) -> bool:
@@ -105,7 +53,7 @@ def _is_of_rows(item: GroupSum) -> bool:
     return of_rows
 
 
-_Part = tuple[_Block, Collection[int]]
+_Part = tuple[FragmentBlock, Collection[int]]
 """A block with the operations that are computed there."""
 
 
@@ -114,7 +62,7 @@ class _Loads:
     """The lines that load what a step needs, and the block, operation and name of each value."""
 
     lines: tuple[str, ...]
-    values: tuple[tuple[_Block, int, str], ...]
+    values: tuple[tuple[FragmentBlock, int, str], ...]
 
 
 class FragmentSumPrinter(GroupSumPrinter):
@@ -133,25 +81,25 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.use_int64 = True  # constant distances are then part of the instructions that load
         self.result_block = "pyx" if any(item.name == "x" for item in self.whole.dimensions) else "py"
         self.fragments = parts = make_fragments(configuration)
-        self.row_block = _Block("row", self.result_block.replace("y", "") + "r", (
+        self.row_block = FragmentBlock("row", self.result_block.replace("y", "") + "r", (
             ("lane", LANES // parts.side), ("side", parts.side), ("joined", parts.joined), ("x", parts.rows),
             ("warp", parts.warps), ("part", parts.parts), ("repeat", parts.repeats),
             ("run", parts.lane_bytes // RUN), ("element", RUN),
         ))  # fmt: skip
-        self.column_block = _Block("column", "pyr", (
+        self.column_block = FragmentBlock("column", "pyr", (
             ("lane", LANES // parts.side), ("side", parts.side), ("y", FRAGMENT_COLUMNS), ("warp", parts.warps),
             ("eight", parts.columns // FRAGMENT_COLUMNS), ("part", parts.parts), ("chunk", parts.chunks),
             ("repeat", parts.repeats), ("byte", parts.lane_bytes),
         ))  # fmt: skip
         pair = min(parts.joined, 2)
-        self.coefficient_block = _Block("coefficient", "py", (
+        self.coefficient_block = FragmentBlock("coefficient", "py", (
             ("joined", parts.joined // pair), ("x", LANES * pair // parts.joined), ("y", FRAGMENT_COLUMNS),
             ("warp", parts.warps), ("eight", parts.columns // FRAGMENT_COLUMNS),
             *((("part", parts.parts), ("pair", pair)) if pair > 1 else (("part", parts.parts),)),
         ))  # fmt: skip
         self.sum_shape = (parts.parts, parts.warps, parts.columns, FRAGMENT_COLUMNS)
         self.row_mask = self.joined_mask = ""
-        self.block: _Block | None = None
+        self.block: FragmentBlock | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.block_names: dict[str, dict[Axis, str]] = {}
 
@@ -166,7 +114,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.line(f"{self.first} = {self.parameters.program}.to(tl.int64) * {block}")
 
     @contextmanager
-    def _inside(self, block: _Block) -> Iterator[None]:
+    def _inside(self, block: FragmentBlock) -> Iterator[None]:
         """Makes a block the current one: its values, names of axes, and masks."""
         outer = self.text, self.axis_names, self.index_printer
         self.side = block.name
@@ -198,7 +146,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
 
-    def _emit_fixed_positions(self, block: _Block) -> None:
+    def _emit_fixed_positions(self, block: FragmentBlock) -> None:
         """Prints the positions of a block that are the same in all steps, and the masks of rows."""
         parts, run = self.fragments, LANES * self.fragments.lane_bytes
         lane = {"lane": parts.lane_bytes, "run": RUN, "element": 1, "repeat": run, "byte": 1}
@@ -220,7 +168,7 @@ class FragmentSumPrinter(GroupSumPrinter):
             side, joined = block.positions("side"), block.positions("joined")
             self.line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
 
-    def _emit_group_positions(self, block: _Block, start: str) -> None:
+    def _emit_group_positions(self, block: FragmentBlock, start: str) -> None:
         """Prints the positions of a block's groups in a step."""
         parts = self.fragments
         factors = {"warp": parts.parts * parts.joined, "part": parts.joined}
@@ -332,7 +280,7 @@ class FragmentSumPrinter(GroupSumPrinter):
                 self.line(f"{name} = {self.use('words_of_bytes')}({name})")
         return _Loads(tuple(self.lines[before:]), tuple(loaded))
 
-    def _is_packed(self, block: _Block, position: int) -> bool:
+    def _is_packed(self, block: FragmentBlock, position: int) -> bool:
         return block is self.column_block and operation_dtype(self.kernel.operations[position]).itemsize == 1
 
     def _emit_next_loads(self, loads: _Loads, before: Sequence[str]) -> None:
@@ -363,7 +311,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(self.kernel.operations[position])]
-            self.line(f"{name} = tl.zeros({_shape((1, *self.sum_shape[1:]))}, {dtype})")
+            self.line(f"{name} = tl.zeros({shape_text((1, *self.sum_shape[1:]))}, {dtype})")
 
     def _emit_group_loads(self, parts: Sequence[_Part], start: str) -> None:
         """Prints the positions of a step's groups, and the loads at these."""
@@ -429,8 +377,8 @@ class FragmentSumPrinter(GroupSumPrinter):
         shape = (parts.parts, 1, parts.warps, length, FRAGMENT_COLUMNS)
         repeated = (parts.parts, parts.chunks, parts.warps, length, FRAGMENT_COLUMNS)
         self.line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
-        self.line(f"{plain} = tl.broadcast_to({plain}, {_shape(repeated)})")
-        self.line(f"{plain} = tl.reshape({plain}, {_shape((prod(repeated[:3]), *repeated[3:]))})")
+        self.line(f"{plain} = tl.broadcast_to({plain}, {shape_text(repeated)})")
+        self.line(f"{plain} = tl.reshape({plain}, {shape_text((prod(repeated[:3]), *repeated[3:]))})")
         return plain, ones
 
     def _column_operand(self, column: int) -> str:
@@ -471,7 +419,7 @@ class FragmentSumPrinter(GroupSumPrinter):
             self.line(f"{name} = {block.permuted(value, order, self.sum_shape)}")
             return name
         self.line(f"{name} = {block.permuted(value, order, (*pairs[:4], 1))}")
-        self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(pairs)}), {_shape(self.sum_shape)})")
+        self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {shape_text(pairs)}), {shape_text(self.sum_shape)})")
         return name
 
     def _emit_sum(
@@ -490,24 +438,26 @@ class FragmentSumPrinter(GroupSumPrinter):
             accumulator = f", {name}"
         if of_rows:
             self.line(
-                f"{name} = tl.reshape({name}, {_shape((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})"
+                f"{name} = tl.reshape({name}, {shape_text((*self.sum_shape[:2], 1, FRAGMENT_ROWS, self.sum_shape[3]))})"
             )
             sixteens = (*self.sum_shape[:2], parts.columns // FRAGMENT_ROWS, FRAGMENT_ROWS, self.sum_shape[3])
-            self.line(f"{name} = tl.reshape(tl.broadcast_to({name}, {_shape(sixteens)}), {_shape(self.sum_shape)})")
+            self.line(
+                f"{name} = tl.reshape(tl.broadcast_to({name}, {shape_text(sixteens)}), {shape_text(self.sum_shape)})"
+            )
         elif parts.chunks == 1:
-            self.line(f"{name} = tl.reshape({name}, {_shape(self.sum_shape)})")
+            self.line(f"{name} = tl.reshape({name}, {shape_text(self.sum_shape)})")
         else:
             shape = (parts.parts, parts.chunks, *self.sum_shape[1:])
             chunks = f"tl.arange(0, {parts.chunks})[None, :, None, None, None]"
             columns = f"tl.arange(0, {FRAGMENT_COLUMNS})[None, None, None, None, :]"
             chunk = f"{columns} % {parts.joined} // {parts.side}"
-            self.line(f"{name} = tl.where({chunks} == {chunk}, tl.reshape({name}, {_shape(shape)}), 0.0)")
+            self.line(f"{name} = tl.where({chunks} == {chunk}, tl.reshape({name}, {shape_text(shape)}), 0.0)")
             self.line(f"{name} = tl.sum({name}, 1)")
 
     def _ones_text(self) -> str:
         parts = self.fragments
         shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes)
-        return f"tl.full({_shape(shape)}, 1.0, tl.float32).to({TRITON_DTYPES[self.row_dtype]})"
+        return f"tl.full({shape_text(shape)}, 1.0, tl.float32).to({TRITON_DTYPES[self.row_dtype]})"
 
     def _add_total(self, position: int) -> None:
         (name,) = self.results[position]
@@ -522,7 +472,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         texts, count = [self._value(position)], self.fragments.parts
         while len(texts) < self.fragments.parts:
             count //= 2
-            shape = _shape((2, count, *self.sum_shape[1:]))
+            shape = shape_text((2, count, *self.sum_shape[1:]))
             names = [[self.names.create_name("part") for _ in range(2)] for _ in texts]
             for pair, text in zip(names, texts, strict=True):
                 self.line(f"{', '.join(pair)} = tl.split(tl.permute(tl.reshape({text}, {shape}), (1, 2, 3, 4, 0)))")
@@ -538,7 +488,7 @@ class FragmentSumPrinter(GroupSumPrinter):
             self.line(f"{name} = tl.sum({name}, 1)")
             if parts.joined > 1:
                 shape = (1, parts.columns, *rows, parts.joined)
-                self.line(f"{name} = tl.sum(tl.reshape({name}, {_shape(shape)}), {len(shape) - 1})")
+                self.line(f"{name} = tl.sum(tl.reshape({name}, {shape_text(shape)}), {len(shape) - 1})")
         self.text = {position: self.results[position][0] for position in self.form.totals}
         self._enter(self.result_block)
         self._emit_block_offsets(self._dimension("y"), self.first)
@@ -576,7 +526,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
         terms = [base, *([lanes] if lanes else []), f"tl.arange(0, {2 * RUN})[None, :]"]
         mask = self._mask(own, None)
-        wide_shape = _shape((block.rows, 2 * RUN))
+        wide_shape = shape_text((block.rows, 2 * RUN))
         arguments = [f"{self.pointers[first.buffer]} + tl.broadcast_to({' + '.join(terms)}, {wide_shape})"]
         arguments += [f"mask={mask}", "other=0.0"] if mask else []
         wide = self.names.create_name(first.buffer)
@@ -587,6 +537,6 @@ class FragmentSumPrinter(GroupSumPrinter):
         first, block = self.kernel.operations[pair[0]], self.row_block
         assert isinstance(first, Load), "pairs are loads"
         texts = [self._name(position, first.buffer) for position in pair]
-        self.line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {_shape((block.rows, RUN, 2))}))")
+        self.line(f"{', '.join(texts)} = tl.split(tl.reshape({wide}, {shape_text((block.rows, RUN, 2))}))")
         for position, text in zip(pair, texts, strict=True):
             self.text[position] = text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
 from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
+from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.symbolic import product
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
@@ -139,3 +141,64 @@ def _has_plain_coefficients(form: GroupedSums) -> bool:
     return all(
         kernel.value_axes[at].isdisjoint(rows) or not kernel.backward_slice([at]).isdisjoint(sums) for at in step
     )
+
+
+@dataclass(frozen=True)
+class FragmentBlock:
+    """A block of values: matrices whose columns are the last dimension, and whose rows are all other ones.
+
+    The first of the `dimensions`, which have names and sizes, changes fastest from row to row. Rows are the lanes of a
+    warp in this order, then warps, then registers. `loops` are the dimensions of the kernel that these are parts of.
+    """
+
+    name: str
+    loops: str
+    dimensions: tuple[tuple[str, int], ...]
+
+    @property
+    def rows(self) -> int:
+        return prod([size for _, size in self.dimensions[:-1]])
+
+    @property
+    def shape(self) -> str:
+        return shape_text([self.rows, self.dimensions[-1][1]])
+
+    def size(self, name: str) -> int:
+        return dict(self.dimensions).get(name, 1)
+
+    def positions(self, name: str) -> str:
+        """Returns the text of the position along a dimension; "" where it has one."""
+        names = [item for item, _ in self.dimensions]
+        number, size = names.index(name), self.size(name)
+        if size == 1:
+            return ""
+        if number == len(names) - 1:
+            return f"tl.arange(0, {size})[None, :]"
+        step, text = prod([other for _, other in self.dimensions[:number]]), f"tl.arange(0, {self.rows})[:, None]"
+        text = text if step == 1 else f"{text} // {step}"
+        return text if step * size == self.rows else f"{text} % {size}"
+
+    def position(self, parts: Mapping[str, int]) -> str:
+        """Returns the text of the sum of the positions along dimensions times factors; "" where all have one."""
+        texts = [(parenthesize(self.positions(name)), factor) for name, factor in parts.items() if self.size(name) > 1]
+        return " + ".join([f"{text}.to(tl.int64)" + (f" * {factor}" if factor > 1 else "") for text, factor in texts])
+
+    def permuted(
+        self, value: str, order: Sequence[str], shape: Sequence[int], last: tuple[tuple[str, int], ...] = ()
+    ) -> str:
+        """Returns the text of a value of this block with its dimensions in another order, as a shape.
+
+        Some dimensions may replace the last one.
+        """
+        *others, own = self.dimensions
+        dimensions = [item for item in (*reversed(others), *(last or (own,))) if item[1] > 1]
+        names = [name for name, _ in dimensions]
+        numbers = [names.index(name) for name in order if name in names]
+        text = f"tl.reshape({value}, {shape_text([size for _, size in dimensions])})"
+        text = text if numbers == sorted(numbers) else f"tl.permute({text}, {shape_text(numbers)})"
+        return f"tl.reshape({text}, {shape_text(shape)})"
+
+
+def shape_text(sizes: Sequence[int]) -> str:
+    """Returns a shape as a tuple in Triton's language."""
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
