@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -147,6 +148,24 @@ class GraphManager:
             self.pools.clear()
 
 
+@dataclass(frozen=True, eq=False)
+class _OperandCopy:
+    """The copy of an operand in memory of a graph.
+
+    Fields: `position` is the operand's; `view` has its sizes and strides. `destination` is the view, or the contiguous
+    range of memory that a tensor with overlapping elements covers.
+    """
+
+    position: int
+    destination: torch.Tensor
+    view: torch.Tensor
+
+    def source(self, arguments: Sequence[Any]) -> torch.Tensor:
+        """Returns what is copied to the destination for these arguments of the function."""
+        item: torch.Tensor = arguments[self.position]
+        return item if self.destination is self.view else strided_view(item, tuple(self.destination.shape), (1,))
+
+
 class GraphCapture:
     """Captured work: the addresses of its operands, its results, and whether results are still referenced."""
 
@@ -154,18 +173,20 @@ class GraphCapture:
         self,
         key: object,
         pool: _GraphPool,
-        copied: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
+        copied: Sequence[_OperandCopy],
         addresses: list[int | None],
         static_operands: frozenset[int],
+        written: Collection[int],
     ) -> None:
         """Creates a graph before its capture.
 
         Args:
             key: the scalars and non-tensor operands of its calls.
             pool: its memory pool.
-            copied: positions of copied operands, each with the destination of the copy and its view for the function.
+            copied: the operands which each call copies.
             addresses: required data pointer of each operand; None for copied ones.
             static_operands: positions of operands that are declared static.
+            written: positions of operands that the function mutates.
         """
         self.key = key
         self.pool = pool
@@ -173,6 +194,9 @@ class GraphCapture:
         self.addresses = addresses
         self.static_operands = static_operands
         self.positions = [position for position, address in enumerate(addresses) if address is not None]
+        self._destinations = [item.destination for item in copied]
+        self._copied_back = [item for item in copied if item.position in written]
+        self._written_in_place = [position for position in self.positions if position in written]
         self.replay: Callable[[], None] = _no_op
         self.results: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = []
         self.storages: list[torch.UntypedStorage] = []
@@ -226,19 +250,15 @@ class GraphCapture:
                 return True
         return False
 
-    def run(self, arguments: Sequence[Any], written: Collection[int]) -> tuple[torch.Tensor, ...]:
+    def run(self, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Replays the work for these operands and returns the results."""
         if self.copied:
-            foreach_copy(
-                [to for _, to, _ in self.copied], [_copy_source(arguments[at], to) for at, to, _ in self.copied]
-            )
+            foreach_copy(self._destinations, [item.source(arguments) for item in self.copied])
         self.replay()
-        for position, _, whole in self.copied:
-            if position in written:
-                arguments[position].copy_(whole)
-        in_place = [arguments[position] for position in self.positions if position in written]
-        if in_place:
-            torch.autograd.graph.increment_version(in_place)
+        for item in self._copied_back:
+            arguments[item.position].copy_(item.view)
+        if self._written_in_place:
+            torch.autograd.graph.increment_version([arguments[position] for position in self._written_in_place])
         if not self.baseline_use_counts:
             self.baseline_use_counts = self._uses()
         self.outputs_escaped = True
@@ -313,7 +333,7 @@ class GraphedFunction:
                 self.manager.stream = stream
                 self._clock += 1
                 graph.last_used = self._clock
-                results = graph.run(arguments, self.mutated_operands)
+                results = graph.run(arguments)
                 arguments.clear()
                 return results
         return self.body(arguments, *numbers)
@@ -370,7 +390,7 @@ class GraphedFunction:
         if not self._make_room(key):
             return None
         pool = self.manager.select_pool(self, key)
-        copied: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        copied: list[_OperandCopy] = []
         addresses: list[int | None] = [None] * len(arguments)
         operands: list[object] = []
         for position, item in enumerate(arguments):
@@ -380,10 +400,9 @@ class GraphedFunction:
                 addresses[position] = item.data_ptr()
                 operands.append(item)
             else:
-                destination, view = _allocate_static_copy(item)
-                copied.append((position, destination, view))
-                operands.append(view)
-        graph = GraphCapture(key, pool, copied, addresses, self.static_operands)
+                copied.append(_allocate_static_copy(position, item))
+                operands.append(copied[-1].view)
+        graph = GraphCapture(key, pool, copied, addresses, self.static_operands, self.mutated_operands)
         try:
             graph.finish_capture(*graph_capturer.capture(partial(_run, self.body, operands, numbers), pool.handle))
         except Exception as error:  # noqa: BLE001  the eager run raises the function's own errors
@@ -436,23 +455,15 @@ def _failing_line(error: BaseException, body: FunctionBody) -> str:
     return f" at `{lines[-1]}`" if lines else ""
 
 
-def _allocate_static_copy(item: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns memory for a copy of a tensor: the destination of the copy, and a view with the tensor's layout.
-
-    Tensors with overlapping elements are copied as a contiguous range of memory.
-    """
+def _allocate_static_copy(position: int, item: torch.Tensor) -> _OperandCopy:
+    """Returns memory for copies of an operand, in the layout of this one."""
     sizes, strides = tuple(item.shape), item.stride()
     if has_distinct_elements(sizes, strides):
         copy = torch.empty_strided(sizes, strides, dtype=item.dtype, device=item.device)
-        return copy, copy
+        return _OperandCopy(position, copy, copy)
     length = 1 + sum([(size - 1) * stride for size, stride in zip(sizes, strides)])
     copy = torch.empty(length, dtype=item.dtype, device=item.device)
-    return copy, strided_view(copy, sizes, strides)
-
-
-def _copy_source(item: torch.Tensor, destination: torch.Tensor) -> torch.Tensor:
-    """Returns the source of a copy: the tensor, or the contiguous range of memory that it covers."""
-    return item if item.shape == destination.shape else strided_view(item, tuple(destination.shape), (1,))
+    return _OperandCopy(position, copy, strided_view(copy, sizes, strides))
 
 
 class _GraphOwner:
