@@ -243,16 +243,12 @@ class GraphSymbols:
         """Returns the type of a fake tensor whose first element is at `offset` in its root, in elements."""
         if fake.layout is not torch.strided:
             raise GraphError("", f"a tensor has the layout {fake.layout}", "Only strided tensors are compiled")
-        sizes: tuple[Size, ...] = tuple(fake.shape)
-        strides: tuple[Size, ...] = fake.stride()
-        if any(type(number) is not int for number in (*sizes, *strides)):
-            sizes = tuple([self.size(number) for number in sizes])
-            strides = tuple([self.size(number) for number in strides])
-        return TensorType(fake.dtype, sizes, strides, fake.device, offset)
+        strides = tuple([number if type(number) is int else self.size(number) for number in fake.stride()])
+        return TensorType(fake.dtype, self.sizes(fake), strides, fake.device, offset)
 
     def sizes(self, fake: torch.Tensor) -> tuple[Size, ...]:
         """Returns the sizes of a fake tensor."""
-        return self.tensor_type(fake).sizes
+        return tuple([number if type(number) is int else self.size(number) for number in fake.shape])
 
     def may_lack(self, size: Size, index: int = 0) -> bool:
         """Whether the ranges of symbols allow that a dimension of this size has no element at an index."""
