@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Generator, Hashable, Iterator
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
@@ -45,7 +46,6 @@ NO_PKG_CONFIG = "needs pkg-config"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NO_PYGMENTS = "needs the package pygments, which colours emitted text"
 NO_TQDM = "needs the package tqdm, which shows the progress of a compile"
-NOT_LONG = "belongs to the long form: make long-test"
 NO_SANITIZER = "needs a compiler with the sanitizers of threads and addresses"
 NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
@@ -63,7 +63,6 @@ ON_X86 = platform.machine() in ("x86_64", "AMD64")
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
-        *(() if LONG else (NOT_LONG,)),
         *(() if ON_X86 else (NO_X86,)),
         *(() if "CI" in os.environ else _OFTEN_MISSING),
     }
@@ -164,15 +163,34 @@ _LONGEST = ("test_native_threads.py", "test_cmake_export.py", "test_precompile.p
 _FORKING = ("forking_context", "run_python", "run_ranks")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_LONG_CASES = pytest.StashKey[int]()
+"""The number of cases that this run left to the long form."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _runs_first(item))
     if not LONG:
         _mark_combinations_long(items)
+    chosen, long = [], []
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
         elif item.get_closest_marker("long") and not LONG:
-            item.add_marker(pytest.mark.skip(reason=NOT_LONG))
+            long.append(item)
+            continue
+        chosen.append(item)
+    # Deselected, not skipped: a skip takes milliseconds in each of two processes, and there are thousands.
+    config.hook.pytest_deselected(items=long)
+    items[:] = chosen
+    config.stash[_LONG_CASES] = len(long)
+    if hasattr(config, "workeroutput"):  # of a worker of pytest-xdist
+        config.workeroutput["long_cases"] = len(long)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over the number of cases that a worker of pytest-xdist left out: each collects the same ones."""
+    node.config.stash[_LONG_CASES] = getattr(node, "workeroutput", {}).get("long_cases", 0)
 
 
 def _runs_first(item: pytest.Item) -> bool:
@@ -246,3 +264,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
     for reason, count in sorted(reasons.items(), key=str):
         terminalreporter.write_line(f"skipped {count}: {reason}")
+    if count := terminalreporter.config.stash.get(_LONG_CASES, 0):
+        terminalreporter.write_line(f"left {count} to the long form: make long-test")
