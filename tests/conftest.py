@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import platform
-import random
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Hashable
 from contextlib import suppress
 from importlib import import_module
+from typing import Any
 from zlib import crc32
 
 # Must be set before torch is imported. Under pytest-xdist each worker has one core.
@@ -22,15 +21,9 @@ os.environ.setdefault("FXWRAP_MEASURE_GROUPS", "0")
 if "PYTEST_XDIST_WORKER" in os.environ:  # there are processes enough
     os.environ.setdefault("FXWRAP_COMPILE_WORKERS", "0")
 
-import hypothesis
 import pytest
-import torch
-from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd import runtime_wrappers
 
-import tests.support.quick_torch  # noqa: F401
 from tests.support.long_form import LONG, short_form
-from tests.support.process_settings import settings_unchanged
 
 NO_CUDA = "needs a CUDA device"
 NO_SECOND_CUDA = "needs two CUDA devices"
@@ -45,7 +38,6 @@ NO_PKG_CONFIG = "needs pkg-config"
 NO_PYDOT = "needs the package pydot, by which torch draws graphs"
 NO_PYGMENTS = "needs the package pygments, which colours emitted text"
 NO_TQDM = "needs the package tqdm, which shows the progress of a compile"
-NOT_LONG = "belongs to the long form: make long-test"
 NO_SANITIZER = "needs a compiler with the sanitizers of threads and addresses"
 NO_SPHINX = "needs Sphinx, which make docs installs"
 NO_SCRIPT_CLASSES = "needs libtorchbind_test.so, which some builds of torch do not ship"
@@ -63,22 +55,10 @@ ON_X86 = platform.machine() in ("x86_64", "AMD64")
 ALLOWED_SKIPS = frozenset(
     {
         *(NO_CUDA, NO_SECOND_CUDA, HAS_CUDA, NO_CHROMIUM, NO_CLANG, NO_SCRIPT_CLASSES, NO_SPHINX),
-        *(() if LONG else (NOT_LONG,)),
         *(() if ON_X86 else (NO_X86,)),
         *(() if "CI" in os.environ else _OFTEN_MISSING),
     }
 )
-
-# No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.
-# In CI the same examples and inputs each time, whatever ran before: a change is judged by what it changed.
-# Elsewhere new ones, to find what is left.
-hypothesis.settings.register_profile("fxwrap", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.load_profile("fxwrap")
-
-torch.set_num_threads(1)
-
-# pytest gives its handlers to each logger that does not propagate; where torch's trace has any, it is written out.
-logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,50 +71,11 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update-golden"))
 
 
-@pytest.fixture(autouse=True)
-def no_backend_failures() -> Iterator[None]:
-    """Fail a test in which Dynamo took an error of the backend for a graph break and ran the graph in eager mode."""
-    counters["unimplemented"].clear()
-    yield
-    breaks = [reason for reason in counters["unimplemented"] if "Backend compiler" in reason]
-    assert not breaks, f"the backend failed, and Dynamo ran the graph itself: {breaks}"
-
-
-@pytest.fixture(autouse=True)
-def unchanged_settings() -> Iterator[None]:
-    """Fail a test that leaves a setting of the process changed, which decides what other tests test."""
-    with settings_unchanged():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Forget what torch.compile has compiled, before each test and after it: 15 microseconds where that is nothing.
-
-    A module whose tests share a compiled function has a fixture of this name that does nothing.
-    """
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    # In torch 2.15, storing streams replaces Dynamo's list, and AOTAutograd goes on with the replaced one.
-    replaced = getattr(runtime_wrappers, "index_to_external_object_weakref", [])
-    replaced.clear()
-
-
-@pytest.fixture
-def exact_convolutions() -> Iterator[None]:
-    """The same cuDNN algorithm each time, in full float32: eager and compiled code then agree to rounding."""
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
-        yield
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seeds the generators of inputs in CI, before the fixtures of a test."""
-    if "CI" in os.environ:
-        seed = crc32(item.nodeid.encode())
-        torch.manual_seed(seed)
-        random.seed(seed)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Loads the fixtures where tests run: the session of pytest-xdist that starts workers does without torch."""
+    if not session.config.pluginmanager.has_plugin("dsession"):
+        session.config.pluginmanager.import_plugin("tests.support.torch_plugin")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -164,15 +105,37 @@ _LONGEST = ("test_native_threads.py", "test_cmake_export.py", "test_precompile.p
 _FORKING = ("forking_context", "run_python", "run_ranks")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_LONG_CASES = pytest.StashKey[int]()
+"""The number of cases that this run left to the long form."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not _runs_first(item))
     if not LONG:
         _mark_combinations_long(items)
+    import torch  # where nothing is collected, it is not imported
+
+    without_gpus = not torch.cuda.is_available()
+    chosen, long = [], []
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and without_gpus:
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
         elif item.get_closest_marker("long") and not LONG:
-            item.add_marker(pytest.mark.skip(reason=NOT_LONG))
+            long.append(item)
+            continue
+        chosen.append(item)
+    # Deselected, not skipped: a skip takes milliseconds in each of two processes, and there are thousands.
+    config.hook.pytest_deselected(items=long)
+    items[:] = chosen
+    config.stash[_LONG_CASES] = len(long)
+    if hasattr(config, "workeroutput"):  # of a worker of pytest-xdist
+        config.workeroutput["long_cases"] = len(long)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over the number of cases that a worker of pytest-xdist left out: each collects the same ones."""
+    node.config.stash[_LONG_CASES] = getattr(node, "workeroutput", {}).get("long_cases", 0)
 
 
 def _runs_first(item: pytest.Item) -> bool:
@@ -246,3 +209,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(_skip_reason(report) for report in terminalreporter.stats.get("skipped", []))
     for reason, count in sorted(reasons.items(), key=str):
         terminalreporter.write_line(f"skipped {count}: {reason}")
+    if count := terminalreporter.config.stash.get(_LONG_CASES, 0):
+        terminalreporter.write_line(f"left {count} to the long form: make long-test")

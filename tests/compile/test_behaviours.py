@@ -24,6 +24,7 @@ from fxwrap.options import EMITTERS, MODES
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Ownership, TensorType, Value
 from fxwrap.wrapper_ir.analyses import live_bytes
+from tests.support.long_form import LONG
 from tests.support.models import MODELS
 
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -325,7 +326,7 @@ def _tensor(value: Value, generator: torch.Generator) -> Tensor:
 def _deep_programs(training: bool) -> dict[str, Program]:
     """The programs of a model with some layers, by kind, captured once for all emitters."""
     case = MODELS["gpt2"]
-    model = case.build(seed=0, dropout=True, layers=3).train(training)
+    model = case.build(seed=0, dropout=True, layers=3 if LONG else 2).train(training)
     graphs = capture(model, case.inputs(seed=1, training=training), training=training)
     return {graph.name: graph.compiled.program for graph in graphs}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_bridge
 from tests.compile import precompiled
 from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile, batch
-from tests.support.child_processes import child_environment
+from tests.support.child_processes import child_environment, run_python
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +58,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def run_process(action: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """Runs the script that saves and loads, in a new process, since it says what it imports; returns its results."""
+    """Runs the script that saves and loads, in a process of its own; returns its results."""
     whole = child_environment(FXWRAP_COMPILE_CACHE="1", **environment)
     whole.pop("CXX", None)  # torch's keys contain it
-    command = [sys.executable, "-m", "tests.compile.precompiled", action, str(folder)]
-    done = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=600)
+    done = run_python(["-m", "tests.compile.precompiled", action, folder], whole)
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return results

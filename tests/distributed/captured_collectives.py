@@ -23,13 +23,16 @@ from tests.support.long_form import LONG
 
 CALLS = 5
 
+BLOCKS = 4 if LONG else 2
+"""Blocks of each model."""
+
 
 class Decoder(nn.Module):
     """Tensor parallel blocks that read a cache, which each call mutates."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Mlp() for _ in range(3)])
+        self.blocks = nn.ModuleList([Mlp() for _ in range(BLOCKS)])
         self.register_buffer("cache", torch.zeros(2, 4, 8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ def _tensor_parallel() -> nn.Module:
 
 def _sharded() -> nn.Module:
     mesh = init_device_mesh(torch.get_default_device().type, (WORLD_SIZE,))
-    return simple_fsdp(nn.Sequential(*[Mlp() for _ in range(4)]), mesh)
+    return simple_fsdp(nn.Sequential(*[Mlp() for _ in range(BLOCKS)]), mesh)
 
 
 class ReplayCounter:

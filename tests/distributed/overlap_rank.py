@@ -27,7 +27,7 @@ from tests.distributed.processes import run_checks
 from tests.distributed.random_programs import RandomProgram
 from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.gloo import worker_count
-from tests.support.long_form import LONG
+from tests.support.long_form import LONG, sample_size
 from tests.support.symmetric_memory import operators_on_cpu, supported
 
 C10D = torch.ops._c10d_functional
@@ -73,7 +73,7 @@ def starts(program: Program) -> int:
 
 def check_fsdp(rank: int) -> None:
     """A model of several blocks: at least 5 times fewer collectives, and the same bits."""
-    blocks = 12 if LONG else 3
+    blocks = 12 if LONG else 2
     model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(blocks)]), init_mesh())
     SameBits.programs.clear()
     compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBitsInPools), fullgraph=True)
@@ -332,7 +332,7 @@ CHECKS: Mapping[str, Callable[[int], None]] = {
     "waits_in_a_pool": check_waits_in_a_pool,
     "captures": check_captures,
     "one_worker": check_one_worker,
-    "random": lambda rank: check_random(rank, 30),
+    "random": lambda rank: check_random(rank, sample_size(30)),
 }
 
 

