@@ -20,7 +20,7 @@ CHOICES: Mapping[str, Sequence[object]] = {
     "combo_kernels": (True, False),
     "bucket_collectives": (True, False),
     "overlap_collectives": (True, False),
-    "reorder_for_peak_memory": (False, True),
+    "reorder_for_peak_memory": (True, False),
     "memory_planning": ("default", "none", "reuse", "auto", "greedy_by_size", "greedy_by_duration", "best_fit"),
     "memory_slack": (0.0, 0.02),
     "runtime_asserts": (True, False),

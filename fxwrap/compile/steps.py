@@ -178,7 +178,7 @@ PROGRAM_STEPS: tuple[CompileStep, ...] = (
         "bucket_collectives", lambda options: options.bucket_collectives,
     ),
     Step(
-        "reorder_for_peak_memory", "reorder lines to lower the peak memory",
+        "reorder_for_peak_memory", "run some lines earlier to lower the peak memory",
         _transform(lambda program: reorder_for_peak_memory(program).program),
         "reorder_for_peak_memory", lambda options: options.reorder_for_peak_memory,
     ),

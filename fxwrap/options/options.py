@@ -102,7 +102,7 @@ class Options:
         overlap_collectives: whether collectives start earlier, and their results are awaited later, so that other lines
             run meanwhile.
         overlap_memory_slack: the fraction by which overlap may raise the peak memory (0.02 for 2%).
-        reorder_for_peak_memory: whether lines are reordered where that lowers the peak memory.
+        reorder_for_peak_memory: whether some lines run earlier where that lowers the peak memory.
         memory_planning: how allocations share memory. "none"; "reuse": later allocations reuse freed memory; or pools:
             "auto" (the best of the fast algorithms, and a search for small programs with wasted memory), or one
             algorithm: see `assign_offsets`. "default" is "auto" for emitted C++ on devices with
@@ -162,7 +162,7 @@ class Options:
     collective_speeds: Mapping[str, tuple[float, float]] | None = None
     overlap_collectives: bool = True
     overlap_memory_slack: float = 0.0
-    reorder_for_peak_memory: bool = False
+    reorder_for_peak_memory: bool = True
     memory_planning: Literal["default", "none", "reuse"] | Planner = "default"
     memory_slack: float = 0.0
     check_memory: bool = False

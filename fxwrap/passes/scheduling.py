@@ -237,9 +237,8 @@ class SchedulingRegions:
 
     def profile(self, orders: Orders) -> list[int]:
         """Returns the live bytes of such memory while each unit runs, for the units of all regions in their order."""
-        sizes, remaining = self.sizes, dict(self.uses)
-        owned = [value.name for value in _owned_inputs(self.program)]
-        live, profile = sum([sizes.get(name, 0) for name in owned if name in remaining]), []
+        sizes, remaining, live = self.sizes, dict(self.uses), self.initial_bytes
+        profile = list[int]()
         for units, order in zip(self.regions, orders, strict=True):
             for unit in [units[index] for index in order]:
                 live += sum([sizes.get(root, 0) for root in unit.defined_roots])
@@ -249,6 +248,20 @@ class SchedulingRegions:
                     if not remaining[root]:
                         live -= sizes.get(root, 0)
         return profile
+
+    @property
+    def initial_bytes(self) -> int:
+        """The bytes of inputs that the body frees, before its first unit."""
+        names = [value.name for value in _owned_inputs(self.program)]
+        return sum([self.sizes.get(name, 0) for name in names if name in self.uses])
+
+    @property
+    def lower_bound(self) -> int:
+        """The largest number of bytes that one unit accesses: no order has a lower peak."""
+        return max([
+            sum([self.sizes.get(root, 0) for root in unit.accessed - unit.consumed_roots])
+            for units in self.regions for unit in units
+        ], default=0)  # fmt: skip
 
     @property
     def unowned_bytes(self) -> int:
