@@ -189,3 +189,20 @@ program @p(%x: borrowed f32[64]@cpu) {
             assert f"outs=({text.split()[0]})" in texts[number + 1]
     x = torch.randn(64)
     torch.testing.assert_close(fxwrap.run(reordered.program, [x]), fxwrap.run(program, [x]))
+
+
+def test_collectives_end_no_earlier() -> None:
+    """The wait would free an operand before the peak, but nothing would run beside the collective."""
+    program = parsed("""
+program @p(%x: borrowed f32[16]@cpu) {
+  %a = extern.call @aten.sin.default(%x) : f32[16]@cpu
+  %s = collective.start @_c10d_functional.all_reduce.default(%a, "sum", "0") group="0" : f32[16]@cpu
+  %wide = extern.call @aten.repeat.default(%x, [64]) : f32[1024]@cpu
+  %narrow = extern.call @aten.sum.default(%wide) : f32[]@cpu
+  memory.free(%wide)
+  %r = collective.wait(%s) group="0" : f32[16]@cpu
+  memory.free(%a)
+  control.return(%r, %narrow)
+}
+""")
+    assert reorder_for_peak_memory(program).program is program
