@@ -56,7 +56,11 @@ constexpr double nan = __builtin_nan("");
 // --- types ------------------------------------------------------------------------------------------------------------
 
 enum class bfloat16 : uint16_t {};
+#ifdef __AVX512FP16__
 using float16 = _Float16;
+#else  // compilers vectorise loops over _Float16 four elements at a time, if at all
+enum class float16 : uint16_t {};
+#endif
 
 template <class T> struct Limits;
 template <> struct Limits<float> { static constexpr float lowest = -__builtin_inff(), highest = __builtin_inff(); };
@@ -86,6 +90,9 @@ template <class T, class U> struct Cast { static INLINE T of(U value) { return s
 template <class T> struct Cast<T, T> { static INLINE T of(T value) { return value; } };
 template <class U> struct Cast<bool, U> { static INLINE bool of(U value) { return value != 0; } };
 template <> struct Cast<bool, bool> { static INLINE bool of(bool value) { return value; } };
+// GCC vectorises no conversion of a condition to a floating-point number, but the selection of one.
+template <> struct Cast<float, bool> { static INLINE float of(bool value) { return value ? 1.0f : 0.0f; } };
+template <> struct Cast<double, bool> { static INLINE double of(bool value) { return value ? 1.0 : 0.0; } };
 template <> struct Cast<int32_t, float> { static INLINE int32_t of(float v) { return to_integer<int32_t>(v); } };
 template <> struct Cast<int32_t, double> { static INLINE int32_t of(double v) { return to_integer<int32_t>(v); } };
 template <> struct Cast<int64_t, float> { static INLINE int64_t of(float v) { return to_integer<int64_t>(v); } };
@@ -122,10 +129,10 @@ template <> struct Cast<float16, float> { static INLINE float16 of(float value) 
 #else  // by integers, which are vectorised; GCC 12 vectorises the conversions of these processors one by one
 template <> struct Cast<float, float16> {
   static INLINE float of(float16 value) {
-    const uint32_t bits = bitcast<uint16_t>(value), magnitude = bits & 0x7fff;
-    const uint32_t small = bitcast<uint32_t>(float(int32_t(magnitude)) * 0x1p-24f);
-    const uint32_t finite = magnitude < 0x400 ? small : (magnitude << 13) + (112u << 23);
-    return bitcast<float>(((bits & 0x8000) << 16) | (magnitude < 0x7c00 ? finite : (magnitude << 13) | 0x7f800000));
+    const uint32_t bits = uint32_t(int32_t(bitcast<int16_t>(value))), magnitude = (bits << 13) & 0x0fffe000;
+    const float subnormal = bitcast<float>(magnitude + (113u << 23)) - 0x1p-14f;
+    const float normal = bitcast<float>(magnitude + (224u << 23)) * 0x1p-112f;  // also infinity and NaN
+    return bitcast<float>((bits & 0x80000000) | bitcast<uint32_t>(magnitude < (1u << 23) ? subnormal : normal));
   }
 };
 template <> struct Cast<float16, float> {  // to the nearest, ties to even
@@ -151,7 +158,9 @@ template <class U> struct Cast<float16, U> {
   static INLINE float16 of(U value) { return Cast<float16, float>::of(static_cast<float>(value)); }
 };
 template <> struct Cast<float16, float16> { static INLINE float16 of(float16 value) { return value; } };
-template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
+template <> struct Cast<bool, float16> {
+  static INLINE bool of(float16 value) { return Cast<float, float16>::of(value) != 0; }
+};
 
 // 8-bit floats: a sign, an exponent with a bias, M bits of mantissa. `largest` is the code of the largest finite number
 // without its sign, `overflow` that of larger ones, `not_a_number` that of NaN. A format with `unsigned_zero` has its only
