@@ -281,7 +281,7 @@ class PointwisePrinter(LoopPrinter):
         assert stride is not None
         self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
-        self.writer.line(f"load_transposed({source}, {height}, {width}, {tile});{self.statements.comment(load)}")
+        self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
         return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
 
     def hoist(self, known: EmittedValues) -> None:

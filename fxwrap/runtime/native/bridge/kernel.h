@@ -734,7 +734,7 @@ constexpr int tile_size(int most, int bytes) {
 
 // Transposes 16 x 16 elements: pairs, then fours of rows are interleaved, then fours of columns change places. Each
 // step is one instruction for 32-bit elements.
-template <int size, class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
+template <class T> inline void transpose_16(const T* source, int64_t stride, T* target, int64_t target_stride) {
   using Element = typename Bits<sizeof(T)>::Type;
   typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -759,22 +759,22 @@ template <int size, class T> inline void transpose_16(const T* source, int64_t s
     a[i + 8] = MIX(b[i], b[i + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
 #undef MIX
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = a[i];
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = a[i];
 }
 
-// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
-template <int size, class T>
-inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
+// target[i * target_stride + j] = source[j * stride + i], for i < height and j < width. The last blocks overlap those before
+// them.
+template <class T>
+inline void transpose(const T* source, int64_t stride, int height, int width, T* target, int64_t target_stride) {
+  if (height < 16 || width < 16) {
+    for (int j = 0; j < width; ++j)
+      for (int i = 0; i < height; ++i) target[i * target_stride + j] = source[j * stride + i];
+    return;
+  }
   for (int j = 0; j < width; j += 16)
     for (int i = 0; i < height; i += 16) {
-      const T* corner = source + j * stride + i;
-      if (i + 16 <= height && j + 16 <= width) {
-        transpose_16<size>(corner, stride, &tile[i][j]);
-        continue;
-      }
-      for (int row = j; row < fxwrap::min(width, j + 16); ++row)
-        for (int column = i; column < fxwrap::min(height, i + 16); ++column)
-          tile[column][row] = source[row * stride + column];
+      const int row = fxwrap::min(i, height - 16), column = fxwrap::min(j, width - 16);
+      transpose_16(source + column * stride + row, stride, target + row * target_stride + column, target_stride);
     }
 }
 
