@@ -1,4 +1,4 @@
-"""Reductions of rows of memory whose lanes are rows, as a softmax over a few classes, or over channels-last channels."""
+"""Reductions of rows whose lanes are rows, as a softmax over a few classes, or over channels-last channels."""
 
 from __future__ import annotations
 
