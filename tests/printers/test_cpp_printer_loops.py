@@ -206,17 +206,38 @@ def test_layer_norm_in_one_kernel(sizes: tuple[int, int], dtype: torch.dtype, di
     check(layer_norm(*sizes, dtype, dim), rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_results_of_rows_are_stored_transposed(dtype: torch.dtype) -> None:
-    """As in a norm of channels-last images whose result is contiguous: in tiles, of which the last ones are smaller."""
-    body, image, row, column = KernelBuilder(), Axis("n", 2), Axis("i", 37), Axis("j", 50)
-    x = body.load("x", linearize_index([image, row, column], (2, 37, 50)), dtype).to(F32)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("columns", [50, 300])
+def test_results_of_rows_are_stored_transposed(dtype: torch.dtype, columns: int) -> None:
+    """As in a norm of channels-last images whose result is contiguous: in tiles, of which the last ones are smaller.
+
+    Up to a length, rows are transposed before; longer ones after they are normalised.
+    """
+    body, image, row, column = KernelBuilder(), Axis("n", 2), Axis("i", 37), Axis("j", columns)
+    x = body.load("x", linearize_index([image, row, column], (2, 37, columns)), dtype).to(F32)
     mean, _ = body.reduce("welford", x)
-    body.store("out", linearize_index([image, column, row], (2, 50, 37)), (x - mean).to(dtype))
+    body.store("out", linearize_index([image, column, row], (2, columns, 37)), (x - mean).to(dtype))
     body.store("mean", linearize_index([image, row], (2, 37)), mean)
-    outputs = [Buffer("out", dtype, 3700), Buffer("mean", F32, 74)]
-    source = check(body.finish([image, row], [column], [Buffer("x", dtype, 3700)], outputs), rtol=1e-4)
-    assert "load_transposed(&out_tile" in source
+    outputs = [Buffer("out", dtype, 74 * columns), Buffer("mean", F32, 74)]
+    kernel = body.finish([image, row], [column], [Buffer("x", dtype, 74 * columns)], outputs)
+    source = check(kernel, rtol=1e-4)
+    assert ("transpose(x + " if columns == 50 else "transpose(&out_tile") in source
+
+
+@pytest.mark.parametrize(("dtype", "columns", "rows"), [(F32, 10, 75), (BF16, 21, 75), (F32, 31, None), (F32, 3, 40)])
+def test_short_rows_are_transposed_and_written_in_place(dtype: torch.dtype, columns: int, rows: int | None) -> None:
+    number = rows if rows is not None else make_symbol("s0")
+    body, row, column = KernelBuilder(), Axis("i", number), Axis("j", columns)
+    at = as_index(row) * columns + as_index(column)
+    x = body.load("x", at, dtype).to(F32) * body.load("weight", as_index(column), F32)
+    mean, _ = body.reduce("welford", x)
+    _, position = body.reduce("argmax", x)
+    body.store("x", at, (x - mean).to(dtype))
+    body.store("position", as_index(row), position)
+    outputs = [Buffer("x", dtype, number * columns), Buffer("position", torch.int64, number)]
+    kernel = body.finish([row], [column], [Buffer("weight", F32, columns)], outputs)
+    source = check(kernel, {} if rows is not None else {"s0": 70}, rtol=1e-4)
+    assert "transpose(x + " in source and "transpose(&x_tile" in source
 
 
 def group_norm(groups: int, columns: int, rows: int, updates_mean: bool = False) -> Kernel:
@@ -307,7 +328,7 @@ def test_the_vectorised_axis_is_not_that_of_many_values_of_rows() -> None:
         body.store("out", matrix(row, column), (body.load("x", matrix(row, column), F32) - mean) * scale + bias)
 
     buffers = [Buffer("x", F32, 64 * 64), *[Buffer(name, F32, 64) for name in names]]
-    assert "load_transposed" not in check(pointwise(formula, 64, 64, *buffers))
+    assert "transpose" not in check(pointwise(formula, 64, 64, *buffers))
 
 
 def test_values_of_one_axis_are_tables() -> None:

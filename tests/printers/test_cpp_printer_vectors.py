@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fxwrap import Options, compile_graph
 from fxwrap.loop_ir import Axis, Buffer, Index, KernelBuilder, Scalar, as_index
 from fxwrap.printers.cpp import print_cpp_kernel
 from fxwrap.runtime.kernels import load_kernel
+from fxwrap.runtime.native import COMMON_FLAGS, KERNEL_FLAGS, PROGRAM_HEADERS, find_compiler, run_compiler
 from tests.printers.cpp_kernels import BF16, F32, check, matrix, pointwise, reduction
 
 
@@ -161,3 +164,52 @@ def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inne
 
     source = print_cpp_kernel(pointwise(formula, 90, 5, Buffer("x", F32, 90 * 12))).source
     assert source.split("for (int64_t ")[-1].startswith(inner)
+
+
+def sum_of_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def sum_of_weighted_conditions(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((y > 0).float() * x.exp()).sum()
+
+
+def quantised_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    scale = (x * y).abs().amax(1, keepdim=True) / 127
+    return torch.round(x / scale).clamp(-128, 127).to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [(sum_of_halves, torch.float16), (sum_of_weighted_conditions, F32), (quantised_rows, F32)],
+    ids=lambda item: getattr(item, "__name__", str(item)),
+)
+def test_gcc_vectorises_loops_over(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Without vectors of at least 16 bytes, these took about ten times as long."""
+    compiler = find_compiler()
+    if "Free Software Foundation" not in compiler.version:
+        return
+    inputs = [torch.randn(300, 500).to(dtype) for _ in range(2)]
+    program = compile_graph(make_fx(function)(*inputs), inputs, options=Options(emitter="interpreter")).program
+    (kernel,) = program.kernels
+    (tmp_path / "kernel.cpp").write_text(kernel.source)
+    flags = [*COMMON_FLAGS, *KERNEL_FLAGS, *compiler.kernel_flags, f"-I{PROGRAM_HEADERS}"]
+    report = tmp_path / "report"
+    command = [*compiler.command, *flags, f"-fopt-info-vec-optimized={report}", "-c", "kernel.cpp", "-o", "kernel.o"]
+    run_compiler(command, tmp_path)
+    note = r"(\w+\.\w+):(\d+):\d+: optimized: loop vectorized using (?:16|32|64) byte vectors"
+    reported = re.findall(note, report.read_text())
+    vectorised = {(file, int(line)) for file, line in reported}
+    simd_loops = lines_of(tmp_path / "kernel.cpp", r"#pragma omp.* simd")
+    for file, line in simd_loops:
+        assert {(file, line + 1), (file, line + 2)} & vectorised, "the head of the loop, or its body"
+    lane_loops = lines_of(PROGRAM_HEADERS / "kernel.h", r"body\(start \+ lane, lane\)")
+    assert lane_loops <= vectorised if "for_lanes<" in kernel.source else simd_loops
+
+
+def lines_of(path: Path, pattern: str) -> set[tuple[str, int]]:
+    """The file and number of each line that contains a pattern."""
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return {(path.name, number) for number, line in lines if re.search(pattern, line)}

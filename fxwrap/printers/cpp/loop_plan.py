@@ -44,9 +44,9 @@ MAX_LANE_ELEMENTS = 32
 """Elements of a part of a long reduction that one accumulator combines. More would make float32 sums of nearly equal
 elements inexact."""
 
-STREAMED_LANES = 16
-"""Number of accumulators of few long rows, which are bound by memory: some processors prefetch better with fewer loads
-in flight."""
+STREAMED_BYTES = 64
+"""Bytes of a buffer that an iteration over few long rows loads, a line of the cache: such rows are bound by memory, and
+some processors prefetch better with fewer loads in flight."""
 
 TILE_CACHE_BYTES = 16384
 """Largest size in bytes of the tiles of transposed loads, a part of the L1 cache."""

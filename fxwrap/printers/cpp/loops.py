@@ -92,7 +92,18 @@ class LoopPrinter(ABC):
         if self.in_order or (isinstance(work, int) and work < MIN_PARALLEL_WORK):
             return f"#pragma omp{simd}{self.clause}" if simd and not self.in_order else ""
         condition = "" if isinstance(work, int) else f" if (parallel : {print_size(work)} >= {MIN_PARALLEL_WORK})"
-        return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.clause}{condition}"
+        return f"#pragma omp parallel for{simd} COLLAPSE schedule(static){self.private()}{self.clause}{condition}"
+
+    def private(self) -> str:
+        """Returns the clause that gives threads copies of the pointers to inputs, or nothing where that is no matter.
+
+        Lambdas refer to pointers, which threads would share in memory. A store of bytes may change any memory in C++,
+        so that the compiler would load a shared pointer again after it, and vectorise no loop that does.
+        """
+        has_bytes = any(buffer.dtype in (torch.int8, torch.uint8) for buffer in self.kernel.outputs)
+        if not has_bytes or not self.kernel.reductions or not self.kernel.inputs:
+            return ""
+        return f" firstprivate({', '.join([buffer.name for buffer in self.kernel.inputs])})"
 
     def simd(self) -> str:
         """Returns the pragma of the vectorised loop."""
@@ -270,7 +281,7 @@ class PointwisePrinter(LoopPrinter):
         assert stride is not None
         self.writer.line(f"alignas(64) {CPP_TYPES[load.dtype]} {tile}[tile][tile];")
         source = f"{load.buffer} + {index(corner)}, {index(stride)}"
-        self.writer.line(f"load_transposed({source}, {height}, {width}, {tile});{self.statements.comment(load)}")
+        self.writer.line(f"transpose({source}, {height}, {width}, &{tile}[0][0], tile);{self.statements.comment(load)}")
         return f"{tile}[{axis.name} - {axis.name}_0][{lane.name} - {lane.name}_0]"
 
     def hoist(self, known: EmittedValues) -> None:

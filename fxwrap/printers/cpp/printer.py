@@ -30,6 +30,7 @@ from fxwrap.printers.cpp.reductions import RowPrinter
 from fxwrap.printers.cpp.scans import ColumnPrinter, RowScanPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter
 from fxwrap.printers.cpp.streaming import StreamingPrinter
+from fxwrap.printers.cpp.transposed_columns import TransposedColumnPrinter, plan_transposed_columns
 from fxwrap.printers.cpp.transposed_rows import TransposedRowPrinter, find_transposed_axis
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES, PrintedKernel
 from fxwrap.symbolic import symbol_kind
@@ -91,6 +92,9 @@ def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments:
     grouped = plan_grouped_columns(kernel)
     if grouped is not None:
         return ColumnPrinter(grouped, writer, origin_comments)
+    columns = plan_transposed_columns(plan)
+    if columns is not None:
+        return TransposedColumnPrinter(columns, writer, origin_comments)
     if not plan.vector_axis_is_reduced:
         return ColumnPrinter(plan, writer, origin_comments)
     across = find_transposed_axis(plan)

@@ -6,13 +6,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fxwrap.loop_ir import Axis, Reduce, Store
+from fxwrap.loop_ir import Axis, Load, Reduce, Store
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
     MAX_LANE_ELEMENTS,
     ROW_BUFFER_MAX_ELEMENTS,
     ROW_BUFFER_MIN_COST,
-    STREAMED_LANES,
+    STREAMED_BYTES,
     ReductionParts,
     split_reduction,
 )
@@ -263,10 +263,15 @@ class RowPrinter(ReductionPrinter):
     def lanes(self) -> int:
         """Returns the number of accumulators, at most the number of the row's elements."""
         size = self.vector_axis.size
-        lanes = STREAMED_LANES if self.plan.splits_reduction else LANES
+        lanes = self.streamed_lanes() if self.plan.splits_reduction else LANES
         while isinstance(size, int) and lanes > max(size, 1):
             lanes //= 2
         return lanes
+
+    def streamed_lanes(self) -> int:
+        """Returns the number of accumulators that the widest loads fill a line of the cache for, at least 16."""
+        loads = [item.dtype.itemsize for item in self.kernel.operations if isinstance(item, Load)]
+        return STREAMED_BYTES // min(max(loads, default=4), 4)
 
     def combined(self, position: int) -> str:
         """Returns the combination of a reduction's lanes."""

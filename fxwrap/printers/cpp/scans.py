@@ -176,24 +176,40 @@ class ColumnPrinter(ScanPrinterBase):
         vector_axis = self.vector_axis
         size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
         is_fixed = isinstance(vector_axis.size, int)
-        whole_vectors = math.lcm(self.plan.group, VECTOR_LANES)
-        unit = whole_vectors if whole_vectors <= COLUMN_BLOCK else self.plan.group
-        largest = COLUMN_BLOCK // unit * unit
-        self.block = max(min(largest, vector_axis.size) if isinstance(vector_axis.size, int) else largest, 1)
+        self.block = self.choose_block()
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
         heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
             self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
             if self.lane_count == "lanes":
                 self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
-            known: EmittedValues = {}
+            known = self.load_columns()
             self.print_stages(known)
+            self.store_columns()
             if self.device_asserts:
                 with self.columns():
                     self.print_invariant_asserts(dict(known))
             if self.final_stores():
                 with self.columns():
                     self.write_stores(self.final_stores(), dict(known))
+
+    def choose_block(self) -> int:
+        """Returns the number of columns that are reduced together."""
+        size, whole_vectors = self.vector_axis.size, math.lcm(self.plan.group, VECTOR_LANES)
+        unit = whole_vectors if whole_vectors <= COLUMN_BLOCK else self.plan.group
+        largest = COLUMN_BLOCK // unit * unit
+        return max(min(largest, size) if isinstance(size, int) else largest, 1)
+
+    def load_columns(self) -> EmittedValues:
+        """Writes what precedes the passes over a block of columns; returns the texts of the values that it loads."""
+        return {}
+
+    def store(self, store: Store, known: EmittedValues) -> None:
+        """Writes the store of an element of a column."""
+        self.statements.store(store, known)
+
+    def store_columns(self) -> None:
+        """Writes what follows the passes over a block of columns."""
 
     @contextmanager
     def columns(self) -> Iterator[None]:
@@ -266,7 +282,7 @@ class ColumnPrinter(ScanPrinterBase):
             for position in reductions:
                 self.accumulate_lane(position, inner, f"{self.statements.name(position)}_lanes")
             for store in stores:
-                self.statements.store(store, inner)
+                self.store(store, inner)
 
     def running(self, position: int) -> str:
         """Returns the running value of a column."""

@@ -76,7 +76,7 @@ class TransposedRowPrinter(RowPrinter):
             self.writer.line(f"const int height = int(fxwrap::min<int64_t>(16, {lane.size} - {start}));")
             self.writer.line(f"alignas(64) {self.statements.type(store.value)} block[16][16];")
             self.writer.line(
-                f"load_transposed(&{self.tile(store)}[0][{start}], {lane.size}, height, int({rows}), block);"
+                f"transpose(&{self.tile(store)}[0][{start}], {lane.size}, height, int({rows}), &block[0][0], 16);"
             )
             with (
                 self.writer.nest([loop_head(lane, start, f"{start} + height")]),

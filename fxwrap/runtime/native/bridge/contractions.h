@@ -242,7 +242,7 @@ template <int height> struct MatrixRows {
     uint32_t lines[BLOCK] = {};
     const int64_t bytes = fxwrap::min<int64_t>(terms, MATRIX_TERMS) * int64_t(sizeof(bfloat16));
     for (int64_t i = 0; i < rows; ++i) __builtin_memcpy(lines + i * MATRIX_LINES, row + i * stride, uint64_t(bytes));
-    transpose_16<MATRIX_LINES>(lines, MATRIX_LINES, to);
+    transpose_16(lines, MATRIX_LINES, to, MATRIX_LINES);
   }
 };
 

@@ -56,7 +56,11 @@ constexpr double nan = __builtin_nan("");
 // --- types ------------------------------------------------------------------------------------------------------------
 
 enum class bfloat16 : uint16_t {};
+#ifdef __AVX512FP16__
 using float16 = _Float16;
+#else  // compilers vectorise loops over _Float16 four elements at a time, if at all
+enum class float16 : uint16_t {};
+#endif
 
 template <class T> struct Limits;
 template <> struct Limits<float> { static constexpr float lowest = -__builtin_inff(), highest = __builtin_inff(); };
@@ -86,6 +90,9 @@ template <class T, class U> struct Cast { static INLINE T of(U value) { return s
 template <class T> struct Cast<T, T> { static INLINE T of(T value) { return value; } };
 template <class U> struct Cast<bool, U> { static INLINE bool of(U value) { return value != 0; } };
 template <> struct Cast<bool, bool> { static INLINE bool of(bool value) { return value; } };
+// GCC vectorises no conversion of a condition to a floating-point number, but the selection of one.
+template <> struct Cast<float, bool> { static INLINE float of(bool value) { return value ? 1.0f : 0.0f; } };
+template <> struct Cast<double, bool> { static INLINE double of(bool value) { return value ? 1.0 : 0.0; } };
 template <> struct Cast<int32_t, float> { static INLINE int32_t of(float v) { return to_integer<int32_t>(v); } };
 template <> struct Cast<int32_t, double> { static INLINE int32_t of(double v) { return to_integer<int32_t>(v); } };
 template <> struct Cast<int64_t, float> { static INLINE int64_t of(float v) { return to_integer<int64_t>(v); } };
@@ -122,10 +129,10 @@ template <> struct Cast<float16, float> { static INLINE float16 of(float value) 
 #else  // by integers, which are vectorised; GCC 12 vectorises the conversions of these processors one by one
 template <> struct Cast<float, float16> {
   static INLINE float of(float16 value) {
-    const uint32_t bits = bitcast<uint16_t>(value), magnitude = bits & 0x7fff;
-    const uint32_t small = bitcast<uint32_t>(float(int32_t(magnitude)) * 0x1p-24f);
-    const uint32_t finite = magnitude < 0x400 ? small : (magnitude << 13) + (112u << 23);
-    return bitcast<float>(((bits & 0x8000) << 16) | (magnitude < 0x7c00 ? finite : (magnitude << 13) | 0x7f800000));
+    const uint32_t bits = uint32_t(int32_t(bitcast<int16_t>(value))), magnitude = (bits << 13) & 0x0fffe000;
+    const float subnormal = bitcast<float>(magnitude + (113u << 23)) - 0x1p-14f;
+    const float normal = bitcast<float>(magnitude + (224u << 23)) * 0x1p-112f;  // also infinity and NaN
+    return bitcast<float>((bits & 0x80000000) | bitcast<uint32_t>(magnitude < (1u << 23) ? subnormal : normal));
   }
 };
 template <> struct Cast<float16, float> {  // to the nearest, ties to even
@@ -151,7 +158,9 @@ template <class U> struct Cast<float16, U> {
   static INLINE float16 of(U value) { return Cast<float16, float>::of(static_cast<float>(value)); }
 };
 template <> struct Cast<float16, float16> { static INLINE float16 of(float16 value) { return value; } };
-template <> struct Cast<bool, float16> { static INLINE bool of(float16 value) { return value != 0; } };
+template <> struct Cast<bool, float16> {
+  static INLINE bool of(float16 value) { return Cast<float, float16>::of(value) != 0; }
+};
 
 // 8-bit floats: a sign, an exponent with a bias, M bits of mantissa. `largest` is the code of the largest finite number
 // without its sign, `overflow` that of larger ones, `not_a_number` that of NaN. A format with `unsigned_zero` has its only
@@ -725,7 +734,7 @@ constexpr int tile_size(int most, int bytes) {
 
 // Transposes 16 x 16 elements: pairs, then fours of rows are interleaved, then fours of columns change places. Each
 // step is one instruction for 32-bit elements.
-template <int size, class T> inline void transpose_16(const T* source, int64_t stride, T* tile) {
+template <class T> inline void transpose_16(const T* source, int64_t stride, T* target, int64_t target_stride) {
   using Element = typename Bits<sizeof(T)>::Type;
   typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -750,22 +759,22 @@ template <int size, class T> inline void transpose_16(const T* source, int64_t s
     a[i + 8] = MIX(b[i], b[i + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
 #undef MIX
-  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(tile + i * size) = a[i];
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = a[i];
 }
 
-// tile[i][j] = source[j * stride + i], for i < height and j < width; the tile's size is a multiple of 16.
-template <int size, class T>
-inline void load_transposed(const T* source, int64_t stride, int height, int width, T (&tile)[size][size]) {
+// target[i * target_stride + j] = source[j * stride + i], for i < height and j < width. The last blocks overlap those before
+// them.
+template <class T>
+inline void transpose(const T* source, int64_t stride, int height, int width, T* target, int64_t target_stride) {
+  if (height < 16 || width < 16) {
+    for (int j = 0; j < width; ++j)
+      for (int i = 0; i < height; ++i) target[i * target_stride + j] = source[j * stride + i];
+    return;
+  }
   for (int j = 0; j < width; j += 16)
     for (int i = 0; i < height; i += 16) {
-      const T* corner = source + j * stride + i;
-      if (i + 16 <= height && j + 16 <= width) {
-        transpose_16<size>(corner, stride, &tile[i][j]);
-        continue;
-      }
-      for (int row = j; row < fxwrap::min(width, j + 16); ++row)
-        for (int column = i; column < fxwrap::min(height, i + 16); ++column)
-          tile[column][row] = source[row * stride + column];
+      const int row = fxwrap::min(i, height - 16), column = fxwrap::min(j, width - 16);
+      transpose_16(source + column * stride + row, stride, target + row * target_stride + column, target_stride);
     }
 }
 

@@ -1,0 +1,108 @@
+"""Reductions of rows whose lanes are rows, as a softmax over a few classes, or over channels-last channels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxwrap.loop_ir import Axis, Index, Load, Scan, Store, as_index
+from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
+from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.scans import ColumnPrinter
+from fxwrap.printers.cpp.statements import EmittedValues
+
+ROWS = 32
+"""Rows that are loaded together."""
+
+MAX_ROW_LENGTH = 31
+"""Largest number of elements of rows. Longer ones fill vectors along them."""
+
+MAX_COLUMN_LENGTH = 256
+"""The same where results are stored across rows: vectors along rows would have to be transposed, too."""
+
+
+def plan_transposed_columns(plan: LoopPlan) -> LoopPlan | None:
+    """Returns the plan of a kernel of short rows whose lanes are rows; None for others.
+
+    An access to elements of rows is contiguous along rows or across them.
+    """
+    if len(plan.kernel.reduced) != 1 or plan.serial or plan.splits_reduction:
+        return None
+    operations, (row,) = plan.kernel.operations, plan.kernel.reduced
+    accesses = [item for item in operations if isinstance(item, Load | Store) and row in item.index.axes()]
+    if any(item.mask is not None for item in accesses) or any(isinstance(item, Scan) for item in operations):
+        return None
+    stores = [item for item in accesses if isinstance(item, Store)]
+    if len({store.buffer for store in stores}) < len(stores):
+        return None
+    for lane in plan.kernel.axes:
+        if isinstance(lane.size, int) and lane.size < ROWS:
+            continue
+        if all(_is_row(item.index, row, lane) or _is_column(item.index, lane) for item in accesses):
+            is_transposed_anyway = any(
+                isinstance(item, Store) and not _is_row(item.index, row, lane) for item in accesses
+            )
+            longest = MAX_COLUMN_LENGTH if is_transposed_anyway else MAX_ROW_LENGTH
+            is_short = isinstance(row.size, int) and row.size <= longest
+            has_rows = any(_is_row(item.index, row, lane) for item in accesses)
+            return replace(plan, vector_axis=lane) if has_rows and is_short else None
+    return None
+
+
+def _is_row(index: Index, row: Axis, lane: Axis) -> bool:
+    return lane in index.axes() and is_transposed(index, row, lane)
+
+
+def _is_column(index: Index, lane: Axis) -> bool:
+    stride = index.stride(lane)
+    return stride is not None and stride.constant in (0, 1)
+
+
+class TransposedColumnPrinter(ColumnPrinter):
+    """A kernel that transposes blocks of rows, so that each operation is one on vectors."""
+
+    def choose_block(self) -> int:
+        """Returns the number of rows that are loaded together."""
+        return ROWS
+
+    def load_columns(self) -> EmittedValues:
+        """Writes the tiles of rows and their loads; returns the texts of their elements."""
+        (row,), known = self.kernel.reduced, EmittedValues()
+        for position, operation in enumerate(self.kernel.operations):
+            if not isinstance(operation, Load | Store) or not _is_row(operation.index, row, self.vector_axis):
+                continue
+            name = operation.buffer if isinstance(operation, Store) else self.statements.name(position)
+            dtype = operation.dtype if isinstance(operation, Load) else self.statements.dtype(operation.value)
+            self.writer.line(f"alignas(64) {CPP_TYPES[dtype]} {name}_tile[{row.size}][{self.block}];")
+            if isinstance(operation, Load):
+                rows, stride = self.rows(operation)
+                arguments = f"{rows}, {stride}, {row.size}, {self.lane_count}, &{name}_tile[0][0], {self.block}"
+                self.writer.line(f"transpose({arguments});{self.statements.comment(operation)}")
+                known[position] = f"{name}_tile[{row.name}][lane]"
+        return known
+
+    def rows(self, access: Load | Store) -> tuple[str, str]:
+        """Returns the texts of the address of a block's first row, and of the distance of rows."""
+        (row,), lane, index = self.kernel.reduced, self.vector_axis, self.statements.index({})
+        first = access.index.substitute({row: as_index(0), lane: as_index(Axis(f"{lane.name}_0", lane.size))})
+        stride = access.index.stride(lane)
+        assert stride is not None
+        return f"{access.buffer} + {index(first)}", index(stride)
+
+    def store(self, store: Store, known: EmittedValues) -> None:
+        """Writes the store of an element of a column, into its tile where rows are stored."""
+        (row,) = self.kernel.reduced
+        if not _is_row(store.index, row, self.vector_axis):
+            super().store(store, known)
+            return
+        self.writer.line(
+            f"{store.buffer}_tile[{row.name}][lane] = {known[store.value]};{self.statements.comment(store)}"
+        )
+
+    def store_columns(self) -> None:
+        """Writes the stores of tiles as rows."""
+        (row,) = self.kernel.reduced
+        for store in self.kernel.stores:
+            if _is_row(store.index, row, self.vector_axis):
+                rows, stride = self.rows(store)
+                tile = f"&{store.buffer}_tile[0][0], {self.block}, {self.lane_count}, {print_size(row.size)}"
+                self.writer.line(f"transpose({tile}, {rows}, {stride});")
