@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -30,6 +31,7 @@ from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
     aot_graph_info,
+    are_disjoint_slices,
     autograd_cache,
     begin_dynamo_compile,
     boxed_call,
@@ -38,6 +40,7 @@ from fxwrap.torch_compat import (
     is_precompiling,
     report_output_strides,
     serializable_callable,
+    storage_identity,
 )
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -166,6 +169,7 @@ class _GraphCompiler:
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         outputs = graph_module.graph.output_node().args[0]
         info = aot_graph_info(self.kind, len(outputs) if isinstance(outputs, tuple | list) else 1)
+        info = replace(info, donated_inputs=_donated_without_aliases(graph_module, info.donated_inputs))
         static_inputs = self._static_inputs(graph_module, info)
         options = self.options.replace(check_inputs=False, freeze=self.options.freeze and self.kind == "inference")
         if options.autotune == FIRST_CALL and (options.on_graph is not None or is_precompiling()):
@@ -225,6 +229,29 @@ class _GraphCompiler:
         names = {f"primals_{position + 1}" for position in info.static_inputs}
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         return frozenset(position for position, node in enumerate(placeholders) if node.name in names)
+
+
+def _donated_without_aliases(graph_module: GraphModule, donated: frozenset[int]) -> frozenset[int]:
+    """Returns the positions of donated inputs that share no element with another one, as a tensor does with its views.
+
+    AOTAutograd donates a saved tensor and a saved view of it, both of which the backward still reads.
+    """
+    if not donated:
+        return donated
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    fakes = {position: placeholders[position].meta.get("val") for position in donated}
+    tensors = {position: fake for position, fake in fakes.items() if isinstance(fake, torch.Tensor)}
+    layouts = {position: (fake.shape, fake.stride(), fake.storage_offset()) for position, fake in tensors.items()}
+    storages: dict[int, list[int]] = {}
+    for position, fake in tensors.items():
+        storages.setdefault(storage_identity(fake), []).append(position)
+    aliases = {
+        position
+        for positions in storages.values()
+        for position, other in permutations(positions, 2)
+        if not are_disjoint_slices(layouts[position], layouts[other])
+    }
+    return donated - aliases
 
 
 def _may_be_negative(graph_module: GraphModule) -> list[int]:

@@ -2,7 +2,8 @@
 
 They are a class of fxwrap because a compile builds hundreds of thousands of them, for which sympy is too slow. Sizes
 stay `int | sympy.Expr`; a symbolic size is an atom of a polynomial. Simplification uses that an axis ranges from 0 to
-its size - 1, and that sizes are at least 1: no index is computed where a size is zero.
+its size - 1, and that sizes are at least 1: no index is computed where a size is zero. Quotients rounded up, as in
+`-(-s0//4)`, have atoms that are negative.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sympy
 
 from fxwrap.caching import bounded_cache
 from fxwrap.symbolic import Size
+from fxwrap.torch_compat import sympy_functions
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,13 +330,17 @@ def _substitute_atom(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
 @bounded_cache(65536)
 def _bounds(index: Index) -> tuple[Index, Index] | None:
     low, high = ZERO, ZERO
-    for monomial, coefficient in index.terms:
+    for monomial, number in index.terms:
+        coefficient = number
         lowest, highest = ONE, ONE
         for atom in monomial:
             limits = _atom_bounds(atom)
+            if _is_negative(atom):
+                whole = Index((((atom,), 1),))
+                limits, coefficient = (-whole, -whole), -coefficient
             if limits is None:
                 return None
-            lowest, highest = lowest * limits[0], highest * limits[1]  # atoms are never negative
+            lowest, highest = lowest * limits[0], highest * limits[1]  # none is negative
         small, large = (lowest, highest) if coefficient > 0 else (highest, lowest)
         low, high = low + small * coefficient, high + large * coefficient
     return low, high
@@ -359,8 +365,10 @@ def _atom_bounds(atom: Atom) -> tuple[Index, Index] | None:
 def _is_nonnegative_polynomial(index: Index) -> bool:
     """Whether a polynomial in sizes is provably at least 0 for all sizes.
 
-    A plain symbol is at least 1. Other atoms, like the quotient in `s0//2 + 1`, may be 0.
+    A plain symbol is at least 1. Other atoms, like the quotient in `s0//2 + 1`, may be 0; those that are negative are
+    replaced by their opposites.
     """
+    index = _with_opposites(index)
     if all(number > 0 for _, number in index.terms):
         return True
     if not any(number > 0 for monomial, number in index.terms if monomial):
@@ -373,6 +381,27 @@ def _is_nonnegative_polynomial(index: Index) -> bool:
             part = part * (whole + 1 if isinstance(atom, SizeAtom) and atom.expression.is_Symbol else whole)
         shifted = shifted + part
     return all(number > 0 for _, number in shifted.terms)
+
+
+def _with_opposites(index: Index) -> Index:
+    """Returns a polynomial in which negative atoms stand for their opposites."""
+    signs = [math.prod([-1 for atom in monomial if _is_negative(atom)]) for monomial, _ in index.terms]
+    return Index(
+        tuple([(monomial, sign * number) for (monomial, number), sign in zip(index.terms, signs, strict=True)])
+    )
+
+
+def _is_negative(atom: Atom) -> bool:
+    """Whether an atom is a quotient such as that of `-(-s0//4)`, which is s0/4 rounded up."""
+    return isinstance(atom, SizeAtom) and _is_negative_quotient(atom.expression)
+
+
+@bounded_cache(4096)
+def _is_negative_quotient(size: sympy.Expr) -> bool:
+    if not isinstance(size, sympy_functions.FloorDiv):
+        return False
+    base, divisor = [_with_opposites(_from_size(part)) for part in size.args]
+    return all(number < 0 for _, number in base.terms) and all(number > 0 for _, number in divisor.terms)
 
 
 def _in_range(index: Index, divisor: Index) -> bool:

@@ -23,7 +23,7 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.symbols.cpu_scalars import ScalarRead
-from fxwrap.torch_compat import has_distinct_elements, storage_identity
+from fxwrap.torch_compat import are_disjoint_slices, storage_identity
 from fxwrap.wrapper_ir import Leaf, TensorType
 
 DefinitionOperand: TypeAlias = "Definition | Leaf | tuple[DefinitionOperand, ...] | dict[str, DefinitionOperand]"
@@ -147,7 +147,8 @@ class GraphDefinitions:
         if not isinstance(first, Stored) or not isinstance(second, Stored):
             return False
         types = [self.stored_types.get(item) for item in (first, second)]
-        return None not in types and _are_disjoint_slices(*types)  # type: ignore[arg-type]
+        layouts = [(item.sizes, item.strides, item.storage_offset) for item in types if item is not None]
+        return len(layouts) == 2 and are_disjoint_slices(*layouts)
 
     def definition(self, node: Node) -> Definition:
         """Returns the definition of a node that has one result."""
@@ -170,22 +171,6 @@ class GraphDefinitions:
     def of_nodes(self, nodes: Collection[Node]) -> list[Definition]:
         """Returns the definitions of nodes."""
         return [definition for node in nodes for definition in definitions_in(self.operands[node])]
-
-
-def _are_disjoint_slices(first: TensorType, second: TensorType) -> bool:
-    """Whether two types are slices of one tensor along one dimension, at different positions, of constant sizes."""
-    numbers = (*first.sizes, *second.sizes, *first.strides, first.storage_offset, second.storage_offset)
-    if first.strides != second.strides or not all(isinstance(number, int) for number in numbers):
-        return False
-    low, high = sorted((first, second), key=lambda type_: int(type_.storage_offset))
-    distance = int(high.storage_offset) - int(low.storage_offset)
-    for dim, stride in enumerate(low.strides):
-        position, rest = divmod(distance, stride) if stride else (0, 1)
-        if not rest and position >= low.sizes[dim]:
-            sizes = [max(int(one), int(two)) for one, two in zip(low.sizes, high.sizes, strict=True)]
-            sizes[dim] = position + int(high.sizes[dim])
-            return has_distinct_elements(sizes, [int(stride) for stride in low.strides])
-    return False
 
 
 _FAMILIES = {

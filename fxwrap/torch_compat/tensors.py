@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,6 +38,28 @@ def has_distinct_elements(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 in sizes
         reach += (size - 1) * stride
     return True
+
+
+StridedLayout: TypeAlias = tuple[Sequence[Any], Sequence[Any], Any]
+"""The sizes, the strides and the offset of a strided tensor, ints or symbolic."""
+
+
+def are_disjoint_slices(first: StridedLayout, second: StridedLayout) -> bool:
+    """Whether two tensors are slices of one along one dimension, at different positions, of constant sizes."""
+    low, high = first, second
+    numbers = (*low[0], *high[0], *low[1], low[2], *high[1], high[2])
+    if not all(isinstance(number, int) for number in numbers) or tuple(low[1]) != tuple(high[1]):
+        return False
+    if low[2] > high[2]:
+        low, high = high, low
+    sizes, strides, offset = low
+    for dim, stride in enumerate(strides):
+        position, rest = divmod(high[2] - offset, stride) if stride else (0, 1)
+        if not rest and position >= sizes[dim]:
+            reached = [max(pair) for pair in zip(sizes, high[0], strict=True)]
+            reached[dim] = position + high[0][dim]
+            return has_distinct_elements(reached, strides)
+    return False
 
 
 def is_plain_view(view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ import fxwrap
 from fxwrap.devices import CPU
 from fxwrap.lines import Return
 from fxwrap.torch_compat import min_cut_partitioner
-from fxwrap.wrapper_ir import TensorType, Value
+from fxwrap.wrapper_ir import Ownership, TensorType, Value
 
 ROWS, WIDTH, CLASSES = 6, 5, 9
 
@@ -299,6 +299,28 @@ def test_dropout_saves_its_mask_alone(emitter: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(*outcomes, rtol=tolerance, atol=tolerance)
     saved = [item.dtype for item in returned_types(programs[0]) if sorted(item.sizes) == [ROWS, CLASSES]]
     assert sorted(saved, key=str) == [torch.bool, torch.float32]
+
+
+def test_of_donated_tensors_none_is_a_view_of_another() -> None:
+    """AOTAutograd donates a tensor and a view of it, both saved; halves of a tensor share no element."""
+
+    def saved(results: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> dict[str, Ownership]:
+        x, w, factor = torch.randn(5, 6), torch.randn(6, 8, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, w, factor: results(x @ w, factor), backend="fxwrap", options={"fuse": False})
+        sum([result.sum() for result in compiled(x, w, factor)]).backward()
+        backward = fxwrap.inspect(compiled)[-1].program
+        return {item.value.name: item.ownership for item in backward.inputs if isinstance(item.value, Value)}
+
+    both = saved(lambda product, factor: ((product**2).mean(-1), product.view(5, 4, 2).unbind(-1)[1] * factor))
+    assert both["mm"] is both["getitem_1"] is Ownership.SHARED
+
+    def attention(product: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+        query, key = product.view(1, 1, 5, 8).split(4, -1)
+        return (F.scaled_dot_product_attention(query, key, factor.view(1, 1, 5, 4)),)
+
+    halves = saved(attention)
+    assert halves["getitem"] is halves["getitem_1"] is Ownership.OWNED
 
 
 @pytest.mark.sampled(2)

@@ -249,6 +249,18 @@ def test_a_part_of_a_size_may_be_zero() -> None:
     assert (as_index(S0 * S1) - S0).is_nonnegative() and not (as_index(S0) - S1).is_nonnegative()
 
 
+def test_quotients_may_be_rounded_up() -> None:
+    """Their sizes are products of -1 and a quotient that is negative."""
+    for size in (-floor_divide(-S0, 3), 2 * -floor_divide(-S0 * S1, S0 + 1)):
+        p = Axis("p", size)
+        for position in range(7):
+            index = as_index(p) // 2 + (as_index(p) * S1) % 3
+            numbers = {"s0": 20, "s1": 9}
+            assert position < number(size, numbers)
+            assert value(index, {p: position}, numbers) == position // 2 + position * 9 % 3
+        assert linearize_index([p, Axis("q", 4)], [size, 4]) // 4 == as_index(p)
+
+
 def test_divisors_are_positive() -> None:
     for divisor in (0, -2):
         with pytest.raises(ValueError, match="must be positive"):
