@@ -358,6 +358,16 @@ def test_stages(size: int) -> None:
             check(kernel, configuration)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_warp_has_whole_rows_that_are_not_aligned(dtype: torch.dtype) -> None:
+    """Threads load single elements of them, so that warps would share out a row, and its sums."""
+    for size in (131, 197, 501, 1001):
+        first = configurations(layer_norm_kernel(65536, size, dtype))[0]
+        assert first.num_warps == 1 and first.y_block * first.r_block <= 1024, size
+    for size in (64, 256, 1000):
+        assert configurations(layer_norm_kernel(65536, size, dtype))[0].num_warps == 4, size
+
+
 def test_reduced_axes_are_flattened() -> None:
     n, c, h = Axis("r0", 3), Axis("p0", 4), Axis("r1", 7)
 

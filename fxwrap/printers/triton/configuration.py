@@ -6,6 +6,7 @@ H200.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -32,6 +33,15 @@ from fxwrap.symbolic import Size
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
+
+_VECTOR_BYTES = 16
+"""The bytes that a thread transfers at once at most."""
+
+_LANES = 32
+"""The threads of a warp."""
+
+_ROW_TILE = 1024
+"""The elements of the rows of a program of one warp."""
 
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
@@ -177,6 +187,10 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         tile = rows * block
         warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
         whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
+        vector = _vector_elements(kernel, kernel.reduced[-1])
+        if rows > 1 and vector is not None and _LANES * vector < block:
+            # Warps would share out each row, and combine their sums in shared memory.
+            candidates.append(replace(whole, y_block=min(rows, max(_ROW_TILE // block, 1)), num_warps=1))
         candidates += [
             whole,
             *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16],
@@ -239,6 +253,8 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
     if len(full_tile_loads(kernel)) > 1:
         shapes = [shapes[3], *shapes[:3]]
+        if _vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
+            shapes.insert(0, (64, 32, 1))
     for width, height, stages in shapes:
         block = min(width, widest)
         rows = min(height * (width // block), next_power_of_2(hint(size)))
@@ -278,6 +294,18 @@ def full_tile_loads(kernel: Kernel) -> list[Load]:
     whole = {*kernel.axes, *kernel.reduced}
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
     return [operation for operation, axes in pairs if isinstance(operation, Load) and whole <= axes]
+
+
+def _vector_elements(kernel: Kernel, inner: Axis) -> int | None:
+    """Returns the elements along an axis that a thread loads at once where rows are not aligned to whole vectors."""
+    elements = None
+    for load in full_tile_loads(kernel):
+        whole = max(_VECTOR_BYTES // load.dtype.itemsize, 1)
+        strides = [load.index.stride(axis) for axis in load.index.axes() - {inner}]
+        aligned = math.gcd(whole, *[(stride.constant if stride is not None else None) or 1 for stride in strides])
+        if load.index.stride(inner) == ONE and aligned < whole:
+            elements = min(aligned, elements or aligned)
+    return elements
 
 
 def _bytes_per_element(kernel: Kernel) -> int:
