@@ -45,21 +45,23 @@ def fragments(
     ("rows", "groups", "size", "block", "columns", "warps", "parts", "ahead"),
     [
         (0, 8, 32, 1, 32, 1, 1, False),  # two groups in a chunk, eight in a fragment
-        (0, 32, 16, 1, 16, 2, 1, True),  # four groups in a chunk
+        (0, 48, 16, 1, 16, 2, 1, True),  # four groups in a chunk, and three steps
         (0, 8, 128, 4, 16, 1, 1, True),  # a group in two chunks, and two groups in a fragment
         (1, 8, 32, 2, 16, 2, 1, False),
         (3, 8, 32, 4, 32, 1, 2, False),  # two groups and three of four rows
-        (7, 4, 64, 8, 16, 1, 2, True),  # one group of seven rows
+        (7, 4, 64, 8, 16, 1, 2, True),  # one group of seven rows, which have more bytes than the weights
     ],
 )
 def test_sums_of_fragments_are_those_of_products(
     rows: int, groups: int, size: int, block: int, columns: int, warps: int, parts: int, ahead: bool
 ) -> None:
-    """Weights of the next step are loaded before the products of a step, or those of the step itself are."""
+    """The next step is loaded before the products of a step, or the step itself is; the last one loads nothing."""
     kernel = int4(rows, groups, size)
     source = check(kernel, fragments(kernel, block, columns, warps, parts, ahead), tolerance=1e-3)
-    assert source.count("tl.load(x_ptr") == 1 and source.count("tl.load(w_ptr") == 1 + ahead
+    assert source.count("tl.load(w_ptr") == 1 + ahead
+    assert source.count("tl.load(x_ptr") == 1 + (ahead and block < 8)
     before, loop, step = source.partition("    for st")
+    assert not ahead or all("mask=more" in line for line in step.splitlines() if "tl.load(w_ptr" in line)
     assert source.count("tl.dot(") == 4 and bool(loop) == (groups > 8 // block * warps * parts)
     assert ("tl.load(w_ptr" in before) == (ahead or not loop) and ("bytes_of_words(w_now)" in step) == ahead
 

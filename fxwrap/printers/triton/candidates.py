@@ -89,12 +89,12 @@ _LOADS_FIRST_TILES = ((4, 16, 1, 1), (4, 32, 2, 1), (4, 64, 4, 1))
 """The same of steps that load first: the best of one sum of many columns, of several sums, and of few columns."""
 
 _FRAGMENT_TILES = (
-    (16, 1, 1, True, 104), (16, 4, 1, False, 128), (16, 4, 1, True, 160), (16, 2, 1, True, 128), (16, 8, 1, False, 0),
-    (16, 2, 1, False, 0), (16, 4, 1, False, 0),
+    (16, 1, 1, True, 104), (16, 4, 1, True, 168), (16, 4, 1, True, 160), (16, 2, 1, True, 128), (16, 8, 1, False, 0),
+    (16, 2, 1, False, 0), (16, 4, 1, False, 128),
 )  # fmt: skip
 """Columns, warps, groups of a warp one after another, and registers of fragments of up to 4 rows.
 
-The fourth entry says whether a step loads the weights of the next one. The first of these is for one sum of many
+The fourth entry says whether a step loads the next one. The first of these is for one sum of many
 columns, the second for several sums, and the third for few columns.
 """
 

@@ -73,7 +73,7 @@ class Configuration:
     `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
     `fragments`: groups of up to 8 rows are loaded into the registers of tensor cores (`fragment_sums.py`).
     `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once;
-    one of fragments loads the weights of the next step. `max_registers` limits a thread's registers; 0 for no limit.
+    one of fragments loads the next step. `max_registers` limits a thread's registers; 0 for no limit.
     """
 
     x: tuple[Axis, ...] = ()

@@ -46,6 +46,14 @@ from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinte
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 
 
+def _masked(line: str, mask: str) -> str:
+    """Returns a line that defines a name; if it is a load, one that is done where a mask is true."""
+    if " = tl.load(" not in line:
+        return line
+    assert line.endswith(")"), "values are loaded as they are in memory"
+    return line.replace("mask=", f"mask={mask} & ") if "mask=" in line else f"{line[:-1]}, mask={mask})"
+
+
 def _is_of_rows(item: GroupSum) -> bool:
     """Whether a sum is one of rows alone."""
     of_rows = item.terms[0][1] is None
@@ -56,13 +64,25 @@ def _is_of_rows(item: GroupSum) -> bool:
 _Part = tuple[FragmentBlock, Collection[int]]
 """A block with the operations that are computed there."""
 
+_Pairs = tuple[tuple[tuple[int, int], str], ...]
+"""The operations of two elements of rows that are loaded together, with the name of both."""
+
+_PAIR_BYTES = 4
+"""The bytes of two elements of a row."""
+
 
 @dataclass(frozen=True)
 class _Loads:
-    """The lines that load what a step needs, and the block, operation and name of each value."""
+    """The lines that load what a step needs, the block, operation and name of each value, and the pairs of rows."""
 
     lines: tuple[str, ...]
     values: tuple[tuple[FragmentBlock, int, str], ...]
+    pairs: _Pairs
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all values."""
+        return [*[name for _, _, name in self.values], *[name for _, name in self.pairs]]
 
 
 class FragmentSumPrinter(GroupSumPrinter):
@@ -101,6 +121,8 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.row_mask = self.joined_mask = ""
         self.block: FragmentBlock | None = None
         self.texts: dict[str, dict[int, str]] = {}
+        self.result_text: dict[int, str] = {}
+        self.result_masks: dict[int, str] = {}
         self.block_names: dict[str, dict[Axis, str]] = {}
 
     # --- blocks -------------------------------------------------------------------------------------------------------
@@ -244,31 +266,53 @@ class FragmentSumPrinter(GroupSumPrinter):
         self._emit_results()
 
     def _emit_steps_ahead(self, row: _Part, of_columns: Sequence[_Part], rows: list[int], columns: list[int]) -> None:
-        """Prints the loop over groups, of which each step loads the elements of columns of the next one."""
+        """Prints the loop over groups, of which each step loads the elements of the next one."""
         self._emit_start([*of_columns, row])
         self._emit_zeros()
         p, start, step = self._dimension("p"), self._stable_name("start"), self._stable_name("step")
-        count, last = [self.index_printer.size(item) for item in (p.size, int(p.size) - p.block)]
+        count, more = self.index_printer.size(p.size), self._stable_name("more")
         self.line(f"{start} = 0")
         before = len(self.lines)
         self._emit_group_loads(of_columns, start)
-        loads = self._packed_loads(of_columns, before)
+        pairs = self._emit_pairs(row, start)
+        loads = self._packed_loads(of_columns, before, pairs)
         self.line(
             f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
         )
         self.depth += 1
-        self._emit_next_loads(loads, [f"{start} = tl.minimum({step} + {p.block_constant}, {last})"])
+        self._emit_next_loads(loads, [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"], more)
         self.line(f"{start} = {step}")
-        for block, _ in of_columns:
+        for block, _ in (*of_columns, row):
             with self._inside(block):
                 self._emit_group_positions(block, start)
-        self._emit_group_loads([row], start)
+        with self._inside(self.row_block):
+            self._emit_loads([at for at in row[1] if self.varying[at]])
         self._emit_step(of_columns, self._emit_rows(row, rows), columns)
         self.depth -= 1
         self.origin = ""
         self._emit_results()
 
-    def _packed_loads(self, of_columns: Sequence[_Part], before: int) -> _Loads:
+    def _emit_pairs(self, row: _Part, start: str) -> _Pairs:
+        """Prints the loads of a step's pairs of elements of rows; returns these with their names.
+
+        There are none where they would take more registers than the weights of a step.
+        """
+        block, positions = row
+        if block.rows * RUN * _PAIR_BYTES > self.column_block.rows * self.fragments.lane_bytes:
+            return ()
+        names: dict[tuple[int, int], str] = {}
+        with self._inside(block):
+            self._emit_group_positions(block, start)
+            for position in sorted(positions):
+                operation = self.kernel.operations[position]
+                if not isinstance(operation, Load) or not self.varying[position] or not self.is_summed[position]:
+                    continue
+                pair = self._pair(position, operation)
+                if pair is not None and pair not in names:
+                    names[pair] = self._load_contiguous(pair, operation)
+        return tuple(names.items())
+
+    def _packed_loads(self, of_columns: Sequence[_Part], before: int, pairs: _Pairs) -> _Loads:
         """Prints the bytes of a step's loads as words, which take fewer registers; returns what the lines define."""
         loaded = [
             (block, position, self.texts[block.name][position]) for block, positions in of_columns
@@ -278,25 +322,30 @@ class FragmentSumPrinter(GroupSumPrinter):
         for block, position, name in loaded:
             if self._is_packed(block, position):
                 self.line(f"{name} = {self.use('words_of_bytes')}({name})")
-        return _Loads(tuple(self.lines[before:]), tuple(loaded))
+        return _Loads(tuple(self.lines[before:]), tuple(loaded), pairs)
 
     def _is_packed(self, block: FragmentBlock, position: int) -> bool:
         return block is self.column_block and operation_dtype(self.kernel.operations[position]).itemsize == 1
 
-    def _emit_next_loads(self, loads: _Loads, before: Sequence[str]) -> None:
-        """Prints the values of this step, and the loads of the next one after the lines that say where it is."""
+    def _emit_next_loads(self, loads: _Loads, before: Sequence[str], mask: str) -> None:
+        """Prints the values of this step, and the loads of the next one after the lines that say where it is.
+
+        `mask` is the name of whether there is one.
+        """
+        now = {name: self._stable_name(f"{name}_now") for name in loads.names}
+        for name in loads.names:
+            self.line(f"{now[name]} = {name}")
         for block, position, name in loads.values:
-            now = self._stable_name(f"{name}_now")
-            self.line(f"{now} = {name}")
-            self.texts[block.name][position] = now
+            self.texts[block.name][position] = now[name]
+        self.contiguous |= {pair: now[name] for pair, name in loads.pairs}
         for line in before:
             self.line(line)
-        self.lines += [f"    {line}" for line in loads.lines]
+        self.lines += [f"    {_masked(line, mask)}" for line in loads.lines]
         for block, position, _ in loads.values:
             if self._is_packed(block, position):
-                now = self.texts[block.name][position]
-                self.texts[block.name][position] = self._stable_name(f"{now}_bytes")
-                self.line(f"{self.texts[block.name][position]} = {self.use('bytes_of_words')}({now})")
+                words = self.texts[block.name][position]
+                self.texts[block.name][position] = self._stable_name(f"{words}_bytes")
+                self.line(f"{self.texts[block.name][position]} = {self.use('bytes_of_words')}({words})")
 
     def _emit_start(self, parts: Sequence[_Part]) -> None:
         """Prints what is the same in all steps: positions, and values that do not vary along groups."""
@@ -308,6 +357,17 @@ class FragmentSumPrinter(GroupSumPrinter):
                 self._emit_all([position for position in positions if not self.varying[position]])
 
     def _emit_zeros(self) -> None:
+        """Prints the totals, and the loads of what those of one row are combined with: no wait for these is at the end.
+
+        Several rows would need as many registers in the loop.
+        """
+        self._enter(self.result_block)
+        self._emit_block_offsets(self._dimension("y"), self.first)
+        if "x" in self.result_block:
+            self._emit_block_offsets(self._dimension("x"), "")
+        outer, self.text = self.text, {}
+        self._emit_loads(self._after_totals() if "x" not in self.result_block else ())
+        self.result_text, self.text, self.result_masks = self.text, outer, self.masks
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(self.kernel.operations[position])]
@@ -481,7 +541,7 @@ class FragmentSumPrinter(GroupSumPrinter):
 
     def _emit_results(self) -> None:
         """Prints the sums over warps and joined groups, and the operations after the loop."""
-        kernel, parts = self.kernel, self.fragments
+        parts = self.fragments
         for position in self.form.totals:
             (name,) = self.results[position]
             rows = (parts.rows,) if "x" in self.result_block else ()
@@ -490,13 +550,17 @@ class FragmentSumPrinter(GroupSumPrinter):
                 shape = (1, parts.columns, *rows, parts.joined)
                 self.line(f"{name} = tl.sum(tl.reshape({name}, {shape_text(shape)}), {len(shape) - 1})")
         self.text = {position: self.results[position][0] for position in self.form.totals}
+        self.text |= self.result_text
         self._enter(self.result_block)
-        self._emit_block_offsets(self._dimension("y"), self.first)
-        if "x" in self.result_block:
-            self._emit_block_offsets(self._dimension("x"), "")
-        writes = [at for at, operation in enumerate(kernel.operations) if isinstance(operation, Store | DeviceAssert)]
-        self._emit_all(kernel.backward_slice(writes, known=self.form.totals))
+        self.masks = self.result_masks
+        self._emit_all(self._after_totals())
         self.tile = self.whole
+
+    def _after_totals(self) -> set[int]:
+        """Returns the operations after the loop, and what they read besides the totals."""
+        operations = enumerate(self.kernel.operations)
+        writes = [at for at, operation in operations if isinstance(operation, Store | DeviceAssert)]
+        return self.kernel.backward_slice(writes, known=self.form.totals)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
