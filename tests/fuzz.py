@@ -1,4 +1,4 @@
-"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training.
+"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers.
 
     python -m tests.fuzz --graphs 2000 --jobs 2          # `make fuzz`
     python -m tests.fuzz --seconds 600 --jobs 16 --record
@@ -6,8 +6,9 @@
 
 Each graph is compiled with several options and emitters, its variants, and each program runs on the same fresh inputs.
 The seed alone determines the graph, the options and the inputs. Kernels run on the test suite's imaginary device, which
-needs no compiler, or are compiled as C++. A failure prints the seed, the options, the graph and the error, and does not
-end the run; the exit status is 1 after any.
+needs no compiler, or are compiled as C++, or run in Triton's interpreter as for a GPU, in any of their configurations.
+A failure prints the seed, the options, the graph and the error, and does not end the run; the exit status is 1 after
+any.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,15 +40,20 @@ from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound,
 import fxwrap
 from benchmarks.results import add_record_option, environment, result_path, write_result
 from fxwrap.comparison import COMPARED_EMITTERS
+from fxwrap.devices import CPU, CUDA, TRITON, scoped_registration
 from fxwrap.errors import GraphError, InputError
 from fxwrap.options import PLANNERS, Options
+from fxwrap.printers import KernelRequest, PrintedKernel, triton_configurations
+from fxwrap.printers.languages import TRITON_KERNEL_COMBINER
+from fxwrap.runtime.devices import CUDA_RUNTIME
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
-from tests.support.agreement import Agreement, in_float64, promote
+from tests.support.agreement import NOISE, Agreement, in_float64, promote
 from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
+from tests.support.strategies.layers import layers
 
 FRESH_RUNS, SPECIAL_RUNS = 12, 8
 """Inputs for each graph: random elements, and those with infinities, NaN, zeros of both signs and extreme numbers.
@@ -70,11 +76,34 @@ SPECIAL_NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, 2.0**-126, 1 - 2.0**-24)
 VARIANCES = ("aten.native_layer_norm.default", "aten.var_mean.correction")
 """Operators whose mean of a row with an infinity is NaN in eager mode, unless it is the last that a lane adds."""
 
-VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1}
+VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1, "layers": 4, "layers in training": 1}
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
 
-COMPILED_SHARE, CPP_SHARE = 1 / 50, 1 / 60
-"""How many graphs have kernels compiled as C++, and how many are emitted as C++; each takes a C++ compiler."""
+CPP_SHARE = 1 / 60
+"""How many graphs are emitted as C++, which takes a C++ compiler, and have kernels of C++."""
+
+KERNELS = ("abacus", "cpp", "triton")
+KERNEL_SHARES = {"layers": (2, 1, 2), "layers in training": (2, 1, 2)}
+OTHER_KERNEL_SHARES = (48, 1, 1)
+"""How many graphs have kernels of each of these kinds: C++ takes a compiler, Triton's interpreter is slow."""
+
+GPU = replace(
+    CPU,
+    **{
+        name: getattr(CUDA, name)
+        for name in (
+            "massively_parallel", "channels_last_dtypes", "patch_matmul_widths", "unfused_bias_dtypes",
+            "generated_dequantised_rows", "generated_unaligned_products", "generated_grouped_rows",
+            "sorted_expert_dtypes", "stacked_expert_bytes", "packed_gemm_bytes", "combo_kernel_bytes",
+            "combo_large_kernels", "instructions_per_byte",
+        )
+    },
+    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)), streaming_attention_sizes=(),
+)  # fmt: skip
+"""A CPU for whose kernels the compiler decides as for a GPU."""
+
+TRITON_NOISE = 8.0
+"""How much larger errors of bfloat16 are in Triton's interpreter, which truncates."""
 
 FAILURES_OF_TORCH = {
     "a_stride_expr": "cond does not merge branches whose dimensions of size 1 make strides ambiguous",
@@ -83,8 +112,11 @@ FAILURES_OF_TORCH = {
 """Texts of errors of torch with which a graph is discarded, and the reasons."""
 
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
-SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2}
-STRATEGIES = {"static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING}
+SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1}
+STRATEGIES = {
+    "static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING,
+    "layers": layers(), "layers in training": layers(),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,10 +156,18 @@ class Case:
             "matmul_kernels": choose.choice(["auto", "library", "generated"]),
             "check_memory": emitter == "interpreter" and choose.random() < 0.5,
         }
-        compiled = choose.random() < COMPILED_SHARE or emitter == "cpp"
+        shares = KERNEL_SHARES.get(kind, OTHER_KERNEL_SHARES)
+        kernels = "cpp" if emitter == "cpp" else choose.choices(KERNELS, shares)[0]
+        if kernels == "triton":
+            options |= {"cpu_kernels": "triton", "devices": (GPU,)}
         drawn = [(letter, _draw_range(choose, size)) for letter, size in LETTERS.items() if choose.random() < 0.2]
         hints = {letter: choose.choice(HINTS) for letter in LETTERS if choose.random() < 0.2}
-        return cls(kind, seed, variant, emitter, "cpp" if compiled else "abacus", options, dict(drawn), hints)
+        return cls(kind, seed, variant, emitter, kernels, options, dict(drawn), hints)
+
+    @property
+    def noise(self) -> float:
+        """How much larger than eager's largest error an error may be."""
+        return TRITON_NOISE if self.kernels == "triton" else NOISE
 
     def make_options(self, symbols: Mapping[str, sympy.Symbol] = MappingProxyType({})) -> Options:
         """Returns the options of the compile; `symbols` are those of a dynamic graph's letters."""
@@ -167,6 +207,11 @@ class Subject:
         self.kind = random.Random(seed).choices(kinds, [SHARES[name] for name in kinds])[0]
         self.cases = tuple([Case.draw(self.kind, seed, variant) for variant in range(VARIANTS[self.kind])])
 
+    @property
+    def is_training(self) -> bool:
+        """Whether gradients are compared too."""
+        return self.kind in ("training", "layers in training")
+
     @cached_property
     def drawn(self) -> Drawn:
         """The graph, and why others were rejected."""
@@ -183,9 +228,10 @@ class Subject:
         if isinstance(self.graph, DynamicGraph):
             return [run.inputs for run in self.sizes_that_hold]
         torch.manual_seed(self.seed)
-        inputs, is_training = self.graph.inputs, self.kind == "training"
-        fresh = TRAINING_RUNS if is_training else FRESH_RUNS
-        special = 0 if is_training else SPECIAL_RUNS  # gradients at infinities are NaN, whatever computes them
+        inputs = self.graph.inputs
+        fresh = TRAINING_RUNS if self.is_training else FRESH_RUNS
+        # gradients at infinities are NaN, whatever computes them
+        special = 0 if self.is_training or self.kind == "layers" else SPECIAL_RUNS
         numbers = SPECIAL_NUMBERS if _computes_variances(self.graph.module) else (*SPECIAL_NUMBERS, *INFINITIES)
         return [
             inputs,
@@ -215,18 +261,20 @@ class Subject:
             try:
                 results = self._run(self.graph.module, [item.clone() for item in inputs])
             except (RuntimeError, IndexError) as error:
-                if self.kind == "training":
+                if self.is_training:
                     raise
                 wanted.append(error)
             else:
-                wanted.append(Agreement(results, partial(self._run_in_float64, inputs)))
+                wanted.append(
+                    Agreement(results, partial(self._run_in_float64, inputs), [item.dtype for item in inputs])
+                )
         return wanted
 
     def _run_in_float64(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._run(in_float64(self.graph.module), [promote(item) for item in inputs])
 
     def _run(self, module: GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.kind == "training":
+        if self.is_training:
             return _gradients(module, inputs)
         with torch.no_grad():
             return [*module(*inputs), *inputs]
@@ -239,15 +287,31 @@ def run_case(case: Case, subject: Subject) -> CaseResult:
     except PendingUnbackedSymbolNotFound:
         return _discarded("make_fx fails on slices of slices of unbacked lengths (torch 2.11)")
     try:
-        scope = on_abacus() if case.kernels == "abacus" else nullcontext()
-        with scope:
-            result = _train(case, subject) if case.kind == "training" else _infer(case, subject)
+        with _kernel_scope(case):
+            result = _train(case, subject) if subject.is_training else _infer(case, subject)
     except Exception as error:
         raise AssertionError(f"{case}\n{graph}") from error
     if case.variant:
         return result
     rejected = {f"graph drawn again: {reason}": count for reason, count in subject.drawn.rejected.items()}
     return replace(result, discarded={**result.discarded, **rejected})
+
+
+def _kernel_scope(case: Case) -> AbstractContextManager[None]:
+    """Returns a scope with the kernels of a case: those of Triton are printed in any of their configurations."""
+    if case.kernels == "abacus":
+        return on_abacus()
+    if case.kernels == "cpp":
+        return nullcontext()
+
+    def printer(request: KernelRequest) -> Sequence[Callable[[], PrintedKernel]]:
+        candidates = list(triton_configurations(request))
+        random.Random(f"{case.seed}.{case.variant}.{request.kernel}").shuffle(candidates)
+        return candidates
+
+    return scoped_registration(
+        CUDA, printer=printer, combiner=TRITON_KERNEL_COMBINER, runtime=CUDA_RUNTIME, language=TRITON
+    )
 
 
 def _discarded(reason: str) -> CaseResult:
@@ -279,7 +343,7 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
             continue
         with torch.no_grad():
             results = compiled(*actual)
-        _check(wanted, (*results, *actual), set() if case.options["output_strides"] == "any" else laid_out)
+        _check(wanted, (*results, *actual), set() if case.options["output_strides"] == "any" else laid_out, case.noise)
     refused = _check_refused(case, subject, compiled) if dynamic else 0
     return CaseResult(len(pairs), sum(isinstance(wanted, Exception) for _, wanted in pairs), refused)
 
@@ -348,7 +412,7 @@ def _train(case: Case, subject: Subject) -> CaseResult:
     for inputs, wanted in zip(subject.inputs, expected, strict=True):
         try:
             results = _gradients(compiled, inputs)
-            _check(wanted, results)
+            _check(wanted, results, noise=case.noise)
         except TorchRuntimeError:
             if _fails_in_torch(subject, inputs, None):
                 return _discarded("aot_eager fails too")
@@ -406,7 +470,9 @@ def _eager_layouts(module: GraphModule) -> set[int]:
     return {place for place, value in enumerate(values) if not free_unbacked_symbols(value)}
 
 
-def _check(agreement: Agreement, results: Sequence[Tensor], strides: Collection[int] = ()) -> None:
+def _check(
+    agreement: Agreement, results: Sequence[Tensor], strides: Collection[int] = (), noise: float = NOISE
+) -> None:
     """Compares results with eager mode's, and the strides of those at some positions."""
     wanted = agreement.wanted
     assert len(wanted) == len(results), f"{len(results)} results, not {len(wanted)}"
@@ -416,7 +482,7 @@ def _check(agreement: Agreement, results: Sequence[Tensor], strides: Collection[
         if position in strides and want.numel():
             pairs = zip(want.shape, want.stride(), result.stride())
             assert all(one == other or size == 1 for size, one, other in pairs), f"{where}: strides {result.stride()}"
-        assert agreement.holds(position, result), f"{where}:\n{result}\nis not\n{want}"
+        assert agreement.holds(position, result, noise), f"{where}:\n{result}\nis not\n{want}"
 
 
 def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]) -> Iterator[Outcome]:

@@ -243,7 +243,16 @@ def _innermost_frame(trace: str) -> tuple[str, int]:
 def check_graph(graph_module: GraphModule) -> None:
     """Raises GraphError for the first unsupported node of a graph, nested graphs included."""
     output: Node | None = None
+    before = set[Node]()
     for node in graph_module.graph.nodes:
+        later = next((operand for operand in node.all_input_nodes if operand not in before), None)
+        before.add(node)
+        if later is not None:
+            raise _error(
+                node,
+                f"it reads node '{later.name}', which does not come before it",
+                "Order the nodes so that each reads earlier ones, as Graph.lint() checks",
+            )
         if output is not None:
             raise _error(node, f"it comes after the output node '{output.name}'", "End the graph with its output")
         if node.op == "output":

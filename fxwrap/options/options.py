@@ -191,6 +191,10 @@ class Options:
                 raise OptionError(
                     f"option 'symbol_ranges' takes (lower, upper) of integers, not {bounds!r} for '{name}'"
                 )
+            if bounds[0] > bounds[1]:
+                raise OptionError(
+                    f"option 'symbol_ranges': the lower bound of {bounds!r} for '{name}' is the larger one"
+                )
         for name, hint in self.symbol_hints.items():
             if type(hint) is not int:
                 raise OptionError(f"option 'symbol_hints' takes integers, not {hint!r} for '{name}'")

@@ -34,6 +34,7 @@ NAMES = [
     ({"symbol_hints": {"S0": 3}}, "'S0' is not a symbol; symbols look like 's0' or 'u0'"),
     ({"symbol_ranges": {"batch": (1, 2)}}, "'batch' is not a symbol"),
     ({"symbol_ranges": {"s0": 3}}, "takes (lower, upper) of integers, not 3 for 's0'"),
+    ({"symbol_ranges": {"s0": (8, 2)}}, "the lower bound of (8, 2) for 's0' is the larger one"),
 ]
 
 

@@ -285,6 +285,18 @@ def test_call_module_is_rejected() -> None:
         fxwrap.lower(GraphModule(module, graph), [torch.randn(2)])
 
 
+def test_a_graph_with_a_cycle_is_rejected() -> None:
+    graph = Graph()
+    first = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    second = graph.call_function(torch.ops.aten.neg.default, (first,))
+    graph.output((second,))
+    first.args = (second,)
+    with pytest.raises(
+        GraphError, match=f"node '{first.name}': it reads node '{second.name}', which does not come before"
+    ):
+        fxwrap.compile_graph(GraphModule(nn.Module(), graph), [torch.randn(2)])
+
+
 def test_a_builtin_on_tensors_is_rejected() -> None:
     import operator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_work_of_kernels_counts_elements_once_and_rows_of_tables_as_often_as_the
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
-def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str) -> None:
+def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str, tmp_path: Path) -> None:
     compiled = torch.compile(lambda x, w: torch.mm(x, w).relu(), backend="fxwrap", options={"emitter": emitter})
     x, w = torch.randn(8, 16), torch.randn(16, 4)
     compiled(x, w)
@@ -71,6 +72,9 @@ def test_every_emitter_is_profiled_by_the_same_ranges(emitter: str) -> None:
     assert 0 < mm.seconds < 10 and mm.bytes_per_s == mm.bytes / mm.seconds and mm.flops_per_s == mm.flops / mm.seconds
     assert [line.gain_seconds for line in profile.lines] == sorted([line.gain_seconds for line in profile.lines])[::-1]
     (record,) = fxwrap.inspect(compiled)  # the function itself did not change
+    record.write_report(tmp_path / "report.html", profile.times(0))
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and '"times"' in page and str(mm.bytes) in page
     assert not any("range" in str(line) for line in record.program.body.lines)
 
 

@@ -14,13 +14,18 @@ from torch.fx.node import map_aggregate
 NOISE = 3.0
 """How much larger than eager's largest error against float64 an error may be: where terms cancel, both are noise."""
 
-SLACK = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""Error of an element that every order of computation may have, relative to 1 + its magnitude. That of float32 also
-holds for float64 results that eager computes from rounded float32 values, as its own error shows."""
+SLACK = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Error of an element that every order of computation may have, relative to 1 + its magnitude: that of two roundings
+in half precision. That of float32 also holds for float64 results that eager computes from rounded float32 values, as
+its own error shows."""
+
+HALF = (torch.float16, torch.bfloat16)
+ROUNDED = (torch.float32, *HALF)
+"""Dtypes whose place float64 takes in references."""
 
 
 def in_float64(module: GraphModule) -> GraphModule:
-    """Returns a copy of a graph whose casts and new tensors are float64 where they are float32."""
+    """Returns a copy of a graph whose casts and new tensors are float64 where they are of another float dtype."""
     promoted = copy.deepcopy(module)
     for part in _graphs(promoted):
         for node in part.graph.nodes:
@@ -30,12 +35,12 @@ def in_float64(module: GraphModule) -> GraphModule:
 
 
 def promote(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor, in float64 where it is float32."""
-    return tensor.double() if tensor.dtype is torch.float32 else tensor.clone()
+    """Returns a copy of a tensor, in float64 where it is of another float dtype."""
+    return tensor.double() if tensor.dtype in ROUNDED else tensor.clone()
 
 
 def _promoted_dtype(item: object) -> object:
-    return torch.float64 if item is torch.float32 else item
+    return torch.float64 if item in ROUNDED else item
 
 
 def _graphs(module: GraphModule) -> list[GraphModule]:
@@ -43,18 +48,27 @@ def _graphs(module: GraphModule) -> list[GraphModule]:
 
 
 class Agreement:
-    """Compares results with eager's. `exact` computes the results in float64, and is called when they are needed."""
+    """Compares results with eager's. `exact` computes the results in float64, and is called when they are needed.
 
-    def __init__(self, wanted: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]]) -> None:
+    Results in any dtype have the slack of `computed_in` if that is less precise: of the inputs from which they follow.
+    """
+
+    def __init__(
+        self, wanted: Sequence[Tensor], exact: Callable[[], Sequence[Tensor]], computed_in: Sequence[torch.dtype] = ()
+    ) -> None:
         self.wanted = wanted
         self._compute_exact = exact
+        self._least_slack = max([SLACK[dtype] for dtype in computed_in if dtype in HALF], default=0.0)
 
     @cached_property
     def _exact(self) -> Sequence[Tensor]:
         return self._compute_exact()
 
-    def holds(self, position: int, result: Tensor) -> bool:
-        """Whether a result of eager's dtype and shape has each integer and truth value, and errors like eager's."""
+    def holds(self, position: int, result: Tensor, noise: float = NOISE) -> bool:
+        """Whether a result of eager's dtype and shape has each integer and truth value, and errors like eager's.
+
+        Errors may be `noise` times as large as eager's largest.
+        """
         want = self.wanted[position]
         if not want.dtype.is_floating_point:
             return torch.equal(result, want)
@@ -63,17 +77,19 @@ class Agreement:
             return False
         if not torch.equal(result[~finite].nan_to_num(), want[~finite].nan_to_num()):
             return False
-        slack = SLACK[want.dtype]
-        return _is_within(result[finite], want[finite], slack) or self._is_as_accurate(position, result, finite)
+        slack = max(SLACK[want.dtype], self._least_slack)
+        return _is_within(result[finite], want[finite], slack) or self._is_as_accurate(position, result, finite, noise)
 
-    def _is_as_accurate(self, position: int, result: Tensor, finite: Tensor) -> bool:
+    def _is_as_accurate(self, position: int, result: Tensor, finite: Tensor, noise: float) -> bool:
         want, exact = self.wanted[position], self._exact[position]
         if exact.shape != want.shape:  # a comparison that rounding decides selects elements
             return False
         error = float((want[finite].double() - exact[finite]).abs().max())
         is_rounded = not _is_within(want[finite], exact[finite], SLACK[torch.float64] / 100)
-        slack = SLACK[torch.float32 if is_rounded else want.dtype]
-        return _is_within(result[finite], exact[finite], slack, NOISE * error)
+        slack = max(
+            SLACK[torch.float32 if is_rounded and want.dtype is torch.float64 else want.dtype], self._least_slack
+        )
+        return _is_within(result[finite], exact[finite], slack, noise * error)
 
 
 def _is_within(result: Tensor, want: Tensor, slack: float, noise: float = 0.0) -> bool:

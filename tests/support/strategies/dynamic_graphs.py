@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 
-from tests.support.strategies import graphs
+from tests.support.strategies import graphs, layers
 from tests.support.strategies.graphs import Entry, GraphDraw, NoCandidate, Step, aten
 
 LETTERS = {"a": 5, "b": 7, "c": 4, "d": 3}
@@ -157,6 +157,11 @@ class Tracing(GraphDraw):
     def placeholder(self, value: Tensor) -> Entry:
         self.inputs.append(value)
         return self._entry(None, value, True)
+
+    def parameter(self, shape: Sequence[Any], dtype: torch.dtype) -> Entry:
+        """Computes numbers that look random; their shape may have symbols."""
+        numbers = (torch.arange(math.prod(shape), device=torch.device("cpu")) * 37 % 251).reshape(shape)
+        return self._entry(None, (numbers / 128 - 1 if dtype.is_floating_point else numbers).to(dtype), True)
 
     def pick(self, accepts: Callable[[Entry], bool] = lambda _: True) -> Entry:
         def asked(entry: Entry) -> bool:
@@ -294,7 +299,7 @@ VIEWS: tuple[Step, ...] = (
 INDEXING: tuple[Step, ...] = (graphs._index_select, graphs._index, graphs._gather, graphs._scatter, graphs._index_put)
 FAMILIES: tuple[tuple[Step, ...], ...] = (
     graphs.POINTWISE, graphs.POINTWISE, graphs.POINTWISE, VIEWS, SIZED, graphs.REDUCTIONS, INDEXING, graphs.CALLS,
-    UNBACKED, UNBACKED,
+    UNBACKED, UNBACKED, layers.SEQUENCES, layers.IMAGES, layers.MATMULS,
 )  # fmt: skip
 
 

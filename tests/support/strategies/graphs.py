@@ -21,6 +21,8 @@ INPUT_DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torc
 CAST_DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool)
 SIZES = (3, 4, 2, 1, 5, 0)
 MOST_ELEMENTS = 300
+LARGEST = 1000
+"""Of floats of a graph that may be in half precision."""
 
 
 class RandomGraph:
@@ -54,12 +56,17 @@ Step: TypeAlias = Callable[["GraphDraw"], None]
 class GraphDraw:
     """A graph that is being drawn. Values are computed as nodes are added, for their shapes.
 
-    Only a graph that `writes` has in-place operators.
+    Only a graph that `writes` has in-place operators. With `rounds`, no float result is exact, since kernels do not
+    round between operators in half precision, as eager mode does; and none is so large that float16 would overflow.
     """
 
-    def __init__(self, draw: Callable[[Any], Any], writes: bool = True) -> None:
+    def __init__(
+        self, draw: Callable[[Any], Any], writes: bool = True, most_elements: int = MOST_ELEMENTS, rounds: bool = False
+    ) -> None:
         self.draw = draw
         self.writes = writes
+        self.most_elements = most_elements
+        self.rounds = rounds
         self.graph = Graph()
         self.entries: list[Entry] = []
         self.inputs: list[Tensor] = []
@@ -107,14 +114,26 @@ class GraphDraw:
         self.inputs.append(value)
         return self._entry(node, value.clone(), True)
 
+    def parameter(self, shape: Sequence[int], dtype: torch.dtype) -> Entry:
+        """Adds one more input: small numbers, or bytes."""
+        value = self.random(shape, dtype)
+        if dtype is torch.uint8:
+            value = torch.randint(0, 256, tuple(shape), generator=self.generator).to(dtype)
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            return self.placeholder(value)
+
     def call(self, target: Any, *arguments: Any, exact: bool = True, **keywords: Any) -> list[Entry]:
         """Adds a call on entries and literals, and an entry for each of its results."""
         used = [entry for item in arguments for entry in (item if isinstance(item, list) else [item])]
         exact = exact and self.all_exact and all(entry.exact for entry in used if isinstance(entry, Entry))
         value = target(*_part(arguments, "value"), **keywords)
         parts = value if isinstance(value, tuple | list) else (value,)
-        if any(part.numel() > MOST_ELEMENTS for part in parts):
+        if any(part.numel() > self.most_elements for part in parts):
             raise NoCandidate
+        if self.rounds and any(_is_large(part) for part in parts):
+            raise NoCandidate
+        exact = exact and not (self.rounds and any(_is_computed(part, used) for part in parts))
         node = self.graph.call_function(target, tuple(_part(arguments, "node")), keywords)
         if not isinstance(value, tuple | list):
             return [self._entry(node, value, exact)]
@@ -133,6 +152,17 @@ class GraphDraw:
             raise NoCandidate
         entry = self.pick(lambda entry: entry.value.dtype is torch.int64 and entry.exact and len(entry.shape) == rank)
         return self.call(aten.remainder.Scalar, entry, size)[0]
+
+
+def _is_large(result: Tensor) -> bool:
+    return bool(result.dtype.is_floating_point and result.numel() and not result.abs().max() < LARGEST)
+
+
+def _is_computed(result: Tensor, operands: Sequence[Any]) -> bool:
+    """Whether a result has floats that are not those of an operand."""
+    if not result.dtype.is_floating_point:
+        return False
+    return all(not _overlap(result, entry.value) for entry in operands if isinstance(entry, Entry))
 
 
 class NoCandidate(Exception):
