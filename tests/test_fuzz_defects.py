@@ -51,7 +51,7 @@ def _reports(subjects: Iterator[Subject]) -> Iterator[str]:
                     yield f"seed {subject.seed}: {error.__cause__}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_a_defect_is_reported(defect: Defect) -> None:
     with defect.planted():

@@ -97,6 +97,7 @@ def assert_agrees(verdicts: Verdicts, called: str) -> None:
     assert verdicts.kinds["fused"] + verdicts.kinds["view"] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", FUNCTIONS)
 def test_operators(module: str) -> None:
     options = Options(fallback="error", matmul_kernels="generated")

@@ -181,6 +181,7 @@ GPU_KERNELS: dict[str, tuple[Kernel, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("signals_early", [True, False])
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str, signals_early: bool) -> None:
