@@ -178,7 +178,8 @@ def test_results_may_nest_in_any_way(ops: Any, last: bool, device: str) -> None:
         return first + 1, pair[0] + pair[1], maybe, [item.exp() for item in more[1:]], ops.optional_items(x)[2] * 2
 
     program = check_emitters_agree(function, inputs(device))
-    nested, lists, items = lines_of(program, ExternCall)
+    calls = {line.target.split(".")[1]: line for line in lines_of(program, ExternCall)}
+    nested, lists, items = [calls[name] for name in ("nested", "lists", "optional_items")]
     assert [item is None for item in nested.results] == [False, False, not last]
     assert isinstance(nested.results[1], tuple) and len(nested.results[1]) == 2
     assert [item is None for item in lists.results[0]] == [True, False, False]
