@@ -122,7 +122,6 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.block: FragmentBlock | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.result_text: dict[int, str] = {}
-        self.result_masks: dict[int, str] = {}
         self.block_names: dict[str, dict[Axis, str]] = {}
 
     # --- blocks -------------------------------------------------------------------------------------------------------
@@ -280,13 +279,17 @@ class FragmentSumPrinter(GroupSumPrinter):
             f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
         )
         self.depth += 1
-        self._emit_next_loads(loads, [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"], more)
+        if pairs:
+            next_step = [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"]
+            self._emit_next_loads(loads, next_step, more)
+        else:  # weights of many rows: masks of their loads are slower than loads of the last step again
+            last = self.index_printer.size(int(p.size) - p.block)
+            self._emit_next_loads(loads, [f"{start} = tl.minimum({step} + {p.block_constant}, {last})"], "")
         self.line(f"{start} = {step}")
-        for block, _ in (*of_columns, row):
+        for block, _ in of_columns:
             with self._inside(block):
                 self._emit_group_positions(block, start)
-        with self._inside(self.row_block):
-            self._emit_loads([at for at in row[1] if self.varying[at]])
+        self._emit_group_loads([row], start)
         self._emit_step(of_columns, self._emit_rows(row, rows), columns)
         self.depth -= 1
         self.origin = ""
@@ -330,7 +333,7 @@ class FragmentSumPrinter(GroupSumPrinter):
     def _emit_next_loads(self, loads: _Loads, before: Sequence[str], mask: str) -> None:
         """Prints the values of this step, and the loads of the next one after the lines that say where it is.
 
-        `mask` is the name of whether there is one.
+        `mask` is the name of whether there is one; "" where the lines lead to a step again.
         """
         now = {name: self._stable_name(f"{name}_now") for name in loads.names}
         for name in loads.names:
@@ -340,7 +343,7 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.contiguous |= {pair: now[name] for pair, name in loads.pairs}
         for line in before:
             self.line(line)
-        self.lines += [f"    {_masked(line, mask)}" for line in loads.lines]
+        self.lines += [f"    {_masked(line, mask) if mask else line}" for line in loads.lines]
         for block, position, _ in loads.values:
             if self._is_packed(block, position):
                 words = self.texts[block.name][position]
@@ -361,13 +364,12 @@ class FragmentSumPrinter(GroupSumPrinter):
 
         Several rows would need as many registers in the loop.
         """
-        self._enter(self.result_block)
-        self._emit_block_offsets(self._dimension("y"), self.first)
-        if "x" in self.result_block:
-            self._emit_block_offsets(self._dimension("x"), "")
-        outer, self.text = self.text, {}
-        self._emit_loads(self._after_totals() if "x" not in self.result_block else ())
-        self.result_text, self.text, self.result_masks = self.text, outer, self.masks
+        if "x" not in self.result_block:
+            self._enter(self.result_block)
+            self._emit_block_offsets(self._dimension("y"), self.first)
+            outer, self.text = self.text, {}
+            self._emit_loads(self._after_totals())
+            self.result_text, self.text = self.text, outer
         for position in self.form.totals:
             (name,) = self._result_names(position)
             dtype = TRITON_DTYPES[operation_dtype(self.kernel.operations[position])]
@@ -552,7 +554,9 @@ class FragmentSumPrinter(GroupSumPrinter):
         self.text = {position: self.results[position][0] for position in self.form.totals}
         self.text |= self.result_text
         self._enter(self.result_block)
-        self.masks = self.result_masks
+        if "x" in self.result_block:
+            self._emit_block_offsets(self._dimension("y"), self.first)
+            self._emit_block_offsets(self._dimension("x"), "")
         self._emit_all(self._after_totals())
         self.tile = self.whole
 
