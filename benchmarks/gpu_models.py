@@ -197,7 +197,7 @@ def report_rows(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
     if "run" in chosen.measure:
         for name, cells in (("run", run_cells), ("host", host_cells)):
             report = Report(f"gpu_models-{name}", chosen, chosen.device, note)
-            for row in [row for row in rows if row.results]:
+            for row in [row for row in rows if row.results and not row.failure]:
                 report.add(cells(row), row.results)
     if "profile" in chosen.measure:
         report = Report("gpu_models-profile", chosen, chosen.device, note)
