@@ -24,6 +24,7 @@ from fxwrap.fx_passes import (
     replace_stream_methods,
     simplify_attention_masks,
 )
+from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
 from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class, plain_tensor, with_plain_inputs
@@ -40,7 +41,6 @@ from fxwrap.torch_compat import (
     is_precompiling,
     report_output_strides,
     serializable_callable,
-    storage_identity,
 )
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -239,15 +239,15 @@ def _donated_without_aliases(graph_module: GraphModule, donated: frozenset[int])
     if not donated:
         return donated
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    fakes = {position: placeholders[position].meta.get("val") for position in donated}
-    tensors = {position: fake for position, fake in fakes.items() if isinstance(fake, torch.Tensor)}
-    layouts = {position: (fake.shape, fake.stride(), fake.storage_offset()) for position, fake in tensors.items()}
-    storages: dict[int, list[int]] = {}
-    for position, fake in tensors.items():
-        storages.setdefault(storage_identity(fake), []).append(position)
+    sharing: dict[int | None, list[int]] = {}  # by storage
+    for position in donated:
+        sharing.setdefault(storage_of(placeholders[position]), []).append(position)
+    sharing.pop(None, None)
+    fakes = {position: fake_of(placeholders[position]) for positions in sharing.values() for position in positions}
+    layouts = {position: (fake.shape, fake.stride(), fake.storage_offset()) for position, fake in fakes.items()}
     aliases = {
         position
-        for positions in storages.values()
+        for positions in sharing.values()
         for position, other in permutations(positions, 2)
         if not are_disjoint_slices(layouts[position], layouts[other])
     }

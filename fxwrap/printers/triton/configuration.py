@@ -241,7 +241,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         if width > 64:
             rows = next_power_of_2(size)
             candidates.append(
-                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (32 * elements), 1))
+                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (_LANES * elements), 1))
             )
     if isinstance(size, int):
         height = next_power_of_2(size)
@@ -281,7 +281,7 @@ def next_power_of_2(size: int) -> int:
 
 
 def _num_warps(tile: int, elements: int) -> int:
-    return min(max(next_power_of_2(tile // (32 * elements)), 1), 16)
+    return min(max(next_power_of_2(tile // (_LANES * elements)), 1), 16)
 
 
 def _count_varying_loads(kernel: Kernel) -> int:
