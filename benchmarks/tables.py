@@ -68,6 +68,7 @@ COMPARISONS = (
     _models("the same", "cuda", TRAINING, "compile"),
     Comparison("H200: FlexAttention, device time", FLEX, ("/ inductor", "")),
     Comparison("H200: fused operators, device time", ("ops-cuda-bfloat16",), ("fxwrap / Inductor", "")),
+    Comparison("H200: functions of random sizes, device time", ("kernel_sample-cuda",), ("fxwrap / Inductor", "")),
     _models("CPU: models, inference in float32", "cpu", "inference-float32-static"),
     _models("the same, weights frozen", "cpu", "inference-float32-static", option=":freezing"),
     Comparison("CPU: fused operators in float32, time", ("ops-cpu-float32",), ("fxwrap / Inductor", "")),
@@ -130,6 +131,26 @@ def operators() -> list[str]:
     return [*provenance, "", *markdown([*rows, {"operator": "geometric mean", **means}])]
 
 
+def sample() -> list[str]:
+    """Returns the distribution of ratios in each run of `kernel_sample.py`, and the slowest functions."""
+    lines: list[str] = []
+    for path in sorted(FOLDER.glob("kernel_sample-*.json")):
+        ratios = {
+            f"{row['function']}, {row['dtype']}": number(row["fxwrap / Inductor"])
+            for row in rows_of(path.stem)
+            if row["fxwrap / Inductor"] is not None
+        }
+        slowest = sorted(ratios, key=lambda name: ratios[name], reverse=True)[:12]
+        distribution: Row = {
+            "of": len(ratios),
+            "geometric mean of fxwrap / Inductor": geometric_mean(ratios.values()),
+            **{f"at most {limit}": sum(ratio <= limit for ratio in ratios.values()) for limit in (0.8, 1.0, 1.05, 1.2)},
+        }
+        lines += [f"{describe(result(path.stem))}.", "", *markdown([distribution]), ""]
+        lines += ["Slowest: " + "; ".join(f"{name} {ratios[name]:.2f}" for name in slowest) + ".", ""]
+    return lines
+
+
 def index() -> list[str]:
     """Returns a line for each script, with its result files and their dates."""
     files: dict[str, list[str]] = {}
@@ -158,7 +179,7 @@ def dashboard() -> list[str]:
 
 
 SUMMARIES: Mapping[str, Callable[[], list[str]]] = {
-    "comparison": comparison, "operators": operators, "index": index, "dashboard": dashboard,
+    "comparison": comparison, "operators": operators, "sample": sample, "index": index, "dashboard": dashboard,
 }  # fmt: skip
 
 
