@@ -48,7 +48,7 @@ from fxwrap.printers.languages import TRITON_KERNEL_COMBINER
 from fxwrap.runtime.devices import CUDA_RUNTIME
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
-from tests.support.agreement import NOISE, Agreement, in_float64, promote
+from tests.support.agreement import Agreement, in_float64, promote
 from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
@@ -101,9 +101,6 @@ GPU = replace(
     generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)), streaming_attention_sizes=(),
 )  # fmt: skip
 """A CPU for whose kernels the compiler decides as for a GPU."""
-
-TRITON_NOISE = 8.0
-"""How much larger errors of bfloat16 are in Triton's interpreter, which truncates."""
 
 FAILURES_OF_TORCH = {
     "a_stride_expr": "cond does not merge branches whose dimensions of size 1 make strides ambiguous",
@@ -163,11 +160,6 @@ class Case:
         drawn = [(letter, _draw_range(choose, size)) for letter, size in LETTERS.items() if choose.random() < 0.2]
         hints = {letter: choose.choice(HINTS) for letter in LETTERS if choose.random() < 0.2}
         return cls(kind, seed, variant, emitter, kernels, options, dict(drawn), hints)
-
-    @property
-    def noise(self) -> float:
-        """How much larger than eager's largest error an error may be."""
-        return TRITON_NOISE if self.kernels == "triton" else NOISE
 
     def make_options(self, symbols: Mapping[str, sympy.Symbol] = MappingProxyType({})) -> Options:
         """Returns the options of the compile; `symbols` are those of a dynamic graph's letters."""
@@ -343,7 +335,7 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
             continue
         with torch.no_grad():
             results = compiled(*actual)
-        _check(wanted, (*results, *actual), set() if case.options["output_strides"] == "any" else laid_out, case.noise)
+        _check(wanted, (*results, *actual), set() if case.options["output_strides"] == "any" else laid_out)
     refused = _check_refused(case, subject, compiled) if dynamic else 0
     return CaseResult(len(pairs), sum(isinstance(wanted, Exception) for _, wanted in pairs), refused)
 
@@ -412,7 +404,7 @@ def _train(case: Case, subject: Subject) -> CaseResult:
     for inputs, wanted in zip(subject.inputs, expected, strict=True):
         try:
             results = _gradients(compiled, inputs)
-            _check(wanted, results, noise=case.noise)
+            _check(wanted, results)
         except TorchRuntimeError:
             if _fails_in_torch(subject, inputs, None):
                 return _discarded("aot_eager fails too")
@@ -470,9 +462,7 @@ def _eager_layouts(module: GraphModule) -> set[int]:
     return {place for place, value in enumerate(values) if not free_unbacked_symbols(value)}
 
 
-def _check(
-    agreement: Agreement, results: Sequence[Tensor], strides: Collection[int] = (), noise: float = NOISE
-) -> None:
+def _check(agreement: Agreement, results: Sequence[Tensor], strides: Collection[int] = ()) -> None:
     """Compares results with eager mode's, and the strides of those at some positions."""
     wanted = agreement.wanted
     assert len(wanted) == len(results), f"{len(results)} results, not {len(wanted)}"
@@ -482,7 +472,7 @@ def _check(
         if position in strides and want.numel():
             pairs = zip(want.shape, want.stride(), result.stride())
             assert all(one == other or size == 1 for size, one, other in pairs), f"{where}: strides {result.stride()}"
-        assert agreement.holds(position, result, noise), f"{where}:\n{result}\nis not\n{want}"
+        assert agreement.holds(position, result), f"{where}:\n{result}\nis not\n{want}"
 
 
 def fuzz(first: int, count: int, jobs: int, seconds: float, kinds: Sequence[str]) -> Iterator[Outcome]:

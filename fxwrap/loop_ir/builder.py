@@ -105,9 +105,14 @@ class KernelBuilder:
         positions = tuple([value.position for value in values])
         return self.add(Compute(name, positions, result, self.origin))
 
-    def reduce(self, kind: str, value: Scalar, axes: Sequence[Axis] = ()) -> tuple[Scalar, ...]:
-        """Reduces over reduced axes of the kernel, by default over all, and returns the results of the kind."""
-        operation = Reduce(kind, (value.position,), value.dtype, self.origin, tuple(axes))
+    def reduce(
+        self, kind: str, value: Scalar, axes: Sequence[Axis] = (), operand_precision: torch.dtype | None = None
+    ) -> tuple[Scalar, ...]:
+        """Reduces over reduced axes of the kernel, by default over all, and returns the results of the kind.
+
+        `operand_precision` is that of a matmul's operands (`Reduce`).
+        """
+        operation = Reduce(kind, (value.position,), value.dtype, self.origin, tuple(axes), operand_precision)
         return self._add_combine(operation, REDUCTIONS[kind])
 
     def scan(self, kind: str, value: Scalar) -> tuple[Scalar, ...]:
@@ -366,9 +371,16 @@ class OperationCopier:
         """Adds an operation of `OPERATIONS`."""
         return self.add(Compute(name, used, dtype, self.origin))
 
-    def reduce(self, kind: str, value: int, dtype: torch.dtype, axes: tuple[Axis, ...] = ()) -> int:
+    def reduce(
+        self,
+        kind: str,
+        value: int,
+        dtype: torch.dtype,
+        axes: tuple[Axis, ...] = (),
+        operand_precision: torch.dtype | None = None,
+    ) -> int:
         """Adds a reduction over some reduced axes, by default all."""
-        return self.add(Reduce(kind, (value,), dtype, self.origin, axes))
+        return self.add(Reduce(kind, (value,), dtype, self.origin, axes, operand_precision))
 
     def constant(self, value: Number, dtype: torch.dtype) -> int:
         """Adds a number."""

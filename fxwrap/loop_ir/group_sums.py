@@ -23,6 +23,7 @@ from fxwrap.loop_ir.kernel import (
     Kernel,
     Load,
     Operation,
+    Reduce,
     Store,
     map_operation,
     operands,
@@ -87,7 +88,7 @@ def split_sums(contraction: ContractionForm, size: int) -> Kernel | None:
     (row_dtype, *more) = row_dtypes
     if more or row_dtype is None or contraction.dtype is not torch.float32:
         return None
-    if not all(_is_exact(contraction.kernel, item.column_operand, row_dtype) for item in items):
+    if not all(is_exact(contraction.kernel, item.column_operand, row_dtype) for item in items):
         return None
     part, inner = Axis(f"{axis.name}_part", count // size), Axis(f"{axis.name}_inner", size)
     plans = {item.reduction: _Plan(item, item.column_operand, (), row_dtype, (part,), (inner,), ()) for item in items}
@@ -197,23 +198,18 @@ def _plan(contraction: ContractionForm, item: ProductSum) -> _Plan | None:
     if any(not isinstance(axis.size, int) for axis in summed) or not isinstance(packed, int) or packed > _MAX_UNROLLED:
         return None
     number, steps = _affine(kernel, item.column_operand, frozenset(inner | unrolled))
-    if not steps or not _is_exact(kernel, number, row_dtype):
+    if not steps or not is_exact(kernel, number, row_dtype):
         return None
     ordered = [tuple([axis for axis in kernel.reduced if axis in part]) for part in (groups, inner, unrolled)]
     return _Plan(item, number, steps, row_dtype, *ordered)
 
 
 def row_precision(contraction: ContractionForm, item: ProductSum) -> torch.dtype | None:
-    """Returns the half precision in which eager mode has a row operand: rounded, or computed of such; else None."""
-    operations, varying = contraction.kernel.operations, contraction.kernel.varying_along(contraction.summed)
-    row = operations[item.row_operand]
-    if isinstance(row, Compute) and row.name == "cast":
-        rounded = operation_dtype(operations[row.operands[0]])
-        if rounded in HALF_PRECISION:
-            return rounded
-    loads = [operations[at] for at in contraction.prologue(item.row_operand) if varying[at]]
-    dtypes = {load.dtype for load in loads if isinstance(load, Load) and load.dtype.is_floating_point}
-    return next(iter(dtypes)) if len(dtypes) == 1 and not dtypes.isdisjoint(HALF_PRECISION) else None
+    """Returns the half precision in which eager mode has a row operand: the matmul's, or a widened value's; or None."""
+    reduction = contraction.kernel.operations[item.reduction]
+    assert isinstance(reduction, Reduce), "sums are reductions"
+    widened = widened_dtype(contraction.kernel, item.row_operand)
+    return reduction.operand_precision or (widened if widened in HALF_PRECISION else None)
 
 
 def _affine(kernel: Kernel, position: int, axes: frozenset[Axis]) -> tuple[int, tuple[_Step, ...]]:
@@ -230,15 +226,25 @@ def _affine(kernel: Kernel, position: int, axes: frozenset[Axis]) -> tuple[int, 
     return position, tuple(steps)
 
 
-def _is_exact(kernel: Kernel, position: int, row_dtype: torch.dtype) -> bool:
-    """Whether a float32 number is a widened one that the dtype of the rows represents."""
+def widened_dtype(kernel: Kernel, position: int) -> torch.dtype:
+    """Returns the dtype of the value that an operation casts, or of the operation itself."""
+    operation = kernel.operations[position]
+    if isinstance(operation, Compute) and operation.name == "cast":
+        operation = kernel.operations[operation.operands[0]]
+    return operation_dtype(operation)
+
+
+def is_exact(kernel: Kernel, position: int, dtype: torch.dtype) -> bool:
+    """Whether a float32 number is a widened one that a dtype of half precision represents."""
     operation = kernel.operations[position]
     if not isinstance(operation, Compute) or operation.name != "cast" or operation.dtype is not torch.float32:
         return False
     (source,) = operation.operands
-    dtype = operation_dtype(kernel.operations[source])
+    widened = operation_dtype(kernel.operations[source])
+    if widened.is_floating_point:
+        return widened in (dtype, *FLOAT8)
     low, high = value_range(kernel.operations, source)
-    return dtype in (row_dtype, *FLOAT8) or max(-low, high) <= _LARGEST_EXACT[row_dtype]
+    return max(-low, high) <= _LARGEST_EXACT[dtype]
 
 
 # --- construction ---------------------------------------------------------------------------------------------------

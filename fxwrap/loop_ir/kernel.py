@@ -76,7 +76,8 @@ class Reduce:
     """A reduction over reduced axes. `ReductionResult` selects one of several results.
 
     `axes` are the axes that it reduces, in the kernel's order; () means all. Its result varies over the other axes of
-    its operand.
+    its operand. A sum of products is a matmul of half precision if it has an `operand_precision`: the dtype to which
+    printers may round the factors, which eager mode has in this dtype. Without one, factors are not rounded.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Reduce:
     dtype: torch.dtype
     origin: str = field(default="", compare=False)
     axes: tuple[Axis, ...] = ()
+    operand_precision: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +366,7 @@ def map_operation(
         case Reduce():
             used = tuple(map(position, operation.operands))
             axes = tuple(dict.fromkeys([axis for old in operation.axes for axis in index(as_index(old)).axes()]))
-            return Reduce(operation.kind, used, operation.dtype, origin, axes)
+            return Reduce(operation.kind, used, operation.dtype, origin, axes, operation.operand_precision)
         case Scan():
             return Scan(operation.kind, tuple(map(position, operation.operands)), operation.dtype, origin)
         case ReductionResult():
@@ -434,7 +436,10 @@ def _value_text(operation: ValueOperation, masked: str) -> str:
             return f"{operation.name} {_operand_list(operation.operands)}"
         case Reduce():
             over = "".join([f" {axis.name}" for axis in operation.axes])
-            return f"reduce {operation.kind} {_operand_list(operation.operands)}" + (f" over{over}" if over else "")
+            precision = operation.operand_precision
+            factors = "" if precision is None else f" of {DTYPE_NAMES[precision]}"
+            suffix = f" over{over}" if over else ""
+            return f"reduce {operation.kind} {_operand_list(operation.operands)}{factors}{suffix}"
         case Scan():
             return f"scan {operation.kind} {_operand_list(operation.operands)}"
         case ReductionResult():

@@ -42,7 +42,7 @@ _BUFFER = re.compile(r"(\w+): (\w+)\[(.*)\]$")
 _LOAD = re.compile(r"load (\w+)\[(.*)\](?: if %(\d+) else (\S+))?$")
 _STORE = re.compile(rf"store(?: ({'|'.join(STORE_MODES)}))? (\w+)\[(.*)\] %(\d+)(?: if %(\d+))?$")
 _REQUIRE = re.compile(r"require(?: (\w+))? %(\d+) (['\"].*['\"])(?: if %(\d+))?$")
-_COMBINE = re.compile(r"(reduce|scan) (\w+)((?: %\d+)+)(?: over((?: \w+)+))?$")
+_COMBINE = re.compile(r"(reduce|scan) (\w+)((?: %\d+)+)(?: of (\w+))?(?: over((?: \w+)+))?$")
 _RESULT = re.compile(r"part (\d+) %(\d+)$")
 _COMPUTE = re.compile(r"(\w+)((?: %\d+)+)$")
 
@@ -147,13 +147,15 @@ def _value(text: str, dtype: torch.dtype, axes: Mapping[str, Axis]) -> Operation
     combine = _COMBINE.match(text)
     if combine is not None:
         operands = _operands(combine[3])
-        over = (combine[4] or "").split()
+        over = (combine[5] or "").split()
         unknown = [name for name in over if name not in axes]
-        if unknown or (over and combine[1] == "scan"):
-            raise _error(f"there is no axis '{unknown[0]}'" if unknown else "a scan names no axes", rest)
+        if unknown or ((over or combine[4]) and combine[1] == "scan"):
+            raise _error(f"there is no axis '{unknown[0]}'" if unknown else "a scan names no axes and no dtype", rest)
         reduced = tuple([axes[name] for name in over])
-        is_scan = combine[1] == "scan"
-        return Scan(combine[2], operands, dtype) if is_scan else Reduce(combine[2], operands, dtype, axes=reduced)
+        if combine[1] == "scan":
+            return Scan(combine[2], operands, dtype)
+        precision = None if combine[4] is None else _dtype(combine[4])
+        return Reduce(combine[2], operands, dtype, axes=reduced, operand_precision=precision)
     result = _RESULT.match(text)
     if result is not None:
         return ReductionResult(int(result[2]), int(result[1]), dtype)

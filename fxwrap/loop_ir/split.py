@@ -282,7 +282,7 @@ class ReductionSplitter:
             neutral = body.add(Constant(_identity(operation.kind, dtype), dtype))
             value = body.compute("where", inside, value, neutral, dtype=dtype)
         axes = () if self.plan.split == self.kernel.reduced else self.plan.reduced
-        results = self._results(body, operation.kind, value, dtype, axes)
+        results = self._results(body, operation.kind, value, dtype, axes, operation.operand_precision)
         if operation.kind in ORDERED_REDUCTIONS:
             start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
             results[1] = body.compute("add", results[1], start, dtype=torch.int64)
@@ -294,10 +294,16 @@ class ReductionSplitter:
             body.store(buffer, self.element, item)
 
     def _results(
-        self, body: _PartCopier, kind: str, value: int, dtype: torch.dtype, axes: tuple[Axis, ...] = ()
+        self,
+        body: _PartCopier,
+        kind: str,
+        value: int,
+        dtype: torch.dtype,
+        axes: tuple[Axis, ...] = (),
+        operand_precision: torch.dtype | None = None,
     ) -> list[int]:
         """Adds a reduction; returns its results."""
-        whole = body.reduce(kind, value, dtype, axes)
+        whole = body.reduce(kind, value, dtype, axes, operand_precision)
         count = REDUCTIONS[kind].results
         if count == 1:
             return [whole]

@@ -27,7 +27,15 @@ from fxwrap.loop_ir.kernel import (
     operation_dtype,
     print_operation,
 )
-from fxwrap.loop_ir.operations import KERNEL_DTYPES, OPERATIONS, POSITION_RESULTS, REDUCTIONS, SCANS, STORE_MODES
+from fxwrap.loop_ir.operations import (
+    HALF_PRECISION,
+    KERNEL_DTYPES,
+    OPERATIONS,
+    POSITION_RESULTS,
+    REDUCTIONS,
+    SCANS,
+    STORE_MODES,
+)
 
 
 def verify_kernel(kernel: Kernel) -> Kernel:
@@ -111,6 +119,9 @@ def _combine_violation(kernel: Kernel, operation: Reduce | Scan, types: list[tor
             return "it reduces axes that are no reduced axes of the kernel, or in another order"
         if kernel.scans:
             return "a kernel with scans reduces all reduced axes"
+    if isinstance(operation, Reduce) and operation.operand_precision is not None:
+        if operation.kind != "sum" or operation.operand_precision not in HALF_PRECISION:
+            return "sums alone have factors of another dtype, which is one of half precision"
     if not kernel.reduced or (isinstance(operation, Scan) and len(kernel.reduced) != 1):
         return f"the kernel has {len(kernel.reduced)} reduced axes"
     if len(types) != spec.operands or not spec.domain.accepts(types[0]):

@@ -31,8 +31,9 @@ def bucket_collectives(
     speed of its group, by default `collective_bucket_bytes` of its device's spec, and may raise the peak memory by as
     much. It runs as soon as all operands are ready. Where the process group runs a coalesced form as one collective,
     the bucket is that form, without copies; otherwise operands are concatenated and results are views. All decisions
-    follow from the program; symbols count with one fixed value, so ranks with other hints agree. Programs that use
-    streams, and blocks inside lines, are unchanged.
+    follow from the program; symbols count with one fixed value, so ranks with other hints agree, and parts of
+    parameters that some ranks pad before they gather them do not count. Programs that use streams, and blocks inside
+    lines, are unchanged.
 
     Args:
         program: the program. It is not changed.
@@ -141,7 +142,9 @@ class _Bucketing:
 
     def bucketed(self) -> Program:
         """Returns the program with buckets."""
-        regions = SchedulingRegions(self.program, self.hints, lambda line: functional_name(line) is not None)
+        regions = SchedulingRegions(
+            self.program, self.hints, lambda line: functional_name(line) is not None, _padded_parts(self.program)
+        )
         orders: list[Sequence[int]] = list(regions.program_order)
         peak = regions.peak(orders)
         for number, units in enumerate(regions.regions):
@@ -260,6 +263,24 @@ class _Bucketing:
                     self._moved(value, value.tensor_type.storage_offset + moved)
             lines.append(ir.map_line(line, change))
         return program.replace(body=ir.Block(program.body.arguments, tuple(lines)))
+
+
+def _padded_parts(program: Program) -> set[str]:
+    """Returns the operands of all_gathers that are computed of a smaller input of their dtype: its part, padded."""
+    arguments = ir.program_arguments(program)
+    root_of, inputs = ir.alias_roots(program.body.lines, arguments), {value.name for value in arguments}
+    gathers = [line for line in program.body.lines if functional_name(line) == _GATHER]
+    gathered = {root_of[value.name]: value for line in gathers for value in ir.used(line)}
+    padded: set[str] = set()
+    for line in program.body.lines:
+        written = {root_of[value.name] for value in (*ir.defined(line), *ir.writes(line))} & gathered.keys() - inputs
+        read = [value for value in ir.reads(line) if root_of[value.name] in inputs]
+        if len(written) == len(read) == 1 and line not in gathers:
+            (root,), (type_,) = written, [value.tensor_type for value in read]
+            whole = gathered[root].tensor_type
+            if type_.dtype is whole.dtype and type_.element_count != whole.element_count:
+                padded.add(root)
+    return padded
 
 
 def _fixed_roots(program: Program) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -209,9 +209,18 @@ Orders: TypeAlias = Sequence[Sequence[int]]
 
 
 class SchedulingRegions:
-    """The regions of a program's body between brackets, as units with their dependences."""
+    """The regions of a program's body between brackets, as units with their dependences.
 
-    def __init__(self, program: ir.Program, hints: Mapping[str, Number], commutes: Commutes = _commutes_never) -> None:
+    The bytes of `uncounted` roots do not count as live.
+    """
+
+    def __init__(
+        self,
+        program: ir.Program,
+        hints: Mapping[str, Number],
+        commutes: Commutes = _commutes_never,
+        uncounted: Container[str] = (),
+    ) -> None:
         self.program = program
         self.arguments = ir.program_arguments(program)
         root_of = ir.alias_roots(program.body.lines, self.arguments)
@@ -222,7 +231,8 @@ class SchedulingRegions:
             build_units(region, root_of, functions, has_symbols, commutes) for region in split_regions(lines)
         ]  # fmt: skip
         self.values = ir.hints_with_fallback(program, hints)
-        self.sizes = _owned_sizes(program, self.values)
+        sizes = _owned_sizes(program, self.values)
+        self.sizes = {root: size for root, size in sizes.items() if root not in uncounted}
         self.uses = Counter([root for units in self.regions for unit in units for root in unit.accessed])
         """The number of units that use each root."""
 

@@ -24,15 +24,16 @@ class UnitSchedule:
     ) -> None:
         self.units = units
         self._waits = [unit.lines[0].is_async_wait and not fixed_waits for unit in units]
-        self._preparations: set[int] = set()
+        self._preparations: dict[int, list[int]] = {}
+        """The all_gathers that each preparing line prepares."""
         floating: list[bool] = []
         for unit in units:
             is_ready = all(floating[item] and not self._waits[item] for item in unit.predecessors)
             is_placed = len(unit.lines) > 1 or not (
                 isinstance(unit.lines[0], Alloc | View) or self._waits[unit.position]
             )
-            if is_placed and is_ready and not fixed_preparations and self._prepares_gathers(unit):
-                self._preparations.add(unit.position)
+            if is_placed and is_ready and not fixed_preparations and (gathers := self._prepared_gathers(unit)):
+                self._preparations[unit.position] = gathers
             floating.append(not is_placed or unit.position in self._preparations)
         self.at = {unit.position: float(unit.position) for unit in units if not floating[unit.position]}
         self._before: list[frozenset[int]] = []
@@ -41,19 +42,39 @@ class UnitSchedule:
         for unit in units:
             before = frozenset([item for item in unit.predecessors if not floating[item]])
             before = before.union(*[self._before[item] for item in unit.predecessors if floating[item]])
+            before = before.union(*[self._gathers_before(unit, item) for item in unit.predecessors])
             self._before.append(before)
             for item in before if not floating[unit.position] else ():
                 self._after.setdefault(item, []).append(unit.position)
 
-    def _prepares_gathers(self, unit: SchedulingUnit) -> bool:
-        """Whether only all_gathers read the results of an elementwise line, and nothing later writes what it reads."""
-        line, users = unit.lines[0], [self.units[item].lines[0] for item in unit.successors]
+    def _prepared_gathers(self, unit: SchedulingUnit) -> list[int]:
+        """Returns the all_gathers that alone read the results of an elementwise line; none if it is another line.
+
+        What the line reads, as a parameter that the optimizer updates, is written after these all_gathers at the
+        earliest, which read it themselves on ranks that prepare nothing.
+        """
+        line = unit.lines[0]
         is_plain = len(unit.lines) == 1 and not line.effects()
         is_elementwise = isinstance(line, Launch) or (isinstance(line, ExternCall) and line.target == _PAD)
-        gathers = [item for item in users if isinstance(item, StartCollective) and item.operator.startswith(_GATHER)]
-        return is_plain and is_elementwise and bool(gathers) and all(
-            item in gathers or item.is_async_wait for item in users
-        )  # fmt: skip
+        if not is_plain or not is_elementwise:
+            return []
+        allocated = [self.units[item] for item in unit.predecessors if isinstance(self.units[item].lines[0], Alloc)]
+        results = unit.defined_roots.union(*[item.defined_roots for item in allocated])
+        gathers, others = list[int](), list[int]()
+        for position in unit.successors:
+            first = self.units[position].lines[0]
+            if isinstance(first, StartCollective) and first.operator.startswith(_GATHER):
+                gathers.append(position)
+            elif not first.is_async_wait:
+                if not results.isdisjoint(self.units[position].accessed):
+                    return []
+                others.append(position)
+        return gathers if gathers and max(gathers) < min(others, default=len(self.units)) else []
+
+    def _gathers_before(self, unit: SchedulingUnit, position: int) -> list[int]:
+        """Returns the all_gathers that a preparing line prepares, for a unit that writes what that line reads."""
+        gathers = self._preparations.get(position, [])
+        return [] if unit.position in gathers or unit.lines[0].is_async_wait else gathers
 
     def moved_roots(self, position: int) -> frozenset[str]:
         """Returns the roots that exist from a start on: those it defines, and those of the lines that prepare it."""

@@ -504,7 +504,11 @@ CASES: Mapping[str, Callable[[Compile], list[Tensor]]] = {
     "whole_step_without_sync": whole_step_without_sync,
     "whole_step_of_fsdp": partial(whole_step, make=lambda: fsdp_model(blocks=1)),
     "whole_step_of_fsdp_and_experts": with_loops(
-        partial(whole_step, make=lambda: fsdp_model(blocks=1, last=Mixture), options=fxwrap.Options(devices=(SORTING,)))
+        partial(
+            whole_step,
+            make=lambda: fsdp_model(blocks=1, last=partial(Mixture, experts=3)),
+            options=fxwrap.Options(devices=(SORTING,)),
+        )
     ),
     "whole_step_of_fsdp_groups": partial(whole_step, make=lambda: fsdp_model(blocks=2, reshard=False)),
     "whole_step_of_fsdp_mixed": partial(whole_step, make=lambda: fsdp_model(blocks=1, mixed=True)),

@@ -106,7 +106,21 @@ def test_dequantised_weights_are_read_in_the_kernel(rows: int, cpu_kernels: str)
         want = function(x.double(), weights, scale.double())
         error = (compiled(x, weights, scale)[0].double() - want).norm()
         eager_error = (function(x, weights, scale).double() - want).norm()
-        assert error <= (1.2 if cpu_kernels == "cpp" else 4) * eager_error  # Triton's interpreter truncates to bfloat16
+        assert error <= 1.2 * eager_error
+
+
+def test_float32_matmuls_of_widened_operands_are_not_of_half_precision() -> None:
+    """Rows of bfloat16, times codes with a scale for each column."""
+    int8 = torch.randint(-127, 128, (40, 32), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    x, scale = random(BF16, 5, 32), random(F32, 40)
+
+    def function(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x.to(scale.dtype) @ (w.to(scale.dtype) * scale[:, None]).t()
+
+    compiled = programs_of(function, [x, int8, scale], cpu_kernels="triton", emitter="python")
+    assert called(compiled) == []
+    want = function(x, int8, scale.double())
+    assert (compiled(x, int8, scale)[0].double() - want).norm() <= 4 * torch.finfo(F32).eps * want.norm()
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])

@@ -175,8 +175,8 @@ def test_evaluated_results_beside_float64(dtype: torch.dtype) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("cpu_kernels", "dtype"), [("cpp", torch.float32), ("cpp", torch.bfloat16), ("triton", torch.float16)], ids=str
-)  # Triton's interpreter truncates to bfloat16
+    ("cpu_kernels", "dtype"), [("cpp", torch.float32), ("cpp", torch.bfloat16), ("triton", torch.bfloat16)], ids=str
+)
 def test_printed_results_beside_float64(cpu_kernels: str, dtype: torch.dtype) -> None:
     operands = inputs(dtype)
     options = GENERATED.replace(cpu_kernels=cpu_kernels, fallback="error")

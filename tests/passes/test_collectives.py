@@ -21,6 +21,7 @@ PASSES: dict[str, Callable[[Program], Program]] = {
     "bucket_collectives": lambda program: bucket_collectives(program, {"cpu": CPU}),
     "overlap_collectives": overlap_collectives,
 }
+GATHER = "_c10d_functional.all_gather_into_tensor.default"
 RULES = [(name, path.stem) for name in PASSES for path in sorted(GOLDENS.glob(f"{name}_*.txt"))]
 
 
@@ -46,6 +47,24 @@ def test_golden_text(name: str, rule: str, update_golden: bool) -> None:
 
 def test_golden_files_exist() -> None:
     assert len(RULES) >= 8
+
+
+def test_memory_of_padded_parts_does_not_count_for_buckets() -> None:
+    """Ranks that pad nothing bucket alike: with their operands these results would exceed the peak and the limit."""
+    names = range(4)
+    lines = "".join(
+        f"  %p{n} = extern.call @aten.constant_pad_nd.default(%a{n}, [0, 1]) : f32[4]@cpu\n"
+        f'  %g{n} = collective.start @{GATHER}(%p{n}, 2, "0") group="0" : f32[8]@cpu\n'
+        f'  %w{n} = collective.wait(%g{n}) group="0" : f32[8]@cpu\n'
+        f"  memory.free(%p{n})\n"
+        f"  %s{n} = extern.call @aten.sum.default(%w{n}) : f32[]@cpu\n"
+        f"  memory.free(%g{n})\n"
+        for n in names
+    )
+    inputs, results = [", ".join([item.format(n) for n in names]) for item in ("%a{}: borrowed f32[3]@cpu", "%s{}")]
+    program = fxwrap.verify(fxwrap.parse(f"program @p({inputs}) {{\n{lines}  control.return({results})\n}}\n"))
+    spec = dataclasses.replace(CPU, collective_latency_s=128 / 10, collective_bytes_per_s=1.0)
+    assert starts(fxwrap.verify(bucket_collectives(program, {"cpu": spec}))) == 1
 
 
 def test_a_bucket_has_at_most_the_bytes_of_the_device() -> None:

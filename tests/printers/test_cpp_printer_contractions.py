@@ -61,7 +61,7 @@ QUANTISED = """kernel(a: bf16[2*70], b: i8[9*70], scale: f32[9]) -> (out: f32[18
   %4 = f32 load scale[j]
   %5 = f32 mul %3 %4
   %6 = f32 mul %1 %5
-  %7 = f32 reduce sum %6
+  %7 = f32 reduce sum %6 of bf16
   store out[9*i + j] %7
 }
 """

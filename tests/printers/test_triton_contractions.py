@@ -35,9 +35,17 @@ def test_two_products_of_a_computed_operand_over_two_axes(rows_first: bool) -> N
     assert check(kernel, dot(kernel, rows_first), tolerance=1e-4).count("tl.dot") == 2
 
 
-def test_computed_operands_are_rounded_as_in_memory() -> None:
-    kernel = parse_kernel(QUANTISED)
-    assert "mul.to(tl.bfloat16)" in check(kernel, dot(kernel, rows_first=False), tolerance=0.5)
+def test_computed_operands_are_rounded_in_matmuls_of_half_precision_alone() -> None:
+    """Elsewhere only products of numbers that half precision represents are computed in it."""
+    wide = QUANTISED.replace(" of bf16", "")
+    codes = wide.replace("f32 mul %1 %5", "f32 mul %1 %3")
+    for text, operand, tolerance in (
+        (QUANTISED, "mul.to(tl.bfloat16)", 0.5),
+        (wide, 'input_precision="ieee"', 1e-5),
+        (codes, "to(tl.bfloat16)", 1e-5),
+    ):
+        kernel = parse_kernel(text)
+        assert operand in check(kernel, dot(kernel, rows_first=False), tolerance=tolerance)
 
 
 MIXED = """kernel(a: f32[5*70], b: bf16[9*70]) -> (out: f32[45]) for [i: 5, j: 9] reduce [k: 70] {

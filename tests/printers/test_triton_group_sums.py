@@ -187,7 +187,7 @@ for [i: 4, j: 4] reduce [g: 4, h: 32, p: 2] {
   %18 = f32 mul %14 %16
   %19 = f32 mul %18 %17
   %20 = f32 mul %4 %19
-  %21 = f32 reduce sum %20
+  %21 = f32 reduce sum %20 of bf16
   %22 = f32 add %21 %17
   store out[4*i + j] %22
 }

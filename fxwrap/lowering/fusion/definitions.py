@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import sympy
 import torch
 
-from fxwrap.loop_ir import Index, IndexLike, KernelBuilder, Scalar, compute_dtype
+from fxwrap.loop_ir import HALF_PRECISION, Index, IndexLike, KernelBuilder, Scalar, compute_dtype
 from fxwrap.symbolic import Number, Size
 
 Indices: TypeAlias = Sequence[IndexLike]
@@ -107,7 +107,8 @@ class Viewed(Definition):
 class ReductionSource:
     """The operand of a reduction, shared by its results: `body(reader, parallel indices, reduced indices)`.
 
-    `dtype` is the dtype of the operand's elements and of the combination.
+    `dtype` is the dtype of the operand's elements and of the combination, `operand_precision` that of the operands of
+    a matmul (`loop_ir.Reduce`).
     """
 
     kind: str
@@ -115,6 +116,7 @@ class ReductionSource:
     reduced: tuple[Size, ...]
     dtype: torch.dtype
     body: Callable[[ElementReader, Indices, Indices], Scalar]
+    operand_precision: torch.dtype | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,12 +207,18 @@ def reduction(
     dtype: torch.dtype,
     body: Callable[[ElementReader, Indices, Indices], Scalar],
     result_dtypes: Sequence[torch.dtype],
+    multiplied_dtype: torch.dtype | None = None,
 ) -> tuple[Reduced, ...]:
-    """Returns a reduction's results. The combination is in `dtype`, the results are in `result_dtypes`."""
+    """Returns a reduction's results. The combination is in `dtype`, the results are in `result_dtypes`.
+
+    `multiplied_dtype` is the dtype of the operands of a matmul, whose sums of products have it as operand precision if
+    that is half precision.
+    """
     computes = compute_dtype(dtype)
     source = ReductionSource(
         kind, tuple(parallel), tuple(reduced), computes,
         lambda reader, parallel, reduced: body(reader, parallel, reduced).to(computes),
+        multiplied_dtype if multiplied_dtype in HALF_PRECISION else None,
     )  # fmt: skip
     return tuple([Reduced(tuple(parallel), item, device, source, part) for part, item in enumerate(result_dtypes)])
 

@@ -140,7 +140,7 @@ class _PlannedKernelBuilder:
                     self.combined[key] = reader.body.scan(kind, operand)
                 else:
                     axes = self._reduced_axes(at[member.trace.parallel_rank :])
-                    self.combined[key] = reader.body.reduce(kind, operand, axes)
+                    self.combined[key] = reader.body.reduce(kind, operand, axes, definition.source.operand_precision)
         return self.combined[key][definition.part].to(definition.compute_dtype)
 
     def _reduced_axes(self, at: IndexTuple) -> tuple[Axis, ...]:

@@ -61,7 +61,7 @@ def _sum_of_products(
     def body(reader: ElementReader, at: Indices, reduced: Indices) -> Scalar:
         return reader.load(left, left_at(at, reduced)) * reader.load(right, right_at(at, reduced))
 
-    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, body, (call.dtype,))
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, body, (call.dtype,), left.dtype)
     return total
 
 
@@ -221,7 +221,7 @@ def _grouped_mm(
         return reader.load(left, (at[0], *reduced)) * reader.load(right, (group, *reduced, at[1]))
 
     sizes, dtype = (rows, right.sizes[2]), left.compute_dtype
-    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, element, (call.dtype,))
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, dtype, element, (call.dtype,), left.dtype)
     return total
 
 

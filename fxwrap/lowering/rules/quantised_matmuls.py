@@ -29,7 +29,9 @@ def _weight_int8pack_mm(call: OperatorCall, left: Definition, weight: Definition
         return reader.load(left, (at[0], *reduced)) * column
 
     sizes = (left.sizes[0], weight.sizes[0])
-    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, left.compute_dtype, element, (call.dtype,))
+    (total,) = reduction(
+        "sum", sizes, left.sizes[-1:], call.device, left.compute_dtype, element, (call.dtype,), left.dtype
+    )
     return call.define(lambda reader, at: reader.load(total, at) * reader.load(scales, at[1:]))
 
 
@@ -63,7 +65,7 @@ def _weight_int4pack_mm(
         return reader.load(left, (at[0], k)) * (nibble.to(torch.float32) * scale + zero)
 
     sizes = (left.sizes[0], 8 * blocks)
-    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, torch.float32, element, (call.dtype,))
+    (total,) = reduction("sum", sizes, left.sizes[-1:], call.device, torch.float32, element, (call.dtype,), left.dtype)
     return total
 
 

@@ -16,10 +16,13 @@ from fxwrap.loop_ir import (
     Kernel,
     Load,
     ProductSum,
+    Reduce,
     find_contraction,
     find_grouped_contraction,
     group_dependent,
+    is_exact,
     operation_dtype,
+    widened_dtype,
 )
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
@@ -269,35 +272,21 @@ class DotPrinter(ContractionLoadPrinter):
         return self._value(self._source(target)), self._dot_dtype(item)
 
     def _dot_dtype(self, item: ProductSum) -> torch.dtype:
-        """Returns the dtype of products: half precision if an operand has it, and the other has it in eager mode.
+        """Returns the dtype of products: half precision if that is the matmul's, or if both operands are exact in it.
 
         Two float8 operands of which one is computed are multiplied in half precision, which is exact.
         """
+        reduction = self.kernel.operations[item.reduction]
+        assert isinstance(reduction, Reduce), "sums are reductions"
+        if reduction.operand_precision is not None:
+            return reduction.operand_precision
         operands = (item.row_operand, item.column_operand)
-        widened = {self._widened_dtype(operand) for operand in operands}.intersection(HALF_PRECISION)
-        if len(widened) == 1 and all(self._has_half_precision(operand) for operand in operands):
-            return widened.pop()
+        for dtype in {widened_dtype(self.kernel, operand) for operand in operands}.intersection(HALF_PRECISION):
+            if all(is_exact(self.kernel, operand, dtype) for operand in operands):
+                return dtype
         if None not in (self._float8_source(item.row_operand), self._float8_source(item.column_operand)):
             return torch.float16
         return operation_dtype(self.kernel.operations[item.reduction])
-
-    def _widened_dtype(self, operand: int) -> torch.dtype:
-        """Returns the dtype of the value that an operand widens, or of the operand itself."""
-        operation = self.kernel.operations[operand]
-        if isinstance(operation, Compute) and operation.name == "cast":
-            operation = self.kernel.operations[operation.operands[0]]
-        return operation_dtype(operation)
-
-    def _has_half_precision(self, operand: int) -> bool:
-        """Whether an operand is a widened value, or computed of none that is in memory in a wider dtype.
-
-        Such a value is rounded as eager mode rounds it, which stores it. Factors of a row have any dtype, as in norms.
-        """
-        if self._widened_dtype(operand) in (*HALF_PRECISION, *FLOAT8):
-            return True
-        loads = [self.kernel.operations[at] for at in self.contraction.prologue(operand) if self.is_summed[at]]
-        wide = (torch.float32, torch.float64)
-        return not any(isinstance(load, Load) and load.dtype in wide for load in loads)
 
     def _dot_options(self, item: ProductSum) -> str:
         """Returns the keywords of a dot. Tensor cores' sums of float8 are added in float32 after 128 products."""

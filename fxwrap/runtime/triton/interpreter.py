@@ -2,7 +2,8 @@
 
 The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
-combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16.
+combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16, and its casts
+to bfloat16 truncate where a GPU rounds to the nearest number.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
         (interpreter.InterpreterBuilder, "create_dot", _dot),
+        (interpreter.InterpreterBuilder, "cast_impl", _rounding_cast(interpreter.InterpreterBuilder.cast_impl)),
         torch_compat.interpreter_tensor_patch(_add_index_method),
         (importlib.import_module("triton.language"), "device_assert", _require),
         (interpreter.ReduceOps, "generic_reduce", _reduce),
@@ -92,6 +94,20 @@ def _splat(builder: Any, result: Any, scalar: Any) -> Any:
     """Broadcasts a scalar to a block with the dtype of its data; the declared dtype of comparisons is wrong."""
     handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
     return handle(_numpy().full(result.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+
+def _rounding_cast(original: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Wraps the interpreter's cast: float32 is rounded to the nearest bfloat16, or the even one of two."""
+
+    def cast(builder: Any, value: Any, target: Any) -> Any:
+        source, result = value.dtype.scalar, target.scalar
+        if not source.is_fp32() or not result.is_bf16():
+            return original(builder, value, target)
+        rounded = torch.from_numpy(_numpy().array(value.data, ndmin=1)).to(torch.bfloat16).view(torch.uint16)
+        handle = importlib.import_module("triton.runtime.interpreter").TensorHandle
+        return handle(rounded.numpy().reshape(value.data.shape), result)
+
+    return cast
 
 
 def _dot(_builder: Any, left: Any, right: Any, sums: Any, _precision: Any, _max_imprecise: Any) -> Any:
