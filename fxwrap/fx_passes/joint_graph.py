@@ -3,7 +3,7 @@
 torch's partitioner recomputes cheap operators in the backward instead of saving their results. It does not know that
 some composite operators are cheap: it saves the float32 result of a log softmax, although that is a subtraction from
 logits that are saved anyway. It does not compress either: it saves the indices of a max pooling as int64, although the
-offset within the window fits in a byte.
+offset within the window fits in a byte, and the float32 softmax of bfloat16 elements.
 """
 
 from __future__ import annotations
@@ -50,6 +50,21 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
 
     Operators that the options preserve, lower or decompose, and nodes without fake values, stay.
     """
+    return _decompose(joint, options, _DECOMPOSITIONS)
+
+
+def decompose_wide_softmax(joint: GraphModule, options: Options) -> GraphModule:
+    """Decomposes softmaxes along rows in float32 of elements in half precision, in place; returns the graph.
+
+    The backward computes them again from the elements and two numbers a row, which are half as large. It follows
+    `recognize_attention`, which needs the operator.
+    """
+    return _decompose(joint, options, _SOFTMAX_DECOMPOSITIONS)
+
+
+def _decompose(
+    joint: GraphModule, options: Options, decompositions: Mapping[Target, Callable[..., Node | None]]
+) -> GraphModule:
     excluded = {*options.preserve_ops, *options.lowerings, *map(str, options.decompositions or ())}
     row_sums: dict[Node, Node] = {}
     specs = options.device_specs()
@@ -67,7 +82,7 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
             continue
-        decomposition = _DECOMPOSITIONS.get(node.target)
+        decomposition = decompositions.get(node.target)
         if decomposition is None or str(node.target) in excluded or not _is_plain(node):
             continue
         spec = specs.get(node.meta["val"].device.type)
@@ -143,6 +158,11 @@ class _NodeBuilder:
         call.meta = {**self._node.meta, "val": run_on_fakes(call, fakes, self.replaced)}
         return call
 
+    @property
+    def has_softmax_backward(self) -> bool:
+        """Whether the gradient of a softmax reads the node."""
+        return any(user.target is _aten._softmax_backward_data.default for user in self._node.users)
+
     def cast(self, operand: Node, dtype: torch.dtype) -> Node:
         """Returns an operand in a dtype."""
         is_same = operand.meta["val"].dtype == dtype
@@ -172,6 +192,19 @@ def _log_softmax(builder: _NodeBuilder, x: Node, dim: int, _half_to_float: bool)
     shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
     total = builder.call(_aten.sum.dim_IntList, builder.call(_aten.exp.default, shifted), [dim], True)
     return builder.result(builder.call(_aten.sub.Tensor, shifted, builder.call(_aten.log.default, total)))
+
+
+def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
+    """A softmax along rows in float32 of elements in half precision, whose backward reads it."""
+    is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in _HALF
+    is_row = dim in (-1, x.meta["val"].dim() - 1)
+    is_wide = (half_to_float or is_cast) and builder.replaced.dtype == torch.float32
+    if not (is_row and is_wide and builder.has_softmax_backward):
+        return None
+    x = builder.upcast(x)
+    shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
+    exponential = builder.call(_aten.exp.default, shifted)
+    return builder.call(_aten.div.Tensor, exponential, builder.call(_aten.sum.dim_IntList, exponential, [dim], True))
 
 
 def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype) -> Node:
@@ -328,6 +361,8 @@ _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
 }
 """Decompositions; one that returns None leaves the call as it is."""
 
+_SOFTMAX_DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {_aten._softmax.default: _wide_softmax}
+
 JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
         "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
@@ -344,6 +379,10 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
     Step(
         "group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
         group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "decompose_wide_softmax", "decompose softmaxes of rows in float32 whose operands are in half precision",
+        decompose_wide_softmax,
     ),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
     Step(
