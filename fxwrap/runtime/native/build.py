@@ -16,13 +16,7 @@ from pathlib import Path
 
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.compiler_runs import count_finished_kernels
-from fxwrap.runtime.native.compiler import (
-    Compiler,
-    find_compiler,
-    parallel_map,
-    run_compiler,
-    user_kernel_flags,
-)
+from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler, user_kernel_flags
 from fxwrap.runtime.native.identity import (
     COMMON_FLAGS,
     KERNEL_FLAGS,

@@ -13,14 +13,7 @@ import torch
 
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
-from fxwrap.runtime.native import (
-    KERNEL_FLAGS_ENV,
-    PROGRAM_FLAGS,
-    NativeSource,
-    build_bridge,
-    compile_cpp,
-    load_program,
-)
+from fxwrap.runtime.native import KERNEL_FLAGS_ENV, PROGRAM_FLAGS, NativeSource, build_bridge, compile_cpp, load_program
 from fxwrap.runtime.native import compiler as driver
 from fxwrap.runtime.native.precompiled_headers import precompile_program_headers
 from tests.runtime.native.native_programs import names, source
