@@ -24,7 +24,8 @@ WHEEL_ENVIRONMENTS ?= $(TORCHES:%=$(CURDIR)/.venv-torch%)
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # By its variable: these constraints replace those of the machine's pip configuration, which may exclude a release.
-INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet
+# Bytecode is written when a module is first imported: pip would compile three times as much, on one core.
+INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) $(BIN)/python -m pip install --quiet --no-compile
 REQUIREMENTS := pyproject.toml constraints.txt
 
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
@@ -33,10 +34,12 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test types suite docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize other-releases wheels clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.installed-demo
+demo: $(VENV)/.built
 	$(BIN)/python examples/quickstart.py
 
-test: $(VENV)/.installed-test
+# The native libraries compile while pip downloads and unpacks the test tools.
+test: $(VENV)/.installed-demo
+	$(MAKE) --jobs=2 $(VENV)/.built $(VENV)/.installed-test
 	$(BIN)/ruff check --no-cache .
 	$(MAKE) --jobs=2 $(if $(TORCH),,types) suite
 
@@ -99,6 +102,9 @@ $(VENV)/.installed-demo: $(REQUIREMENTS)
 	$(if $(TORCH),sed -E 's/^torch==.*/torch==$(TORCH)/; /^(triton|setuptools)==/d' constraints.txt >$(CONSTRAINTS))
 	$(INSTALL) torch
 	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed-demo
 	$(BIN)/python -m fxwrap build
 	touch $@
 

@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 
 import tests.support.quick_torch  # noqa: F401
+from fxwrap.runtime.native import KERNEL_FLAGS_ENV
+from tests.support.long_form import LONG
 from tests.support.process_settings import settings_unchanged
 
 # No deadline: a test shares its core with compilers, and an example that builds a kernel takes seconds once.
@@ -66,9 +68,18 @@ def exact_convolutions() -> Iterator[None]:
         yield
 
 
+# Their subject is the code of kernels, which has the flags of a user's kernels. Those of other tests compile in half
+# the time, with the same loops in vectors (`omp simd`); in the long form all have the flags of a user's.
+_TESTS_OF_KERNELS = ("printers", "lowering/rules", "opinfo")
+_SETS_FLAGS = not LONG and KERNEL_FLAGS_ENV not in os.environ
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seeds the generators of inputs in CI, before the fixtures of a test."""
+    """Sets the flags of C++ kernels and, in CI, seeds the generators of inputs, before the fixtures of a test."""
+    if _SETS_FLAGS:
+        of_kernels = any(f"/tests/{folder}/" in item.path.as_posix() for folder in _TESTS_OF_KERNELS)
+        os.environ[KERNEL_FLAGS_ENV] = "" if of_kernels else "-O1"
     if "CI" in os.environ:
         seed = crc32(item.nodeid.encode())
         torch.manual_seed(seed)

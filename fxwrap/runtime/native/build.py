@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.compiler_runs import count_finished_kernels
-from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler
+from fxwrap.runtime.native.compiler import Compiler, find_compiler, parallel_map, run_compiler, user_kernel_flags
 from fxwrap.runtime.native.identity import (
     COMMON_FLAGS,
     KERNEL_FLAGS,
@@ -59,6 +59,7 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         *(text for source in sources for text in (source.text, *source.flags)),
         *(f"{file} {hashlib.sha256(content).hexdigest()}" for source in sources for file, content in source.files),
         *[kernel_header() for source in sources if KERNEL_HEADER in source.text],
+        *[flag for source in sources if source.flags == KERNEL_FLAGS for flag in user_kernel_flags()],
         cpu_description() if any("-march=native" in source.flags for source in sources) else "",
     )
 
@@ -116,7 +117,8 @@ def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
     emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
         return run_compiler(_unit_command(compiler, source, path), path.parent)
-    key = native_entry_key(compiler, source.text, *KERNEL_FLAGS, kernel_header(), cpu_description())
+    flags = (*KERNEL_FLAGS, *user_kernel_flags())
+    key = native_entry_key(compiler, source.text, *flags, kernel_header(), cpu_description())
 
     def build(folder: Path) -> None:
         unit = folder / _UNIT
@@ -133,7 +135,7 @@ _UNIT = Path("kernels.cpp")
 
 
 def _unit_command(compiler: Compiler, source: NativeSource, path: Path) -> list[str]:
-    own = compiler.kernel_flags if source.flags == KERNEL_FLAGS else ()
+    own = (*compiler.kernel_flags, *user_kernel_flags()) if source.flags == KERNEL_FLAGS else ()
     flags = (*COMMON_FLAGS, *source.flags, *own, *include_flags(compiler))
     return [*compiler.command, *flags, "-c", path.name, "-o", path.with_suffix(".o").name]
 
@@ -205,5 +207,6 @@ def index_kernel_library(symbols: Sequence[str], library: Path) -> None:
 
 def _kernel_index_names(symbols: Sequence[str]) -> list[str]:
     compiler = find_compiler()
-    common = native_entry_key(compiler, interface_digest(), kernel_header(), *KERNEL_FLAGS, cpu_description())
+    flags = (*KERNEL_FLAGS, *user_kernel_flags())
+    common = native_entry_key(compiler, interface_digest(), kernel_header(), *flags, cpu_description())
     return [f"kernels/{native_digest(common, symbol)}" for symbol in symbols]

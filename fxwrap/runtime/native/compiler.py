@@ -32,6 +32,9 @@ _Item = TypeVar("_Item")
 COMPILER_TIMEOUT_SECONDS = 900
 """Seconds after which a compiler or linker is stopped."""
 
+KERNEL_FLAGS_ENV = "FXWRAP_KERNEL_FLAGS"
+"""The environment variable with compiler flags that follow those of C++ kernels."""
+
 PROBE_TIMEOUT_SECONDS = 60
 """Seconds after which a compiler that is asked for its version is stopped."""
 
@@ -91,14 +94,20 @@ def _search_path(name: str, _path: str) -> str:
 
 
 def compiler_identity() -> str:
-    """Identifies the C++ compiler without running it: path, size and modification time; "" without a compiler."""
+    """Identifies the C++ compiler without running it: path, size, modification time and the user's flags; or ""."""
     command = shlex.split(os.environ.get("CXX", ""))
     for name in command[:1] or ("g++", "c++", "clang++"):
         path = find_executable(name)
         if path:
             status = os.stat(path)
-            return f"{command or name} {os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
+            flags = "".join([f" {flag}" for flag in user_kernel_flags()])
+            return f"{command or name} {os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}{flags}"
     return str(command or "")
+
+
+def user_kernel_flags() -> tuple[str, ...]:
+    """Returns the flags of `FXWRAP_KERNEL_FLAGS`, such as `-O1`, by which kernels compile in half the time, or `-g`."""
+    return tuple(shlex.split(os.environ.get(KERNEL_FLAGS_ENV, "")))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
-from fxwrap.runtime.native import NativeSource, build_bridge, compile_cpp, load_program
+from fxwrap.runtime.native import KERNEL_FLAGS_ENV, PROGRAM_FLAGS, NativeSource, build_bridge, compile_cpp, load_program
 from fxwrap.runtime.native import compiler as driver
 from fxwrap.runtime.native.precompiled_headers import precompile_program_headers
 from tests.runtime.native.native_programs import names, source
@@ -71,6 +72,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bridge = build_bridge().folder
     (tmp_path / bridge.name).symlink_to(bridge)
     monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+
+
+def test_flags_of_the_environment_follow_those_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        NativeSource('extern "C" __attribute__((visibility("default"))) int value() { return VALUE; }\n'),
+        NativeSource("#ifdef VALUE\n#error flags of its own\n#endif\n", PROGRAM_FLAGS),
+    ]
+
+    def value(flags: str) -> int:
+        monkeypatch.setenv(KERNEL_FLAGS_ENV, flags)
+        return int(ctypes.CDLL(str(compile_cpp("", name="value", extra_sources=kernels))).value())
+
+    assert value("-DVALUE=3 -O1") == 3 and value("-DVALUE=4 -O1") == 4 and value("-DVALUE=3 -O1") == 3
+    with pytest.raises(NativeBuildError, match=r"command: .* -O3 .* -O0 (?s:.*)VALUE"):
+        value("-O0")
 
 
 def test_programs_name_the_standard_library_whose_symbols_the_linker_has_not_read(own_cache: None) -> None:
