@@ -108,13 +108,17 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> S
         return None
     if busy * (4 if again else 2) > programs or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
-    outer, whole = kernel.reduced[0], kernel.reduced_count
-    parts = _closest_divisor(outer.size, wanted)
-    if parts is not None:
-        part, rest = Axis("part", parts), Axis("inner", int(outer.size) // parts)
-        position = as_index(part) * rest.size + rest
-        reduced = (rest, *kernel.reduced[1:])
-        return SplitPlan(kernel.reduced, part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
+    whole = kernel.reduced_count
+    for number in range(1, len(kernel.reduced) + 1):  # parts of whole rows need no divisions along these
+        first, others = kernel.reduced[:number], kernel.reduced[number:]
+        sizes = [axis.size for axis in first]
+        parts = _closest_divisor(product(sizes), wanted)
+        if parts is not None:
+            part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
+            rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
+            reduced = (rest, *others)
+            size = product(axis.size for axis in reduced)
+            return SplitPlan(kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None)
     equal = _closest_divisor(whole, wanted)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
