@@ -312,6 +312,8 @@ class Fusion:
         reduced = set(mapping.reduced)
         written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise | Scattered)]
         if isinstance(definition, Pointwise | Scattered):
+            if reduced.isdisjoint(axes_of(mapping.at)):
+                return True  # a result of each reduction
             written.append(mapping.at)
         whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
         if not whole:
