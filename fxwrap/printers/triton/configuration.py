@@ -50,6 +50,10 @@ _ROW_TILE = 1024
 _STEP_ELEMENTS = 8
 """The elements that a thread loads one by one in a step of a loop: the masks of more do not fit predicate registers."""
 
+_MOST_COLUMNS = 64
+_FEWEST_COLUMNS = 16
+"""The columns of a program: at most, and at least, so that its loads are of whole sectors of memory."""
+
 _MIN_COST = 20
 """The instructions of an element from which on a thread has registers for few elements in a step of a loop."""
 
@@ -230,9 +234,9 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     looped = [
         Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
     ]
-    steps = _STEP_ELEMENTS * _LANES * 8
-    if not _is_multi_pass(kernel) and steps < loop and (_is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST):
-        looped.insert(0, Configuration(y=kernel.axes, r_block=steps, looped=True, num_warps=8))
+    is_stepwise = _is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
+    if is_stepwise and not _is_multi_pass(kernel) and loop > _STEP_ELEMENTS * _LANES * 8:
+        looped.insert(0, Configuration(y=kernel.axes, r_block=_STEP_ELEMENTS * _LANES * 8, looped=True, num_warps=8))
     if _is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
@@ -285,7 +289,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     elif _cost(kernel) >= _MIN_COST or (_is_unaligned(kernel, inner) and len(full_tile_loads(kernel)) == 1):
         candidates += _column_configurations(kernel, inner, hint, spec)
     for width, height, stages in shapes:
-        block = min(width, widest)
+        block = min(width, _widest_columns(kernel, inner, hint, spec))
         rows = min(height * (width // block), next_power_of_2(hint(size)))
         warps = min(_num_warps(block * rows, 16), 4)
         candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
@@ -294,14 +298,27 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     return candidates
 
 
+def _column_programs(kernel: Kernel, inner: Axis, hint: Hint, width: int) -> int:
+    """Returns the number of programs with so many columns."""
+    return hint(kernel.count) // max(hint(inner.size), 1) * -(-hint(inner.size) // width)
+
+
+def _widest_columns(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> int:
+    """Returns the most columns of a program: fewer where programs would leave multiprocessors idle."""
+    width = next_power_of_2(hint(inner.size))
+    if _column_programs(kernel, inner, hint, _MOST_COLUMNS) >= spec.multiprocessors:
+        return width
+    return min(width, _FEWEST_COLUMNS)
+
+
 def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
     elements to shared memory are slow.
     """
-    width = min(64, next_power_of_2(hint(inner.size)))
-    programs = hint(kernel.count) // max(hint(inner.size), 1) * -(-hint(inner.size) // width)
+    width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
+    programs = _column_programs(kernel, inner, hint, width)
     size, warps, step = next_power_of_2(hint(kernel.reduced_count)), 4, _STEP_ELEMENTS * _LANES
     wanted = _FLIGHT_BYTES * spec.multiprocessors
     while warps < 16 and programs * warps * step * _bytes_per_element(kernel) < wanted and warps * step < size * width:
