@@ -108,14 +108,19 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> S
         return None
     if busy * (4 if again else 2) > programs or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
-    outer, whole = kernel.reduced[0], kernel.reduced_count
-    parts = _closest_divisor(outer.size, wanted)
-    if parts is not None:
-        part, rest = Axis("part", parts), Axis("inner", int(outer.size) // parts)
-        position = as_index(part) * rest.size + rest
-        reduced = (rest, *kernel.reduced[1:])
-        return SplitPlan(kernel.reduced, part, reduced, {outer: position}, product(axis.size for axis in reduced), None)
-    equal = _closest_divisor(whole, wanted)
+    whole = kernel.reduced_count
+    reach = 2 if kinds <= _KINDS_WITH_IDENTITY else 8  # others have equal parts or none
+    for number in range(1, len(kernel.reduced) + 1):  # parts of whole rows need no divisions along these
+        first, others = kernel.reduced[:number], kernel.reduced[number:]
+        sizes = [axis.size for axis in first]
+        parts = _closest_divisor(product(sizes), wanted, reach)
+        if parts is not None:
+            part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
+            rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
+            reduced = (rest, *others)
+            size = product(axis.size for axis in reduced)
+            return SplitPlan(kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None)
+    equal = _closest_divisor(whole, wanted, reach)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
@@ -124,12 +129,18 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> S
     return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
 
 
-def _closest_divisor(size: Size, wanted: int) -> int | None:
-    """Returns the divisor of a size that is closest to the wanted number of parts, or None."""
+def _closest_divisor(size: Size, wanted: int, reach: int) -> int | None:
+    """Returns the divisor of a size that is closest to the wanted number of parts, or None.
+
+    It is within a factor of 2 if there is one, or else of `reach`.
+    """
     if not isinstance(size, int):
         return None
-    near = [number for number in range(max(wanted // 2, 2), 2 * wanted + 1) if size % number == 0]
-    return min(near, key=lambda number: abs(number - wanted), default=None)
+    for factor in (2, reach):
+        near = [number for number in range(max(wanted // factor, 2), factor * wanted + 1) if size % number == 0]
+        if near:
+            return min(near, key=lambda number: abs(number - wanted))
+    return None
 
 
 def _is_outer_reduction(kernel: Kernel) -> bool:

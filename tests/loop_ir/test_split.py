@@ -123,6 +123,26 @@ def test_several_reduced_axes_keep_their_order() -> None:
     run(kernel, split, torch.randn(2 << 20, generator=torch.Generator().manual_seed(4)).round())
 
 
+@pytest.mark.parametrize("kind", ["sum", "argmax", "welford"])
+def test_parts_of_several_axes_are_whole_rows(kind: str) -> None:
+    reduced = [Axis("r0", 14), Axis("r1", 30), Axis("r2", 600)]
+    outputs = {f"out{number}": False for number in range(KINDS[kind])}
+    kernel = kernel_of([Axis("p0", 1)], reduced, F32, outputs, one(kind))
+    split = split_reductions(kernel, hint)
+    assert split is not None and split.kernels[0].reduced[-1] == reduced[-1]
+    run(kernel, split, torch.randn(14 * 30 * 600, generator=torch.Generator().manual_seed(4)))
+
+
+def test_variances_whose_parts_must_be_equal_have_more_or_fewer() -> None:
+    """Of 2159 rows, 17 parts are equal, though 4 would do."""
+    p, r = Axis("p0", 10007), Axis("r0", 2159)
+    body = KernelBuilder()
+    body.store("out", as_index(p), body.reduce("welford", body.load("x", as_index(r) * 10007 + p, F32))[1])
+    kernel = body.finish([p], [r], [Buffer("x", F32, 2159 * 10007)], [Buffer("out", F32, 10007)])
+    split = split_reductions(kernel, hint)
+    assert split is not None and split.kernels[0].axes[0].size == 17
+
+
 def softmax(body: KernelBuilder, x: object) -> dict:
     largest, total = body.reduce("softmax", x)  # type: ignore[arg-type]
     return {"out": (x - largest).exp() / total, "largest": largest, "log": largest + total.log()}  # type: ignore[operator]

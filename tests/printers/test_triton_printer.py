@@ -368,6 +368,50 @@ def test_a_warp_has_whole_rows_that_are_not_aligned(dtype: torch.dtype) -> None:
         assert configurations(layer_norm_kernel(65536, size, dtype))[0].num_warps == 4, size
 
 
+def column_kernel(kind: str, rows: int, columns: int) -> Kernel:
+    """Combines the elements of each column."""
+    p, r = Axis("p0", columns), Axis("r0", rows)
+
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", as_index(r) * columns + p, F32)
+        if kind in SCANS:
+            body.store("out", as_index(r) * columns + p, body.scan(kind, x)[0])
+        else:
+            body.store("out", as_index(p), body.reduce(kind, x)[-1])
+
+    result = I64 if kind == "argmax" else F32
+    count = rows * columns if kind in SCANS else columns
+    return build([p], [r], {"x": (F32, rows * columns)}, {"out": (result, count)}, write)
+
+
+@pytest.mark.parametrize("kind", ["sum", "argmax", "welford", "cumsum"])
+def test_columns_of_rows_that_are_not_aligned(kind: str) -> None:
+    """Threads load few elements at once, and these without copies to shared memory; scans have whole columns."""
+    for configuration in configurations(column_kernel(kind, 200, 77)):
+        check(column_kernel(kind, 200, 77), configuration)
+    for rows, columns in ((16384, 1025), (2159, 10007), (300000, 65), (20000, 839)):
+        first = configurations(column_kernel(kind, rows, columns))[0]
+        assert first.num_stages == 1
+        if kind == "cumsum":
+            assert first.x_block == 32 * first.num_warps, "a thread has a column"
+        else:
+            assert first.x_block * first.r_block == 8 * 32 * first.num_warps
+            assert first.num_warps == 16 or -(-columns // first.x_block) * first.num_warps >= 4 * 132
+    assert kind == "cumsum" or configurations(column_kernel(kind, 16384, 1024))[0].num_stages == 3
+
+
+def test_elements_that_start_again_are_a_row() -> None:
+    p, r = Axis("p0", 257), Axis("r0", 3855)
+
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", (as_index(p) * 3855 + r) % 66049, F32)
+        body.store("out", as_index(p), body.reduce("sum", x)[0])
+
+    kernel = build([p], [r], {"x": (F32, 66049)}, {"out": (F32, 257)}, write)
+    assert configurations(kernel)[0].x == (), "programs have rows"
+    check(kernel)
+
+
 def test_reduced_axes_are_flattened() -> None:
     n, c, h = Axis("r0", 3), Axis("p0", 4), Axis("r1", 7)
 

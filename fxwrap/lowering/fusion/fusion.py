@@ -47,6 +47,9 @@ from fxwrap.symbolic import Size, product
 _MAX_BUFFERS = 40
 _MAX_COST = 4000
 _MAX_ROW_LENGTH = 32768
+_MAX_COLUMN_LENGTH = 256
+"""The longest column of which a program has so many that it loads whole cache lines, and has them in registers."""
+_COLUMNS_PER_PROGRAM = 64
 _MAX_CANDIDATES = 4
 """How many of the latest kernels that read a tensor are candidates for a new reader of it."""
 _SMALL_KERNEL_POINTS = 65536
@@ -297,9 +300,9 @@ class Fusion:
     def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether the fused kernel has as much parallelism as two kernels.
 
-        On a massively parallel device, a kernel whose reduction runs down columns, or over rows that do not fit in one
-        program, has few programs: these should not write a whole tensor too. Reductions of rows of a matmul's results
-        are split along columns.
+        On a massively parallel device, a kernel whose reduction runs down long columns or a few of them, or over rows
+        that do not fit in one program, has few programs: these should not write a whole tensor too. Reductions of rows
+        of a matmul's results are split along columns.
         """
         if mapping.columns:
             return True
@@ -309,12 +312,17 @@ class Fusion:
         reduced = set(mapping.reduced)
         written = [member.at for member in kernel.members if isinstance(member.definition, Pointwise | Scattered)]
         if isinstance(definition, Pointwise | Scattered):
+            if reduced.isdisjoint(axes_of(mapping.at)):
+                return True  # a result of each reduction
             written.append(mapping.at)
         whole = [at for at in written if not reduced.isdisjoint(axes_of(at))]
         if not whole:
             return True
-        fits = self.hint(count_points(mapping.reduced)) <= _MAX_ROW_LENGTH
-        return fits and all(not reduced.isdisjoint(at[-1].axes()) for at in whole)
+        length = self.hint(count_points(mapping.reduced))
+        if all(not reduced.isdisjoint(at[-1].axes()) for at in whole):
+            return length <= _MAX_ROW_LENGTH
+        programs = self.hint(count_points(mapping.axes)) // _COLUMNS_PER_PROGRAM
+        return length <= _MAX_COLUMN_LENGTH and programs >= 2 * spec.multiprocessors
 
     def _add_member(
         self,

@@ -20,10 +20,14 @@ from fxwrap.loop_ir import (
     Atom,
     Axis,
     Compute,
+    FloorDivide,
+    Index,
+    IndexLike,
     IndirectIndex,
     InterleavedAccess,
     Kernel,
     Load,
+    Modulo,
     Operation,
     Store,
     indices,
@@ -42,6 +46,19 @@ _LANES = 32
 
 _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
+
+_STEP_ELEMENTS = 8
+"""The elements that a thread loads one by one in a step of a loop: the masks of more do not fit predicate registers."""
+
+_MOST_COLUMNS = 64
+_FEWEST_COLUMNS = 16
+"""The columns of a program: at most, and at least, so that its loads are of whole sectors of memory."""
+
+_MIN_COST = 20
+"""The instructions of an element from which on a thread has registers for few elements in a step of a loop."""
+
+_FLIGHT_BYTES = 32 << 10
+"""The bytes that programs of a multiprocessor must load at a time to reach the bandwidth of its memory."""
 
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
@@ -132,10 +149,8 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
-    costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
     gathers = any(isinstance(atom, IndirectIndex) for access in moved for atom in access.index.atoms())
-    is_costly = sum(costs) >= 15 and max(costs) >= 12
-    if gathers or is_costly or _has_overlapping_loads(kernel):
+    if gathers or _is_costly(kernel) or _has_overlapping_loads(kernel):
         elements *= 2
     if gathers:
         elements *= 2
@@ -144,6 +159,17 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     while block > 128 and total < block * wave:
         block //= 2
     return min(block, next_power_of_2(total)), 8 if gathers and block >= 4096 else 4
+
+
+def _is_costly(kernel: Kernel) -> bool:
+    """Whether elements take many instructions, as transcendental functions do."""
+    costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
+    return sum(costs) >= 15 and max(costs) >= 12
+
+
+def _cost(kernel: Kernel) -> int:
+    """Returns the instructions of an iteration, about."""
+    return sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
 
 
 def _has_overlapping_loads(kernel: Kernel) -> bool:
@@ -208,6 +234,9 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     looped = [
         Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
     ]
+    is_stepwise = _is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
+    if is_stepwise and not _is_multi_pass(kernel) and loop > _STEP_ELEMENTS * _LANES * 8:
+        looped.insert(0, Configuration(y=kernel.axes, r_block=_STEP_ELEMENTS * _LANES * 8, looped=True, num_warps=8))
     if _is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
@@ -255,14 +284,58 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         shapes = [shapes[3], *shapes[:3]]
         if _vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
             shapes.insert(0, (64, 32, 1))
+    if kernel.scans:
+        candidates += _column_scan_configurations(inner, kernel, hint)
+    elif _cost(kernel) >= _MIN_COST or (_is_unaligned(kernel, inner) and len(full_tile_loads(kernel)) == 1):
+        candidates += _column_configurations(kernel, inner, hint, spec)
     for width, height, stages in shapes:
-        block = min(width, widest)
+        block = min(width, _widest_columns(kernel, inner, hint, spec))
         rows = min(height * (width // block), next_power_of_2(hint(size)))
         warps = min(_num_warps(block * rows, 16), 4)
         candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
     if whole and not _is_multi_pass(kernel) and hint(size) > 128:
         candidates = [*candidates[len(whole) :], *whole]
     return candidates
+
+
+def _column_programs(kernel: Kernel, inner: Axis, hint: Hint, width: int) -> int:
+    """Returns the number of programs with so many columns."""
+    return hint(kernel.count) // max(hint(inner.size), 1) * -(-hint(inner.size) // width)
+
+
+def _widest_columns(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> int:
+    """Returns the most columns of a program: fewer where programs would leave multiprocessors idle."""
+    width = next_power_of_2(hint(inner.size))
+    if _column_programs(kernel, inner, hint, _MOST_COLUMNS) >= spec.multiprocessors:
+        return width
+    return min(width, _FEWEST_COLUMNS)
+
+
+def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
+
+    They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
+    elements to shared memory are slow.
+    """
+    width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
+    programs = _column_programs(kernel, inner, hint, width)
+    size, warps, step = next_power_of_2(hint(kernel.reduced_count)), 4, _STEP_ELEMENTS * _LANES
+    wanted = _FLIGHT_BYTES * spec.multiprocessors
+    while warps < 16 and programs * warps * step * _bytes_per_element(kernel) < wanted and warps * step < size * width:
+        warps *= 2
+    shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
+    tiles = [(max(min(step * count * times // width, size), 1), count) for count, times in shapes]
+    return [Configuration((inner,), (), width, 1, rows, looped=True, num_warps=count) for rows, count in tiles]
+
+
+def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[Configuration]:
+    """Returns loops over columns of which each thread has one by itself, and scans it without shared memory."""
+    size = next_power_of_2(hint(kernel.reduced_count))
+    shapes = ((_LANES, 64, 1), (_LANES, 32, 1), (4 * _LANES, 32, 4))
+    return [
+        Configuration((inner,), (), width, 1, min(rows, size), looped=True, num_warps=warps)
+        for width, rows, warps in shapes if width <= hint(inner.size)
+    ]  # fmt: skip
 
 
 def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
@@ -306,6 +379,11 @@ def _vector_elements(kernel: Kernel, inner: Axis) -> int | None:
         if load.index.stride(inner) == ONE and aligned < whole:
             elements = min(aligned, elements or aligned)
     return elements
+
+
+def _is_unaligned(kernel: Kernel, inner: Axis) -> bool:
+    """Whether threads cannot load whole vectors along an axis."""
+    return _vector_elements(kernel, inner) is not None
 
 
 def _bytes_per_element(kernel: Kernel) -> int:
@@ -357,9 +435,20 @@ def _contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...]
         for axis in axes:
             weight *= max(hint(axis.size), 1)
         for axis in access.index.axes():
-            if access.index.stride(axis) == ONE or axis == interleaved.get(position):
+            if _steps_by_one(access.index, axis) or axis == interleaved.get(position):
                 scores[axis] = scores.get(axis, 0) + weight
     return scores
+
+
+def _steps_by_one(index: Index, axis: Axis) -> bool:
+    """Whether an index grows by one along an axis, except where it starts again after at least a warp's lanes."""
+    if index.stride(axis) == ONE:
+        return True
+    divisions = [atom for atom in index.atoms() if isinstance(atom, FloorDivide | Modulo) and axis in atom.base.axes()]
+    if not divisions or any((item.divisor.constant or 0) < _LANES for item in divisions):
+        return False
+    runs: dict[Atom, IndexLike] = {item: item.base if isinstance(item, Modulo) else 0 for item in divisions}
+    return index.substitute(runs).stride(axis) == ONE
 
 
 def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:

@@ -319,6 +319,29 @@ def test_results_of_long_reductions_do_not_overwrite_operands_of_later_parts() -
     assert {value.name for value in launches[-1].outs} <= {"grad_1", "x_1"}, "the gradient overwrites an operand"
 
 
+def _bias_gradients(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    product = torch.ops.aten.gelu_backward(grad, x)
+    return product, product.sum(0, keepdim=True).view(x.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "kernels"),
+    [
+        (lambda x: torch.softmax(x, 1), (14, 21, 66049), 1),
+        (lambda x: torch.softmax(x, 1), (2, 21, 100), 2),
+        (lambda x: torch.softmax(x, 1), (2, 2000, 66049), 2),
+        (_bias_gradients, (8192, 4096), 2),
+    ],
+    ids=["many short columns", "few", "long", "sums are split"],
+)
+def test_kernels_of_columns_on_a_gpu(function: Callable[..., Any], sizes: tuple[int, ...], kernels: int) -> None:
+    """Those of short columns write elements too if programs are many; results of each column need no other kernel."""
+    with FakeTensorMode():
+        inputs = [torch.empty(sizes, device="cuda") for _ in range(function.__code__.co_argcount)]
+        graph = make_fx(function)(*inputs)
+    assert len([line for line in lower(graph, inputs).lines() if isinstance(line, Launch)]) == kernels
+
+
 def test_an_optimizer_step_is_one_in_place_kernel() -> None:
     planned = check(_adam, *[torch.rand(5, 7) for _ in range(4)])
     assert len(planned.launches) == 1 and not planned.calls
