@@ -2,8 +2,8 @@
 
 The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
-combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16, and its casts
-to bfloat16 truncate where a GPU rounds to the nearest number.
+combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16,
+and its casts to bfloat16 truncate where a GPU rounds to the nearest number.
 """
 
 from __future__ import annotations
