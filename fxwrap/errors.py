@@ -19,6 +19,35 @@ class OptionError(FxwrapError):
 
 
 @dataclass
+class ArgumentError(FxwrapError, TypeError):
+    """An argument of a public function of a type that it does not take.
+
+    Fields: `function` and `argument` are their names, `given` is the name of the argument's type, `expected` has those
+    that the function takes.
+    """
+
+    function: str
+    argument: str
+    given: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.function} takes {self.expected} as '{self.argument}', not {self.given}. {self.remedy}"
+
+    @classmethod
+    def check(cls, function: str, argument: str, value: object, types: tuple[type, ...], remedy: str) -> None:
+        """Raises ArgumentError unless a value is of one of the types; an object with such a `program` has it."""
+        if isinstance(value, types):
+            return
+        expected = " or ".join(["None" if item is type(None) else item.__name__ for item in types])
+        held = getattr(value, "program", None)
+        if held is not None and isinstance(held, types):
+            remedy = "Pass its attribute 'program'"
+        raise cls(function, argument, type(value).__name__, expected, remedy)
+
+
+@dataclass
 class GraphError(FxwrapError):
     """An FX graph that fxwrap cannot compile.
 

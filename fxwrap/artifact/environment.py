@@ -8,9 +8,11 @@ import platform
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import NoneType
 
 import torch
 
+from fxwrap.errors import ArgumentError
 from fxwrap.options import Options
 from fxwrap.runtime.native import binary_target
 
@@ -26,6 +28,7 @@ def environment_key(options: Options | None = None) -> str:
     `Options.cacheable` false, and nothing may be cached. Other functions (lowerings, decompositions, a partitioner,
     `on_graph`) count by module and qualified name: a cache that outlives an edit of theirs must add its own key.
     """
+    ArgumentError.check("fxwrap.environment_key", "options", options, (Options, NoneType), "Pass fxwrap.Options(...)")
     text = f"{environment_text()}\noptions={(options or Options()).resolve_devices().text()}"
     return hashlib.sha256(text.encode()).hexdigest()
 

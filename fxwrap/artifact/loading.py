@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from fxwrap.artifact.saving import PLAN
 from fxwrap.artifact.signing import check_signature, is_public_key
 from fxwrap.artifact.trust import TRUST_LEVELS
 from fxwrap.converters.emitted_program import kernel_texts
-from fxwrap.errors import OptionError, PlanningError
+from fxwrap.errors import ArgumentError, OptionError, PlanningError
 from fxwrap.lines import ExtensionLine
 from fxwrap.memory_planning import MemoryPlan, plan_from_json
 from fxwrap.options import EMITTERS
@@ -67,8 +68,10 @@ def load(
             call only operators that check their operands; compiled code in it is not used.
 
     Raises ArtifactError for a damaged, truncated or foreign file, for a newer format, and for what `trust` does not
-    allow; OptionError for an unknown value of `emitter`, `binaries` or `trust`.
+    allow; OptionError for an unknown value of `emitter`, `binaries` or `trust`; ArgumentError for another object than a
+    path.
     """
+    ArgumentError.check("fxwrap.load", "path", path, (str, PathLike), "Pass the path of a file that fxwrap.save wrote")
     _check_choices(emitter, binaries, trust)
     if trust == "none":
         if emitter not in (None, "interpreter") or binaries == "required":

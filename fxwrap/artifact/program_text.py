@@ -14,7 +14,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.artifact.archive import MANIFEST, Archive, ArchiveWriter
 from fxwrap.artifact.trust import check_is_safe
 from fxwrap.devices import language_traits, registered_lines
-from fxwrap.errors import ArtifactError, FxwrapError
+from fxwrap.errors import ArgumentError, ArtifactError, FxwrapError
 from fxwrap.lines import CORE_LINES, ExtensionLine, ExternCall, Mutate, StartCollective
 from fxwrap.torch_compat import operator_overload
 
@@ -26,8 +26,10 @@ KERNELS = "kernels"
 def parse(text: str, extensions: Iterable[type[ExtensionLine]] = ()) -> ir.Program:
     """Parses the text of a program; `extensions` are vendors' line classes besides registered ones.
 
-    Raises ParseError, with line and column, for invalid text. The program is not verified.
+    Raises ParseError, with line and column, for invalid text, and ArgumentError for another object. The program is not
+    verified.
     """
+    ArgumentError.check("fxwrap.parse", "text", text, (str,), "Pass the text of a program, as str(program) has it")
     return ir.parse_program(text, (*CORE_LINES, *registered_lines(), *extensions))
 
 

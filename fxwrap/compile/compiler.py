@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from types import NoneType
 
 import torch
 from torch.export import ExportedProgram
@@ -43,9 +44,9 @@ from fxwrap.debugging import (
     compile_failure,
     with_repro_environment,
 )
-from fxwrap.errors import GraphError, VerifyError
+from fxwrap.errors import ArgumentError, GraphError, VerifyError
 from fxwrap.events import EventLog, GraphCompiled, GraphLowered, OperatorDeclined, Recompiled, passes_of, step_seconds
-from fxwrap.fx_passes import PreparedGraph, graph_source, prepare_graph
+from fxwrap.fx_passes import PreparedGraph, check_example_inputs, graph_source, prepare_graph
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES
@@ -91,17 +92,23 @@ def compile_graph(
             its own names and provenance; other results are added. Not used for exported programs and modules, whose
             results have signatures of their own.
 
-    Raises GraphError for a graph that cannot be compiled, PassError for a user's pass that fails or breaks the program,
-    and the error of a kernel that no operator can replace.
+    Raises GraphError for a graph that cannot be compiled and for examples that are not of its inputs, ArgumentError for
+    options and names of other types, PassError for a user's pass that fails or breaks the program, and the error of a
+    kernel that no operator can replace.
     """
+    ArgumentError.check("fxwrap.compile_graph", "options", options, (Options, NoneType), _OPTIONS_REMEDY)
+    ArgumentError.check("fxwrap.compile_graph", "name", name, (str,), "Pass a name for the program")
     if not isinstance(graph, GraphModule | ExportedProgram):
         graph, example_inputs, example_kwargs = _export(graph, example_inputs, example_kwargs), None, None
     if isinstance(graph, ExportedProgram):
         check_examples(graph, example_inputs, example_kwargs)
         example_inputs, example_kwargs = None, None
         compiled_by_key = None  # equal programs may have different signatures
-    if example_kwargs:
+    elif example_kwargs:
         raise GraphError("", *_NO_KEYWORDS)
+    else:
+        check_example_inputs(graph, example_inputs)
+        _check_positions(graph, ownership or {}, flexible_stride_outputs, static_inputs)
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode(), collection_paused(options or Options()):
         options = with_repro_environment(options or Options())
@@ -237,6 +244,27 @@ def _timing_options(options: Options) -> Options:
 
 
 _NO_KEYWORDS = ("a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
+
+
+_OPTIONS_REMEDY = "Pass fxwrap.Options(...), or Options.from_mapping for a dict"
+
+
+def _check_positions(
+    graph: GraphModule, ownership: Mapping[int, Ownership], outputs: Collection[int], static_inputs: Collection[int]
+) -> None:
+    """Raises GraphError for positions of inputs or outputs that a graph does not have."""
+    count = len(graph.graph.find_nodes(op="placeholder"))
+    for name, positions in (("ownership", ownership), ("static_inputs", static_inputs)):
+        other = next((item for item in positions if item not in range(count)), None)
+        if other is not None:
+            remedy = f"Pass positions of the graph's {count} inputs"
+            raise GraphError("", f"{name} has {other!r}, which is no position of an input", remedy)
+    results = graph.graph.output_node().args[0]
+    count = len(results) if isinstance(results, tuple | list) else 1
+    other = next((item for item in outputs if item not in range(count)), None)
+    if other is not None:
+        reason = f"flexible_stride_outputs has {other!r}, which is no position of an output"
+        raise GraphError("", reason, f"Pass positions of the graph's {count} outputs")
 
 
 def _export(

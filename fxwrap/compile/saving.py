@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from os import PathLike
 from pathlib import Path
 
 from torch.fx import GraphModule
 
 from fxwrap.artifact import SavableProgram, save_program
 from fxwrap.converters.from_fx import from_fx
+from fxwrap.errors import ArgumentError
 from fxwrap.options import Options
 from fxwrap.wrapper_ir import Program
+
+_REMEDY = "Pass what fxwrap.compile_graph or fxwrap.load returns, a program, or an emitted graph"
 
 
 def save(
@@ -42,8 +46,10 @@ def save(
     Raises OptionError for an unknown target or architecture; KernelBuildError for a kernel that Triton cannot compile
     for one; ArtifactError for a constant that is not a plain tensor, an in-process kernel, a folder that is not
     writable and, with target="native", for each item that needs Python, by name; NativeBuildError if C++ does not
-    compile; FxImportError for a graph that `from_fx` does not support.
+    compile; FxImportError for a graph that `from_fx` does not support; ArgumentError for another subject or path.
     """
+    ArgumentError.check("fxwrap.save", "subject", subject, (SavableProgram, GraphModule, Program), _REMEDY)
+    ArgumentError.check("fxwrap.save", "path", path, (str, PathLike), "Pass the path of the file")
     match subject:
         case SavableProgram():
             subject.save(path, constants=constants, emitters=emitters, target=target, architectures=architectures)

@@ -37,6 +37,7 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
 
     Raises GraphError if neither metadata nor example inputs describe the inputs, and if a node fails.
     """
+    check_example_inputs(graph_module, example_inputs)
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -46,10 +47,36 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
         return _rebase_views(nodes, _with_conjugate_bits(_unify_fake_modes(nodes), examples))
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
+    return _propagate(graph_module, placeholders, example_inputs)
+
+
+def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[object] | None) -> None:
+    """Raises GraphError unless there are no example inputs, or one for each placeholder, and of its kind.
+
+    Where the placeholder has a fake value, a tensor is of its dtype and number of dimensions, and numbers are numbers.
+    """
+    if example_inputs is None:
+        return
+    remedy = "Pass a sequence with one example input for each placeholder"
+    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, Sequence):
+        reason = f"example_inputs is an object of type {type(example_inputs).__name__}, not a sequence"
+        raise GraphError("", reason, remedy)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     if len(example_inputs) != len(placeholders):
         reason = f"the graph has {len(placeholders)} inputs, but there are {len(example_inputs)} example inputs"
-        raise GraphError("", reason, "Pass one example input for each placeholder")
-    return _propagate(graph_module, placeholders, example_inputs)
+        raise GraphError("", reason, remedy)
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        fake = node.meta.get("val")
+        if fake is not None and _kind(fake) != _kind(example):
+            reason = f"it is {_kind(fake)}, and its example input is {_kind(example)}"
+            raise GraphError(node.name, reason, "Pass an example of the kind with which the graph was traced")
+
+
+def _kind(value: object) -> str:
+    """Returns what an example input and a placeholder's fake value have in common."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype} with {value.dim()} dimensions"
+    return "a number" if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else "an object"
 
 
 def _is_expanded(value: object) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from fxwrap.errors import FusionWarning, GraphError
+from fxwrap.errors import ArgumentError, FusionWarning, GraphError
 from fxwrap.fx_passes.effects import attribute_of, is_token
 from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
@@ -84,8 +84,11 @@ def lower(
         ownership: the ownership of inputs, by position; other inputs are borrowed, or mutable if the graph writes them.
         name: the program's name.
 
-    Raises GraphError, with the node, its location in the model's source and a remedy, if it cannot be compiled.
+    Raises GraphError, with the node, its location in the model's source and a remedy, if it cannot be compiled, and
+    ArgumentError for another object than a graph.
     """
+    remedy = "Trace a function with make_fx, or export a module with torch.export.export"
+    ArgumentError.check("fxwrap.lower", "graph", graph, (GraphModule, ExportedProgram), remedy)
     if isinstance(graph, ExportedProgram):
         check_examples(graph, example_inputs, example_kwargs)
         example_inputs = None

@@ -56,8 +56,9 @@ class Options:
             since caches cannot tell functions apart), in a list or in lists by pass point. Always a tuple of `Pass`.
         symbol_ranges: symbol name -> (lowest, highest), both inclusive; narrows the range in the graph.
         symbol_hints: symbol name -> a typical value, instead of the traced value and torch's `hint_override`. Kernels
-            are configured and memory is planned for it. A hint outside the symbol's range is clamped. An integer symbol
-            without a hint counts as 8192, or less in memory planning.
+            are configured and memory is planned for it. A hint outside the symbol's range is clamped; one is negative
+            only if `symbol_ranges` has negative numbers. An integer symbol without a hint counts as 8192, or less in
+            memory planning.
         on_graph: under torch.compile, receives each emitted FX graph and its `GraphInfo`; its result runs.
         fx_form: the form of FX graphs: "in_place", in which kernels write memory that the graph allocates, or
             "functional", in which they return new tensors, inputs are written at the end, and memory is not planned
@@ -198,6 +199,12 @@ class Options:
         for name, hint in self.symbol_hints.items():
             if type(hint) is not int:
                 raise OptionError(f"option 'symbol_hints' takes integers, not {hint!r} for '{name}'")
+            least = min(0, self.symbol_ranges.get(name, (0, 0))[0])
+            if not least <= hint < 1 << 63:
+                raise OptionError(
+                    f"option 'symbol_hints': {hint} for '{name}' is not from {least} to 2**63 - 1. "
+                    "Pass a typical value; a number that may be negative has a range in 'symbol_ranges'"
+                )
         for name in ("memory_slack", "overlap_memory_slack"):
             if not 0 <= getattr(self, name) <= 1:
                 raise OptionError(f"option '{name}' is a number from 0 to 1, not {getattr(self, name)!r}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxwrap.devices.kernel_names import kernel_content_hash
+from fxwrap.errors import ArgumentError
 from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
 from fxwrap.wrapper_ir.highlight import highlight_html
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks
@@ -167,3 +168,9 @@ def print_kernel(kernel: KernelDefinition) -> str:
         f"kernel @{kernel.name}({quote(signature)}) language={kernel.language} hash={quote(kernel.hash)}{options} "
         f"{quote(kernel.source, raw=True)}\n"
     )
+
+
+def check_program(function: str, program: object) -> None:
+    """Raises ArgumentError for another object than a program; `function` is the public function that takes it."""
+    remedy = "Pass the program of what fxwrap.compile_graph returns, or the result of fxwrap.lower or fxwrap.parse"
+    ArgumentError.check(function, "program", program, (Program,), remedy)

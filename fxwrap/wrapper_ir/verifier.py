@@ -46,7 +46,7 @@ from fxwrap.wrapper_ir.line import (
     writes,
 )
 from fxwrap.wrapper_ir.printer import line_text
-from fxwrap.wrapper_ir.program import Ownership, Program
+from fxwrap.wrapper_ir.program import Ownership, Program, check_program
 from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.streams import CURRENT_STREAM, StreamOrder, stream_device, stream_name, stream_of, uses_streams
 from fxwrap.wrapper_ir.types import TensorType, Value, holds_memory
@@ -59,7 +59,11 @@ _NAME = re.compile(r"\w+(\.\w+)*")
 
 
 def verify(program: Program) -> Program:
-    """Checks every rule of the IR and returns the program. Raises VerifyError for the first violation."""
+    """Checks every rule of the IR and returns the program.
+
+    Raises VerifyError for the first violation, and ArgumentError for another object than a program.
+    """
+    check_program("fxwrap.verify", program)
     scope = _Scope(program)
     for name, function in program.functions:
         scope.free_symbols = set()

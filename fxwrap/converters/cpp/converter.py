@@ -378,8 +378,10 @@ def to_cpp(program: ir.Program, handlers: Handlers | None = None) -> EmittedCpp:
     """Returns the program as a C++ translation unit, which is compiled at the first call.
 
     `handlers` emit extension lines; the default are the handlers of the registered devices. Raises UnsupportedError for
-    a line that C++ cannot express; the first call raises NativeBuildError if there is no working compiler.
+    a line that C++ cannot express, and ArgumentError for another object than a program; the first call raises
+    NativeBuildError if there is no working compiler.
     """
+    ir.check_program("fxwrap.to_cpp", program)
     unit = CppUnit()
     passed_through = _passed_through(program)
     inputs = StaticArray(

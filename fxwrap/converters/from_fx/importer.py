@@ -29,7 +29,7 @@ from fxwrap.converters.from_fx.numbers import NUMBERS, import_arithmetic, import
 from fxwrap.converters.from_fx.regions import import_region_call
 from fxwrap.converters.from_fx.symbols import ImportedSymbols
 from fxwrap.converters.fx.regions import called_region
-from fxwrap.errors import FxImportError, VerifyError
+from fxwrap.errors import ArgumentError, FxImportError, VerifyError
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import CallInference
 from fxwrap.lines import Return
@@ -60,8 +60,11 @@ def from_fx(
         name: the program's name, by default that of the metadata.
 
     Returns a verified program, with frees after the last use of each root. Raises FxImportError, which names the node
-    and a remedy, for a node without a line and for a graph whose program would break a rule of the IR.
+    and a remedy, for a node without a line and for a graph whose program would break a rule of the IR; and
+    ArgumentError for another object.
     """
+    remedy = "Pass the graph_module of fxwrap.to_fx(program), or what a tool made of it"
+    ArgumentError.check("fxwrap.from_fx", "graph", graph, (GraphModule, EmittedProgram, ExportedProgram), remedy)
     module: GraphModule
     match graph:
         case EmittedProgram():

@@ -17,7 +17,7 @@ from fxwrap.garbage_collection import gc_paused
 from fxwrap.inference import ExampleValues, FakeValues
 from fxwrap.runtime import kernel_table
 from fxwrap.symbolic import SymbolInfo
-from fxwrap.wrapper_ir import Program, symbol_infos
+from fxwrap.wrapper_ir import Program, check_program, symbol_infos
 
 FxForm: TypeAlias = Literal["in_place", "functional", "exported"]
 """The forms of an emitted graph."""
@@ -60,8 +60,9 @@ def to_fx(
             all kernels by their content hash, Triton's too.
 
     Raises UnsupportedError for a line without an FX form, without a functional one if `form` is that, or without one of
-    ATen's operators if `aten_only`.
+    ATen's operators if `aten_only`; and ArgumentError for another object than a program.
     """
+    check_program("fxwrap.to_fx", program)
     fake_inputs = fake_inputs or {}
     mode = next((fake.fake_mode for fake in fake_inputs.values()), None)
     fakes = FakeValues(mode, symbol_infos(program)) if fake_metadata else ExampleValues()

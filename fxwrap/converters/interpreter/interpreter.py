@@ -34,6 +34,7 @@ from fxwrap.wrapper_ir import (
     Result,
     TensorType,
     Value,
+    check_program,
     defined,
     program_arguments,
     reads,
@@ -361,8 +362,10 @@ def check_inputs(program: Program, inputs: Sequence[Content]) -> None:
 def run(program: Program, inputs: Sequence[Content]) -> tuple[Content, ...]:
     """Interprets a program on its flat inputs and returns its flat outputs.
 
-    Raises InputError for inputs that do not match the program, and the errors of the operators.
+    Raises InputError for inputs that do not match the program, ArgumentError for another object than a program, and the
+    errors of the operators.
     """
+    check_program("fxwrap.run", program)
     return Interpreter(program).run(list(inputs))
 
 

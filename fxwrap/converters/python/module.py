@@ -56,8 +56,9 @@ def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedP
     """Returns the program as a Python module, which is written to the cache folder at the first call.
 
     `handlers` emit extension lines; the default are the handlers of the registered devices. Raises UnsupportedError for
-    a line that Python cannot express.
+    a line that Python cannot express, and ArgumentError for another object than a program.
     """
+    ir.check_program("fxwrap.to_python", program)
     module = PythonModule(dict(program.functions))
     writer = PythonConverter(program, module, handlers)
     constants = [constant.value for constant in program.constants]
