@@ -179,13 +179,19 @@ def work(chosen: argparse.Namespace) -> None:
     for case in part:
         if time.monotonic() < chosen.compile_until:
             ready.append(prepared(case, device, chosen.seed))
+            free_unused(device)
     print(COMPILED, flush=True)
     sys.stdin.readline()
     for item in ready:
         if time.monotonic() < chosen.measure_until:
             print(json.dumps(item.measured(device, chosen.rounds)), flush=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_unused(device)
+
+
+def free_unused(device: torch.device) -> None:
+    """Returns memory that is not in use to a device that processes share."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def facts_of_processes(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
