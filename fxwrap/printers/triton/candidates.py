@@ -154,7 +154,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     contraction = find_contraction(kernel)
     form = find_rows_and_columns(kernel)
     if form is not None:
-        candidates = row_part_configurations(kernel, form, hint)
+        candidates = row_part_configurations(kernel, form, hint, spec)
     elif contraction is not None and contraction.row_reductions:
         assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
         candidates = _dot_configurations(contraction, hint, spec)

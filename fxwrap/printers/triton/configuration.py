@@ -282,7 +282,7 @@ def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and has_many_rows else 32
 
 
-def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint) -> list[Configuration]:
+def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns configurations of whole rows in a loop, whose columns are accumulated.
 
     Unaligned rows are first in chunks, as are others later, where each element is an access of its own.
@@ -296,10 +296,13 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint) ->
     plain, chunked = list[Configuration](), list[Configuration]()
     tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
-        rows = max(_LANES * warps * elements // block, 1)
+        rows = min(max(_LANES * warps * elements // block, 1), size)
         chunk = _LANES * (vector or whole_vector) * max(warps // rows, 1)
-        if rows > size or rows * block > _LANES * warps * max(elements, _MOST_ROW_PART_ELEMENTS):
+        if rows * block > _LANES * warps * _MOST_ROW_PART_ELEMENTS:
             continue
+        copied = (stages - 1) * rows * block * _bytes_per_element(kernel)
+        if block <= _LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
+            stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
         whole = Configuration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
         plain.append(whole)
         if chunk < block and has_chunks:
