@@ -81,17 +81,37 @@ _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
 
-_ROW_PART_TILES = ((16, 4, 3), (32, 4, 3), (16, 4, 1), (16, 8, 3), (32, 8, 3), (32, 4, 1), (16, 8, 1))
+_ROW_PART_TILES = (
+    (16, 4, 3),
+    (32, 4, 3),
+    (16, 4, 1),
+    (16, 8, 3),
+    (32, 8, 3),
+    (32, 4, 1),
+    (16, 8, 1),
+    (16, 16, 1),
+    (8, 16, 1),
+)
 """Elements of a thread, warps and stages of programs that reduce rows and accumulate columns."""
 
-_LONG_ROW_PART_TILES = ((32, 4, 3), (32, 8, 3), (16, 4, 3), (16, 8, 3), (32, 4, 1), (16, 4, 1), (16, 8, 1))
+_LONG_ROW_PART_TILES = (
+    (32, 4, 3),
+    (32, 8, 3),
+    (16, 4, 3),
+    (16, 8, 3),
+    (32, 4, 1),
+    (16, 4, 1),
+    (16, 8, 1),
+    (16, 16, 1),
+    (8, 16, 1),
+)
 """The same of rows of more than `_ROW_TILE` elements, of which fewer programs run beside each other."""
 
-_UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1))
+_UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1), (16, 16, 1), (8, 16, 1))
 """The same of rows that are not aligned to whole vectors."""
 
-_MOST_ROW_PART_ELEMENTS = 32
-"""The most elements of a row in a thread of such a program, whose accumulators have as many."""
+_ROW_PART_REGISTERS = 160
+"""The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
 
 _CHUNK_KINDS = frozenset({"sum", "prod", "max", "min", "any", "all"})
 """The kinds of reductions that reduce chunks of a row first."""
@@ -293,12 +313,13 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
     vector = _vector_elements(kernel, form.columns[-1])
     reductions = [kernel.operations[position] for position in form.row_reductions]
     has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
+    live = len(form.column_reductions) + len(full_tile_loads(kernel))
     plain, chunked = list[Configuration](), list[Configuration]()
     tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
         rows = min(max(_LANES * warps * elements // block, 1), size)
         chunk = _LANES * (vector or whole_vector) * max(warps // rows, 1)
-        if rows * block > _LANES * warps * _MOST_ROW_PART_ELEMENTS:
+        if rows * block * live > _LANES * warps * _ROW_PART_REGISTERS:
             continue
         copied = (stages - 1) * rows * block * _bytes_per_element(kernel)
         if block <= _LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
