@@ -14,6 +14,7 @@ from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
 from fxwrap.loop_ir.ranges import value_range as value_range
+from fxwrap.loop_ir.row_parts import *
 from fxwrap.loop_ir.segment_fusion import *
 from fxwrap.loop_ir.segments import *
 from fxwrap.loop_ir.split import *

@@ -51,13 +51,15 @@ class SplitKernel:
     temporaries: tuple[Buffer, ...]
 
 
-def split_reductions(kernel: Kernel, hint: Callable[[Size], int], programs: int = 528) -> SplitKernel | None:
+def split_reductions(
+    kernel: Kernel, hint: Callable[[Size], int], programs: int = 528, reserved_names: frozenset[str] = frozenset()
+) -> SplitKernel | None:
     """Returns a kernel with its reductions split, or None where that is impossible or not faster.
 
     `programs` is the number of programs that saturate a device; `hint` returns a typical value of a size. Results that
-    elements depend on go through memory to a third kernel.
+    elements depend on go through memory to a third kernel. Temporary buffers have none of the `reserved_names`.
     """
-    return _split(kernel, hint, programs, frozenset())
+    return _split(kernel, hint, programs, reserved_names)
 
 
 def _split(
@@ -84,7 +86,7 @@ class SplitPlan:
     """A split of the reduced axes `split` into parts of `size` elements, over the axes `reduced`.
 
     `mapping` expresses the old axes by the new ones. `inside` is the position in the row, which needs a bounds check
-    where the parts are not equal, else None.
+    where the parts are not equal, else None. `results` are the other reduced axes that the results vary along.
     """
 
     split: tuple[Axis, ...]
@@ -93,6 +95,7 @@ class SplitPlan:
     mapping: dict[Atom, IndexLike]
     size: Size
     inside: Index | None
+    results: tuple[Axis, ...] = ()
 
 
 def _plan_split(kernel: Kernel, hint: Callable[[Size], int], programs: int) -> SplitPlan | None:
@@ -185,9 +188,11 @@ class ReductionSplitter:
         self.temporaries: dict[str, Buffer] = {}
         self.partials: dict[int, list[Buffer]] = {}
         self.results: dict[tuple[int, int], Buffer] = {}
-        sizes = [axis.size for axis in kernel.axes]
-        self.row = linearize_index(kernel.axes, sizes)
-        self.element = as_index(plan.part) * kernel.count + self.row
+        self.axes = (*kernel.axes, *plan.results)
+        sizes = [axis.size for axis in self.axes]
+        self.count = product(sizes)
+        self.row = linearize_index(self.axes, sizes)
+        self.element = as_index(plan.part) * self.count + self.row
 
     def _reduce(self, position: int) -> Reduce:
         operation = self.kernel.operations[position]
@@ -297,7 +302,7 @@ class ReductionSplitter:
         if operation.kind in ORDERED_REDUCTIONS:
             start = body.add(IndexValue(as_index(self.plan.part) * self.plan.size))
             results[1] = body.compute("add", results[1], start, dtype=torch.int64)
-        extent = product([self.plan.part.size, self.kernel.count])
+        extent = product([self.plan.part.size, self.count])
         self.partials[position] = [
             self._temporary(operation_dtype(body.operations[item]), extent, "partial") for item in results
         ]
@@ -345,7 +350,7 @@ class ReductionSplitter:
                     reached.add(position)
         for key, buffer in self.results.items():
             body.store(buffer, self.row, results[key])
-        return self._finish(body, kernel.axes, (self.plan.part,))
+        return self._finish(body, self.axes, (self.plan.part,))
 
     def _combine(self, body: _PartCopier, operation: Reduce, buffers: list[Buffer]) -> list[int]:
         loads = [body.load(buffer, self.element) for buffer in buffers]
@@ -360,7 +365,7 @@ class ReductionSplitter:
                 return self._combine_softmax(body, loads, dtype)
             case "argmax" | "argmin":
                 value, part = self._results(body, operation.kind, loads[0], dtype)
-                chosen = as_index(IndirectIndex(part, self.plan.part.size)) * self.kernel.count + self.row
+                chosen = as_index(IndirectIndex(part, self.plan.part.size)) * self.count + self.row
                 return [value, body.load(buffers[1], chosen)]
             case _:
                 return [body.reduce(operation.kind, loads[0], dtype)]
@@ -421,7 +426,7 @@ class ReductionSplitter:
     def _result_buffer(self, position: int, part: int, dtype: torch.dtype) -> Buffer:
         known = self.results.get((position, part))
         if known is None:
-            known = self.results[position, part] = self._temporary(dtype, self.kernel.count, "row")
+            known = self.results[position, part] = self._temporary(dtype, self.count, "row")
         return known
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from torch.fx import Node
 
 from fxwrap.caching import bounded_cache
-from fxwrap.devices import language_traits
+from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import (
     Kernel,
     SplitKernel,
@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     parallel_column_block,
     split_columns,
     split_reductions,
+    split_rows,
 )
 from fxwrap.lowering.builder import Builder, LoweringRequest
 from fxwrap.lowering.fusion.definitions import Definition, Reduced
@@ -74,6 +75,8 @@ class KernelSchedules:
         members = {plan.definition, *[member.definition for member in kernel.members]}
         if not any(map(self.is_matmul, members)):
             return True
+        if mapping.rows:
+            return False
         stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
         return self._is_schedulable(joined_plan(kernel, mapping, plan, trace), stored, self.plan)
 
@@ -142,19 +145,21 @@ class KernelSchedules:
 
     def split(self, kernel: Kernel, device_type: str) -> SplitKernel | None:
         """Returns the kernels that replace one with long reductions, of which the first computes its matmuls."""
-        massively_parallel = self._specs[device_type].massively_parallel
+        spec = self._specs[device_type]
         if kernel.symbols:
-            return _split(kernel, massively_parallel, self.hint)
-        return _split_cached(kernel, kernel.uncompared_fields, massively_parallel)
+            return _split(kernel, spec, self.hint)
+        return _split_cached(kernel, kernel.uncompared_fields, spec)
 
 
-def _split(kernel: Kernel, massively_parallel: bool, hint: Callable[[Size], int]) -> SplitKernel | None:
-    if not massively_parallel:
+def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:
+    if not spec.massively_parallel:
         return split_columns(kernel)
-    return split_columns(kernel, parallel_column_block(kernel, hint)) or split_reductions(kernel, hint)
+    if not kernel.reduces_in_steps:
+        return split_reductions(kernel, hint)
+    return split_rows(kernel, hint, spec.multiprocessors) or split_columns(kernel, parallel_column_block(kernel, hint))
 
 
 @bounded_cache(1024)
-def _split_cached(kernel: Kernel, _uncompared_fields: tuple[str, ...], massively_parallel: bool) -> SplitKernel | None:
+def _split_cached(kernel: Kernel, _uncompared_fields: tuple[str, ...], spec: DeviceSpec) -> SplitKernel | None:
     """Splits a kernel of fixed sizes once for all equal layers of a model."""
-    return _split(kernel, massively_parallel, int)
+    return _split(kernel, spec, int)

@@ -12,7 +12,7 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec, KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_rows_and_columns
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import add_dependent_launch as add_dependent_launch
@@ -140,7 +140,7 @@ def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
     if request.is_matmul and not has_tiles:
         raise ScheduleError("no tile has all columns that a reduction of rows needs")
-    if kernel.reduces_in_steps and not has_tiles:
+    if kernel.reduces_in_steps and not has_tiles and find_rows_and_columns(kernel) is None:
         is_interpreted = request.device.type == "cpu"
         streaming = streaming_configurations(kernel, request.hint, is_interpreted, request.spec)
         return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])

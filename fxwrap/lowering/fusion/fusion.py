@@ -25,6 +25,7 @@ from fxwrap.lowering.fusion.definitions import (
     InPlaceStore,
     InPlaceWrite,
     Pointwise,
+    Reduced,
     Scattered,
     fills_a_copy,
 )
@@ -50,6 +51,14 @@ _MAX_ROW_LENGTH = 32768
 _MAX_COLUMN_LENGTH = 256
 """The longest column of which a program has so many that it loads whole cache lines, and has them in registers."""
 _COLUMNS_PER_PROGRAM = 64
+_MAX_PART_COLUMNS = 8192
+"""The most columns of a kernel that reduces rows and columns."""
+_MAX_PART_REGISTERS = 6 * 8192
+"""The most elements of a row and its sums of columns that a program has in registers at once."""
+_MIN_PART_ELEMENTS = 3 << 20
+"""The fewest elements of such a kernel: a cache has fewer when the second kernel reads them."""
+_MIN_ROWS_PER_COLUMN = 0.5
+"""The fewest rows of such a kernel for each column: of fewer, partial sums are much of what it transfers."""
 _MAX_CANDIDATES = 4
 """How many of the latest kernels that read a tensor are candidates for a new reader of it."""
 _SMALL_KERNEL_POINTS = 65536
@@ -140,6 +149,7 @@ class Fusion:
             for mapping in iteration_mappings(item.kernel, plan.definition, trace):
                 saved = self._saved_bytes(item.kernel, mapping, plan, trace)
                 if saved is not None:
+                    saved += 0.25 if item.kernel.rows else 0.0  # it is split anyway
                     best.append((saved, item, mapping))
                     break
         for _, item, mapping in sorted(best, key=lambda candidate: -candidate[0]):
@@ -306,6 +316,8 @@ class Fusion:
         """
         if mapping.columns:
             return True
+        if mapping.rows:
+            return self._fits_row_parts(kernel, mapping, definition)
         spec = self.specs[kernel.device_type]
         if not mapping.reduced or not spec.massively_parallel or language_traits(spec.kernel_language).takes_regions:
             return True
@@ -323,6 +335,28 @@ class Fusion:
             return length <= _MAX_ROW_LENGTH
         programs = self.hint(count_points(mapping.axes)) // _COLUMNS_PER_PROGRAM
         return length <= _MAX_COLUMN_LENGTH and programs >= 2 * spec.multiprocessors
+
+    def _fits_row_parts(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
+        """Whether a program of a kernel that reduces rows and columns has a row of all elements and sums in registers.
+
+        Without enough rows for all programs, two kernels read the elements from the cache.
+        """
+        spec = self.specs[kernel.device_type]
+        if not spec.massively_parallel or not language_traits(spec.kernel_language).is_triton:
+            return False
+        columns = count_points([axis for axis in mapping.reduced if axis not in mapping.rows])
+        if not isinstance(columns, int) or columns > _MAX_PART_COLUMNS:
+            return False
+        if kernel.rows and not isinstance(definition, Reduced):
+            return True
+        members = [(member.definition, member.at, member.trace.parallel_rank) for member in kernel.members]
+        members.append((definition, mapping.at, len(definition.sizes)))
+        sums = [at for item, at, rank in members if isinstance(item, Reduced) if set(mapping.rows) & axes_of(at[rank:])]
+        space = {axis for axis in mapping.reduced if axis.size != 1}
+        whole = [other for other, points in kernel.reads.items() if any(space <= axes_of(at) for at in points)]
+        rows = self.hint(count_points(mapping.rows))
+        is_small = rows * columns < _MIN_PART_ELEMENTS or rows < _MIN_ROWS_PER_COLUMN * columns
+        return not is_small and columns * (len(sums) + len(whole)) <= _MAX_PART_REGISTERS
 
     def _add_member(
         self,

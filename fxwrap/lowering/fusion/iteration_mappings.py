@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxwrap.loop_ir import (
     ORDERED_REDUCTIONS,
+    REDUCTIONS,
     Atom,
     Axis,
     FloorDivide,
@@ -17,7 +18,7 @@ from fxwrap.loop_ir import (
     delinearize_index,
     linearize_index,
 )
-from fxwrap.lowering.fusion.definitions import Definition, Reduced, Scanned
+from fxwrap.lowering.fusion.definitions import Definition, Reduced, Scanned, Scattered
 from fxwrap.lowering.fusion.materialise import DefinitionPlan
 from fxwrap.lowering.fusion.tracing import IndexTuple, Trace, element_indices
 from fxwrap.symbolic import Size, product
@@ -48,12 +49,14 @@ class KernelPlan:
 
     `overwritten` are definitions whose memory it overwrites with other values, `operands` those that it does not read,
     but its region does. `columns` are the reduced axes of reductions of rows, whose elements are results of reductions
-    over the other reduced axes.
+    over the other reduced axes. `rows` are the reduced axes of reductions of columns, if others reduce the rows, which
+    are all other axes then.
     """
 
     axes: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
     columns: tuple[Axis, ...] = ()
+    rows: tuple[Axis, ...] = ()
     members: list[Member] = field(default_factory=list)
     computed: dict[Definition, IndexTuple] = field(default_factory=dict)
     reads: dict[Definition, list[IndexTuple]] = field(default_factory=dict)
@@ -93,7 +96,7 @@ class IterationMapping:
     """A common iteration space of a kernel and a definition.
 
     `kernel_axes` maps the kernel's axes to indices in that space, those that change; `at` is the definition's point.
-    `columns` are those of the kernel.
+    `columns` and `rows` are those of the kernel.
     """
 
     axes: tuple[Axis, ...]
@@ -101,6 +104,7 @@ class IterationMapping:
     kernel_axes: Mapping[Atom, IndexLike]
     at: IndexTuple
     columns: tuple[Axis, ...] = ()
+    rows: tuple[Axis, ...] = ()
 
 
 def axes_of(indices: Iterable[Index]) -> set[Axis]:
@@ -122,7 +126,8 @@ def empty_plan(trace: Trace) -> KernelPlan:
 
 def rebase(kernel: KernelPlan, mapping: IterationMapping) -> None:
     """Moves a kernel to the space of a mapping."""
-    kernel.axes, kernel.reduced, kernel.columns = mapping.axes, mapping.reduced, mapping.columns
+    kernel.axes, kernel.reduced = mapping.axes, mapping.reduced
+    kernel.columns, kernel.rows = mapping.columns, mapping.rows
     axes = mapping.kernel_axes
     if all(axes.get(axis, axis) == as_index(axis) for axis in axes):
         return
@@ -135,7 +140,7 @@ def rebase(kernel: KernelPlan, mapping: IterationMapping) -> None:
 def joined_plan(kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> KernelPlan:
     """Returns a kernel with one more member, in the space of a mapping. It has no record of its reads."""
     members = [Member(item.plan, item.trace, item.at) for item in kernel.members]
-    joined = KernelPlan(kernel.axes, kernel.reduced, kernel.columns, members)
+    joined = KernelPlan(kernel.axes, kernel.reduced, kernel.columns, kernel.rows, members)
     rebase(joined, mapping)
     joined.add(Member(plan, trace, mapping.at))
     return joined
@@ -160,6 +165,8 @@ def _candidate_mappings(kernel: KernelPlan, definition: Definition, trace: Trace
         return  # there are no indices to compare, and fusion saves nothing
     if kernel.columns:
         yield from _mappings_to_rows_and_columns(kernel, trace)
+    elif kernel.rows:
+        yield from _mappings_to_rows_or_columns(kernel, definition, trace)
     elif own_count == count:
         for at in _maps_to_kernel_axes(kernel, trace):
             if not _is_bijective(at, trace.axes) or not _preserves_axis_kinds(kernel, trace, at):
@@ -170,6 +177,8 @@ def _candidate_mappings(kernel: KernelPlan, definition: Definition, trace: Trace
                 yield IterationMapping(kernel.axes, kernel.reduced, {}, at)
         if not kernel.reduced or own_reduced or not trace.axes:
             yield from _mappings_into_definition_space(kernel, trace)
+        if kernel.axes and kernel.reduced and own_reduced:
+            yield from _mappings_across(kernel, definition, trace)
     elif kernel.reduced and not own_reduced and own_count == count_points(kernel.axes):
         for at in _maps_to_kernel_axes(kernel, trace):
             if _is_bijective(at, trace.axes) and axes_of(at) <= set(kernel.axes):
@@ -210,6 +219,72 @@ def _mappings_to_rows_and_columns(kernel: KernelPlan, trace: Trace) -> Iterator[
                 spanned = spanned | set(kernel.reduced)
             if own | reduced == {axis for axis in spanned if axis.size != 1}:
                 yield IterationMapping(kernel.axes, kernel.reduced, {}, at, kernel.columns)
+
+
+def _mappings_across(kernel: KernelPlan, definition: Definition, trace: Trace) -> Iterator[IterationMapping]:
+    """Yields mappings of a reduction over a kernel's parallel axes to the space where these are reduced axes, too.
+
+    One of both reduces rows and the other one columns. Rows are the axes along which elements are not contiguous.
+    """
+    rank = trace.parallel_rank
+    for at in _maps_to_kernel_axes(kernel, trace):
+        own, reduced = axes_of(at[:rank]), axes_of(at[rank:])
+        if own != _wide(kernel.reduced) or reduced != _wide(kernel.axes) or not _is_bijective(at, trace.axes):
+            continue
+        last = {axis for points in kernel.reads.values() for point in points if point for axis in point[-1].axes()}
+        rows = kernel.axes if not last.isdisjoint(kernel.reduced) else kernel.reduced
+        joined = joined_plan(
+            kernel, IterationMapping(kernel.axes, kernel.reduced, {}, at), DefinitionPlan(definition, 0), trace
+        )
+        if _reduces_columns_last(joined.members, set(rows)):
+            yield IterationMapping((), (*kernel.axes, *kernel.reduced), {}, at, rows=rows)
+
+
+def _mappings_to_rows_or_columns(
+    kernel: KernelPlan, definition: Definition, trace: Trace
+) -> Iterator[IterationMapping]:
+    """Yields mappings to the axes of a kernel that reduces rows and columns: to rows, to columns, or to both."""
+    rank, rows = trace.parallel_rank, _wide(kernel.rows)
+    columns = _wide(kernel.reduced) - rows
+    none = set[Axis]()
+    spaces = ((rows, columns), (columns, rows), (rows | columns, none), (rows, none), (columns, none))
+    for at in _maps_to_kernel_axes(kernel, trace):
+        if (axes_of(at[:rank]), axes_of(at[rank:])) in spaces and _is_bijective(at, trace.axes):
+            mapping = IterationMapping((), kernel.reduced, {}, at, rows=kernel.rows)
+            joined = joined_plan(kernel, mapping, DefinitionPlan(definition, 0), trace)
+            if _reduces_columns_last(joined.members, rows):
+                yield mapping
+
+
+def _reduces_columns_last(members: Sequence[Member], rows: Collection[Axis]) -> bool:
+    """Whether nothing along rows depends on a reduction over rows.
+
+    No member is a scan or scatter, reductions over rows have one result, and each reduction reads elements of its own.
+    """
+    dependent = set[Definition]()
+    for member in members:
+        definition, rank = member.definition, member.trace.parallel_rank
+        if isinstance(definition, Scanned | Scattered):
+            return False
+        depends = any(other in dependent for other, _ in member.trace.reads)
+        if depends and not axes_of(member.at).isdisjoint(rows):
+            return False
+        if isinstance(definition, Reduced):
+            whole = _wide(member.trace.axes)
+            if not any(whole <= axes_of(at) for _, at in member.trace.reads):
+                return False
+            if not axes_of(member.at[rank:]).isdisjoint(rows):
+                if REDUCTIONS[definition.source.kind].results != 1:
+                    return False
+                depends = True
+        if depends:
+            dependent.add(definition)
+    return True
+
+
+def _wide(axes: Iterable[Axis]) -> set[Axis]:
+    """Returns the axes of more than one element."""
+    return {axis for axis in axes if axis.size != 1}
 
 
 def _mappings_into_definition_space(kernel: KernelPlan, trace: Trace) -> Iterator[IterationMapping]:

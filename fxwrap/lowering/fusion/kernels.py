@@ -144,8 +144,8 @@ class _PlannedKernelBuilder:
         return self.combined[key][definition.part].to(definition.compute_dtype)
 
     def _reduced_axes(self, at: IndexTuple) -> tuple[Axis, ...]:
-        """Returns the axes that a reduction at these indices reduces; () for all, in kernels without row reductions."""
-        if not self.plan.columns:
+        """Returns the axes that a reduction at these indices reduces; () for all, in kernels with one kind of these."""
+        if not self.plan.columns and not self.plan.rows:
             return ()
         return tuple([axis for axis in self.plan.reduced if axis in axes_of(at)])
 

@@ -22,6 +22,7 @@ from fxwrap.loop_ir import (
     find_contraction,
     find_grouped_contraction,
     find_grouped_sums,
+    find_rows_and_columns,
     has_groups,
     row_precision,
     split_sums,
@@ -36,6 +37,7 @@ from fxwrap.printers.triton.configuration import (
     next_power_of_2,
     outer_reduction_configurations,
     pointwise_configurations,
+    row_part_configurations,
 )
 from fxwrap.printers.triton.fragments import fragment_configurations
 from fxwrap.printers.triton.shared_memory import fitting
@@ -150,7 +152,10 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     """Returns candidate configurations of a kernel for a device, the default one first; all are correct."""
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
-    if contraction is not None and contraction.row_reductions:
+    form = find_rows_and_columns(kernel)
+    if form is not None:
+        candidates = row_part_configurations(kernel, form, hint, spec)
+    elif contraction is not None and contraction.row_reductions:
         assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
         candidates = _dot_configurations(contraction, hint, spec)
     elif not kernel.reduced:

@@ -29,11 +29,13 @@ from fxwrap.loop_ir import (
     Load,
     Modulo,
     Operation,
+    Reduce,
+    RowsAndColumns,
     Store,
     indices,
     interleaved_accesses,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
@@ -69,8 +71,50 @@ _MIN_TILE_SIDE = 16
 _FEW_ROWS = 8
 """The most rows of an outer reduction whose elements of a column one thread has in registers."""
 
+_FEW_COLUMNS = 64
+"""The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
+
+_NARROW_BLOCK = 16
+"""The columns of such a program, which waits once for all rows, not for one block of them after another."""
+
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
+
+
+_ROW_PART_TILES = (
+    (16, 4, 3),
+    (32, 4, 3),
+    (16, 4, 1),
+    (16, 8, 3),
+    (32, 8, 3),
+    (32, 4, 1),
+    (16, 8, 1),
+    (16, 16, 1),
+    (8, 16, 1),
+)
+"""Elements of a thread, warps and stages of programs that reduce rows and accumulate columns."""
+
+_LONG_ROW_PART_TILES = (
+    (32, 4, 3),
+    (32, 8, 3),
+    (16, 4, 3),
+    (16, 8, 3),
+    (32, 4, 1),
+    (16, 4, 1),
+    (16, 8, 1),
+    (16, 16, 1),
+    (8, 16, 1),
+)
+"""The same of rows of more than `_ROW_TILE` elements, of which fewer programs run beside each other."""
+
+_UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1), (16, 16, 1), (8, 16, 1))
+"""The same of rows that are not aligned to whole vectors."""
+
+_ROW_PART_REGISTERS = 160
+"""The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
+
+_CHUNK_KINDS = frozenset({"sum", "prod", "max", "min", "any", "all"})
+"""The kinds of reductions that reduce chunks of a row first."""
 
 
 def programs_of_a_wave(spec: DeviceSpec) -> int:
@@ -87,6 +131,8 @@ class Configuration:
     The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
     a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
     then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
+    `rows` are the reduced axes of rows that a program reduces in a loop, `row_block` at once, and whose columns it
+    accumulates (`row_parts.py`); a row in chunks of `chunk` elements, so that a warp has whole rows; 0 for one chunk.
     `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
     `fragments`: groups of up to 8 rows are loaded into the registers of tensor cores (`fragment_sums.py`).
     `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once;
@@ -103,6 +149,9 @@ class Configuration:
     num_stages: int = 1
     dot: bool = False
     band: int = 0
+    rows: tuple[Axis, ...] = ()
+    row_block: int = 1
+    chunk: int = 0
     p: tuple[Axis, ...] = ()
     p_block: int = 1
     loads_first: bool = False
@@ -253,6 +302,35 @@ def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and has_many_rows else 32
 
 
+def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns configurations of whole rows in a loop, whose columns are accumulated.
+
+    Unaligned rows are first in chunks, as are others later, where each element is an access of its own.
+    """
+    block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
+    size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
+    whole_vector = max([max(_VECTOR_BYTES // load.dtype.itemsize, 1) for load in full_tile_loads(kernel)], default=1)
+    vector = _vector_elements(kernel, form.columns[-1])
+    reductions = [kernel.operations[position] for position in form.row_reductions]
+    has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
+    live = len(form.column_reductions) + len(full_tile_loads(kernel))
+    plain, chunked = list[Configuration](), list[Configuration]()
+    tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
+    for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
+        rows = min(max(_LANES * warps * elements // block, 1), size)
+        chunk = _LANES * (vector or whole_vector) * max(warps // rows, 1)
+        if rows * block * live > _LANES * warps * _ROW_PART_REGISTERS:
+            continue
+        copied = (stages - 1) * rows * block * _bytes_per_element(kernel)
+        if block <= _LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
+            stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
+        whole = Configuration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
+        plain.append(whole)
+        if chunk < block and has_chunks:
+            chunked.append(replace(whole, chunk=chunk, num_stages=1))
+    return [*plain, *chunked] if vector is None else [*chunked, *plain]
+
+
 def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded.
 
@@ -295,6 +373,11 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
     if whole and not _is_multi_pass(kernel) and hint(size) > 128:
         candidates = [*candidates[len(whole) :], *whole]
+    height, width = next_power_of_2(hint(size)), min(_NARROW_BLOCK, widest)
+    has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
+    if has_few and 128 < height <= 1024 and not _is_multi_pass(kernel):
+        tile = Configuration((inner,), (), width, 1, height, num_warps=_num_warps(height * width, 16))
+        candidates.insert(0, tile if isinstance(size, int) else replace(tile, looped=True))
     return candidates
 
 

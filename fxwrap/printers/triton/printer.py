@@ -82,7 +82,7 @@ class TritonPrinter(TilePrinter):
         else:
             self._emit_persistent()
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
-        if self.is_looped:
+        if self.is_looped or self.configuration.rows:
             constants["LOOP_STAGES"] = self.configuration.num_stages
         options: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
         if self.configuration.max_registers:
@@ -98,6 +98,10 @@ class TritonPrinter(TilePrinter):
     def _row(self) -> RowContext:
         r = self._row_dimension
         assert r is not None, "a kernel with reductions has reduced axes"
+        return self._context(r)
+
+    def _context(self, r: int) -> RowContext:
+        """Returns the context of reductions along a dimension of the tile."""
         dimension = self.tile.dimensions[r]
         position = self.positions[dimension.name]
         return RowContext(

@@ -172,7 +172,7 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of a tile, "x", "y", "r" or "p": blocks of flattened axes."""
+    """One dimension of a tile, "x", "y", "r", "p", "row" or "chunk": blocks of flattened axes."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -215,7 +215,7 @@ class Tile:
     @property
     def parallel(self) -> tuple[Dimension, ...]:
         """The dimensions of parallel axes, the fastest first."""
-        return tuple([item for item in reversed(self.dimensions) if item.name not in "rp"])
+        return tuple([item for item in reversed(self.dimensions) if item.name in ("x", "y")])
 
     @property
     def shape(self) -> str:
@@ -242,9 +242,11 @@ def make_tile(kernel: Kernel, configuration: Configuration) -> Tile:
     has_x = (chosen.x or chosen.p) and (chosen.x_block > 1 or not kernel.reduced)  # a dot's row has no axis
     x = Dimension("x", chosen.x, chosen.x_block) if has_x else None
     p = Dimension("p", chosen.p, chosen.p_block) if chosen.p else None
-    rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y, *chosen.p)])
-    r = Dimension("r", rest, chosen.r_block) if rest else None
-    order = (p, y, r, x) if x is not None or p is not None else (y, r)
+    rows = Dimension("row", chosen.rows, chosen.row_block) if chosen.rows else None
+    rest = tuple([axis for axis in kernel.reduced if axis not in (*chosen.x, *chosen.y, *chosen.p, *chosen.rows)])
+    r = Dimension("r", rest, chosen.chunk or chosen.r_block) if rest else None
+    chunks = Dimension("chunk", (), chosen.r_block // chosen.chunk) if chosen.chunk else None
+    order = (p, y, r, x) if x is not None or p is not None else (rows, chunks, y, r)
     dimensions = tuple([item for item in order if item is not None])
     inside = {axis for item in dimensions for axis in item.axes}
     return Tile(dimensions, tuple([axis for axis in kernel.axes if axis not in inside]))

@@ -16,6 +16,7 @@ from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, Tri
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
+from fxwrap.printers.triton.row_parts import RowPartPrinter
 from fxwrap.printers.triton.schedule import make_tile
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
 
@@ -35,6 +36,8 @@ class ScheduledKernel:
         selected: dict[int, SelectedElement] = {}
         if self.configuration.p:
             return print_grouped_sums(kernel, self.configuration, self.limits, parameters)
+        if self.configuration.rows:
+            return RowPartPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
         if self.configuration.dot:
             return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
         if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:

@@ -88,7 +88,7 @@ class TilePrinter(KernelWriter, ABC):
         self.line(f"{flat} = {self._positions(dimension, f'{start} + {lanes}' if start else lanes)}")
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
-        if dimension.masked:
+        if self._is_masked(dimension):
             self.masks[number] = self._stable_name(f"{flat}_mask")
             self.line(f"{self.masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")
         self.positions[dimension.name] = flat
@@ -98,6 +98,10 @@ class TilePrinter(KernelWriter, ABC):
     def _positions(self, dimension: Dimension, text: str) -> str:
         """Returns the text of the positions of a block; subclasses add what the compiler may assume of them."""
         return text
+
+    def _is_masked(self, dimension: Dimension) -> bool:
+        """Whether positions of a block may be beyond the end of its dimension."""
+        return dimension.masked
 
     def _stable_name(self, wanted: str) -> str:
         """Returns a name that is the same in every loop."""
