@@ -142,16 +142,16 @@ def _closest_divisor(size: Size, wanted: int, reach: int) -> int | None:
     for factor in (2, reach):
         near = [number for number in range(max(wanted // factor, 2), factor * wanted + 1) if size % number == 0]
         if near:
-            return min(near, key=lambda number: abs(number - wanted))
+            return min(near, key=lambda number: max(number / wanted, wanted / number))
     return None
 
 
 def _is_outer_reduction(kernel: Kernel) -> bool:
-    """Whether most loads are contiguous along a parallel axis."""
+    """Whether most loads of elements are contiguous along a parallel axis."""
     loads = [
         (operation.index, len(axes))
         for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True)
-        if isinstance(operation, Load)
+        if isinstance(operation, Load) and not axes.isdisjoint(kernel.reduced)
     ]
     most = max([count for _, count in loads], default=0)
     indices = [index for index, count in loads if count == most]

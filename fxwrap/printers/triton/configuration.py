@@ -50,7 +50,10 @@ _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
 
 _STEP_ELEMENTS = 8
-"""The elements that a thread loads one by one in a step of a loop: the masks of more do not fit predicate registers."""
+"""The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
+
+_STEP_LOADS = 16
+"""The elements of several tensors that a thread loads in such a step."""
 
 _MOST_COLUMNS = 64
 _FEWEST_COLUMNS = 16
@@ -59,8 +62,8 @@ _FEWEST_COLUMNS = 16
 _MIN_COST = 20
 """The instructions of an element from which on a thread has registers for few elements in a step of a loop."""
 
-_FLIGHT_BYTES = 32 << 10
-"""The bytes that programs of a multiprocessor must load at a time to reach the bandwidth of its memory."""
+_BUSY_WARPS = 16
+"""The warps of a multiprocessor that hide each other's latency, if programs load few elements at a time."""
 
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
@@ -284,8 +287,10 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
     ]
     is_stepwise = _is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
-    if is_stepwise and not _is_multi_pass(kernel) and loop > _STEP_ELEMENTS * _LANES * 8:
-        looped.insert(0, Configuration(y=kernel.axes, r_block=_STEP_ELEMENTS * _LANES * 8, looped=True, num_warps=8))
+    warps = 8 if count >= 4 * wave else 16
+    if is_stepwise and not _is_multi_pass(kernel) and loop >= _STEP_ELEMENTS * _LANES * warps:
+        step = _STEP_ELEMENTS * _LANES * warps
+        looped.insert(0, Configuration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
     if _is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
@@ -352,26 +357,28 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
             )
     if isinstance(size, int):
         height = next_power_of_2(size)
-        width = min(64 if height <= 128 else 32 if height <= 512 else 16, widest)
+        width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
         if height * width <= MAX_PERSISTENT_ELEMENTS:
             warps = _num_warps(height * width, 16)
             candidates.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
-    whole = list(candidates)
+    whole, is_stepwise = list(candidates), _has_column_steps(kernel, inner)
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
     if len(full_tile_loads(kernel)) > 1:
         shapes = [shapes[3], *shapes[:3]]
         if _vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
             shapes.insert(0, (64, 32, 1))
-    if kernel.scans:
+    if kernel.scans and is_stepwise:
         candidates += _column_scan_configurations(inner, kernel, hint)
-    elif _cost(kernel) >= _MIN_COST or (_is_unaligned(kernel, inner) and len(full_tile_loads(kernel)) == 1):
+    elif is_stepwise:
         candidates += _column_configurations(kernel, inner, hint, spec)
     for width, height, stages in shapes:
         block = min(width, _widest_columns(kernel, inner, hint, spec))
         rows = min(height * (width // block), next_power_of_2(hint(size)))
         warps = min(_num_warps(block * rows, 16), 4)
         candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
-    if whole and not _is_multi_pass(kernel) and hint(size) > 128:
+    is_padded = hint(size) > 32 and 3 * hint(size) <= 2 * next_power_of_2(hint(size))
+    is_looped = hint(size) > 128 or (is_padded and is_stepwise and not _stores_elements(kernel))
+    if whole and is_looped and not _is_multi_pass(kernel):
         candidates = [*candidates[len(whole) :], *whole]
     height, width = next_power_of_2(hint(size)), min(_NARROW_BLOCK, widest)
     has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
@@ -379,6 +386,29 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         tile = Configuration((inner,), (), width, 1, height, num_warps=_num_warps(height * width, 16))
         candidates.insert(0, tile if isinstance(size, int) else replace(tile, looped=True))
     return candidates
+
+
+def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
+    """Whether loops over columns should have few elements a thread in a step, without copies to shared memory."""
+    loads = full_tile_loads(kernel)
+    if _is_unaligned(kernel, inner) and (len(loads) == 1 or kernel.scans):
+        return True
+    is_half = bool(loads) and all(load.dtype.itemsize <= 2 for load in loads)
+    return _cost(kernel) >= _MIN_COST or (is_half and _stores_elements(kernel) and not _is_multi_pass(kernel))
+
+
+def _stores_elements(kernel: Kernel) -> bool:
+    """Whether a store depends on the reduced axes."""
+    pairs = zip(kernel.operations, kernel.varying, strict=True)
+    return any(isinstance(item, Store) and varies for item, varies in pairs)
+
+
+def _whole_columns(kernel: Kernel, inner: Axis, height: int, hint: Hint, spec: DeviceSpec) -> int:
+    """Returns the number of columns of a program that has all of their elements in registers."""
+    programs = _column_programs(kernel, inner, hint, 2 * _MOST_COLUMNS)
+    if height <= 32 and _is_multi_pass(kernel) and programs >= 2 * programs_of_a_wave(spec):
+        return 2 * _MOST_COLUMNS
+    return _MOST_COLUMNS if height <= 128 else 32 if height <= 512 else 16
 
 
 def _column_programs(kernel: Kernel, inner: Axis, hint: Hint, width: int) -> int:
@@ -402,9 +432,9 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     """
     width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
     programs = _column_programs(kernel, inner, hint, width)
-    size, warps, step = next_power_of_2(hint(kernel.reduced_count)), 4, _STEP_ELEMENTS * _LANES
-    wanted = _FLIGHT_BYTES * spec.multiprocessors
-    while warps < 16 and programs * warps * step * _bytes_per_element(kernel) < wanted and warps * step < size * width:
+    size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
+    step = _LANES * (_STEP_ELEMENTS if len(full_tile_loads(kernel)) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
+    while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
     tiles = [(max(min(step * count * times // width, size), 1), count) for count, times in shapes]
@@ -422,8 +452,10 @@ def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list
 
 
 def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
-    """Whether most accesses are contiguous along a parallel axis, as in a sum of columns."""
-    scores = _contiguity_scores(kernel, hint)
+    """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns."""
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    has_elements = any(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
+    scores = _contiguity_scores(kernel, hint) if has_elements else {}
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
     return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
 
