@@ -63,6 +63,8 @@ def _computed(name: str, ranges: list[Range]) -> Range:
             return math.floor(low), max(math.floor(high), math.trunc(high))
         case "neg", [(low, high)]:
             return -high, -low
+        case "abs", [(low, high)]:
+            return max(low, -high, 0), max(-low, high)
         case "add", [(low, high), (least, most)]:
             return low + least, high + most
         case "sub", [(low, high), (least, most)]:

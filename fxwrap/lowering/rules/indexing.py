@@ -9,7 +9,18 @@ from typing import NoReturn
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, ZERO, Index, IndexLike, Scalar, as_index, compute_dtype
+from fxwrap.loop_ir import (
+    FLOAT8,
+    HALF_PRECISION,
+    INTEGERS,
+    STORAGE_ONLY,
+    ZERO,
+    Index,
+    IndexLike,
+    Scalar,
+    as_index,
+    compute_dtype,
+)
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     ElementReader,
@@ -217,7 +228,7 @@ def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
     check_any_order()
     if mode == "set":
         return
-    if dtype is torch.bool or dtype in STORAGE_ONLY:
+    if dtype is torch.bool or dtype in FLOAT8 or (dtype in STORAGE_ONLY and spec.cpu_rounding):
         raise Declined(f"{dtype} has no atomic operations")
     if mode == "prod" and not spec.supports_all_atomics:
         raise Declined(f"there is no atomic multiplication on {spec.device_type}")
@@ -228,14 +239,24 @@ def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
 
 
 def lower_scatter(
-    call: OperatorCall, initial: Definition, space: Sequence[Size], mode: str, write: ScatterBody
-) -> Scattered:
+    call: OperatorCall,
+    initial: Definition,
+    space: Sequence[Size],
+    mode: str,
+    write: ScatterBody,
+    rounds_once: bool = False,
+) -> Definition:
     """Returns `initial` with the values of `write` combined into it, for each element of an index space.
 
+    Half precision is combined in a float32 tensor, which is cast: where eager `rounds_once`, and where that tensor is
+    no larger than the space. Larger tensors are added to in their own dtype, as in eager mode, because the two passes
+    over float32 would take longer than the additions.
     The body of an empty space has no reads: nothing would order it behind what it reads.
     """
     check_store_mode(call.dtype, call.spec, mode)
+    is_wide = rounds_once or mode != "add" or not _is_larger(call.sizes, space)
     computes = compute_dtype(call.dtype)
+    dtype = computes if call.dtype in HALF_PRECISION and mode != "set" and is_wide else call.dtype
 
     def body(reader: ElementReader, indices: Indices) -> tuple[Sequence[Index], Scalar]:
         if 0 in space:
@@ -243,8 +264,21 @@ def lower_scatter(
         target, value = write(reader, indices)
         return [as_index(index) for index in target], value.to(computes)
 
-    first = _canonicalize_nans(initial, mode) if (mode, call.dtype) in _DOMINANT_NAN_BITS else initial
-    return Scattered(call.sizes, call.dtype, call.device, first, tuple(space), mode, body)
+    first = initial if dtype is call.dtype else _cast(initial, dtype)
+    if (mode, dtype) in _DOMINANT_NAN_BITS:
+        first = _canonicalize_nans(first, mode)
+    scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, body)
+    return scattered if dtype is call.dtype else _cast(scattered, call.dtype)
+
+
+def _is_larger(sizes: Sequence[Size], space: Sequence[Size]) -> bool:
+    """Whether a tensor has more elements than an index space, as far as both are known."""
+    own, other = product(sizes), product(space)
+    return not isinstance(own, int) or not isinstance(other, int) or own > other
+
+
+def _cast(source: Definition, dtype: torch.dtype) -> Pointwise:
+    return pointwise(source.sizes, dtype, source.device, lambda reader, indices: reader.load(source, indices))
 
 
 def _canonicalize_nans(initial: Definition, mode: str) -> Definition:
@@ -400,7 +434,8 @@ def _embedding_backward(
             value = reader.body.index(row).equals(reader.number(padding, torch.int64)).where(0, value)
         return [row, indices[-1]], value
 
-    return lower_scatter(call, full_tensor(call.sizes, call.dtype, call.device, 0), grad.sizes, "add", write)
+    zeros = full_tensor(call.sizes, call.dtype, call.device, 0)
+    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True)
 
 
 @lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")

@@ -24,6 +24,7 @@ from fxwrap.lowering.rules.indexing_common import (
     index_less,
     masked_sum,
     masked_where,
+    statically_known_nonnegative,
 )
 from fxwrap.lowering.rules.registry import Declined, LoweringResult, OperatorCall, lowering_rule
 from fxwrap.symbolic import Size
@@ -62,6 +63,12 @@ class PoolingWindows:
     def within_padding(self, reader: ElementReader, window: IndexLike, offset: int) -> Condition:
         """Returns whether element `offset` of a window is in the input or its padding; a window may end beyond both."""
         return index_less(reader, self.input_index(window, offset), as_index(self.size) + self.padding)
+
+    def counts_all(self, *, padding: bool) -> bool:
+        """Whether all elements of all windows are known to be in the input, or else in its `padding`."""
+        end = (as_index(self.count) - 1) * self.stride + (self.width - 1) * self.dilation - self.padding
+        last = as_index(self.size) - 1 + (self.padding if padding else 0)
+        return statically_known_nonnegative(last - end) and (padding or self.padding == 0)
 
     @property
     def max_covering_windows(self) -> int:
@@ -216,14 +223,28 @@ def _check_average_dtype(call: OperatorCall, x: Definition) -> None:
         raise Declined(f"eager mode has no {call.operator} of {x.dtype} on a CPU")
 
 
-def _divide_by_count(call: OperatorCall, reader: ElementReader, total: Scalar, plane: Plane, at: Indices) -> Scalar:
-    """Divides by the divisor or, without one, by the number of elements of a window that count."""
+def _known_count(call: OperatorCall, plane: Plane) -> float | None:
+    """Returns the divisor of all windows: the one that the call names, or the number of elements if all count."""
     arguments = call.bind()
     if arguments["divisor_override"] is not None:
-        return total / float(arguments["divisor_override"])
+        return float(arguments["divisor_override"])
+    if all(windows.counts_all(padding=arguments["count_include_pad"]) for windows in plane):
+        return float(math.prod([windows.width for windows in plane]))
+    return None
+
+
+def _divide_by_count(call: OperatorCall, reader: ElementReader, total: Scalar, plane: Plane, at: Indices) -> Scalar:
+    """Divides by the divisor or, without one, by the number of elements of a window that count."""
+    divisor = _known_count(call, plane)
+    if divisor is not None:
+        return total / divisor
+    is_padded = call.bind()["count_include_pad"]
     known, computed = 1, []
     for windows, window in zip(plane, at, strict=True):
-        counted = windows.within_padding if arguments["count_include_pad"] else windows.in_bounds
+        if windows.counts_all(padding=is_padded):
+            known *= windows.width
+            continue
+        counted = windows.within_padding if is_padded else windows.in_bounds
         conditions = [counted(reader, window, k) for k in range(windows.width)]
         scalars = [item.to(total.dtype) for item in conditions if isinstance(item, Scalar)]
         certain = sum([item is True for item in conditions])
@@ -242,16 +263,22 @@ def _average_pool_backward(call: OperatorCall, grad: Definition, x: Definition) 
     _check_average_dtype(call, x)
     plane = _pooling_windows(call, x, grad.sizes[-_rank(call) :])
 
-    def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
-        return _divide_by_count(call, reader, reader.load(grad, [*outer, *windows]), plane, windows)
+    divisor = _known_count(call, plane)
 
-    return _sum_over_windows(call, plane, value)
+    def value(reader: ElementReader, outer: Indices, windows: Indices, input_index: Indices) -> Scalar:
+        loaded = reader.load(grad, [*outer, *windows])
+        return loaded if divisor is not None else _divide_by_count(call, reader, loaded, plane, windows)
+
+    return _sum_over_windows(call, plane, value, divisor)
 
 
 def _sum_over_windows(
-    call: OperatorCall, plane: Plane, value: Callable[[ElementReader, Indices, Indices, Indices], Scalar]
+    call: OperatorCall,
+    plane: Plane,
+    value: Callable[[ElementReader, Indices, Indices, Indices], Scalar],
+    divisor: float | None = None,
 ) -> LoweringResult:
-    """Returns the sum of `value(reader, outer indices, window, input_index)` over the windows of an element."""
+    """Returns the sum of `value(reader, outer indices, window, input_index)` over the windows of an element, divided."""
     rank = len(plane)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
@@ -266,7 +293,8 @@ def _sum_over_windows(
             return exists, partial(value, reader, outer, [window for window, _ in covering], input_index)
 
         numbers = _offsets(windows.max_covering_windows for windows in plane)
-        return masked_sum(reader, map(term, numbers), call.dtype)
+        total = masked_sum(reader, map(term, numbers), call.dtype)
+        return total if divisor is None else total / divisor
 
     return call.define(body)
 

@@ -19,6 +19,7 @@ from fxwrap.lowering.fusion.definitions import (
     EvenConcatenation,
     Indices,
     Pointwise,
+    broadcast_indices,
     pointwise,
     reduction,
 )
@@ -405,5 +406,25 @@ def _im2col(
         inside = all_of(index_in_range(reader, row, height), index_in_range(reader, column, width))
         source = [*indices[:-2], channel, row, column]
         return masked_where(reader, inside, lambda: reader.load(x, source), lambda: reader.number(0, x.dtype))
+
+    return call.define(body)
+
+
+# --- cross products --------------------------------------------------------------------------------------------------
+
+
+@lowering_rule("aten.linalg_cross.default", dtypes="number", equal=("self", "other"))
+def _cross(call: OperatorCall, x: Definition, y: Definition, dim: int = -1) -> LoweringResult:
+    """Component i of a cross product of vectors of 3 elements is x[i+1] * y[i+2] - x[i+2] * y[i+1], i modulo 3."""
+    if not call.spec.massively_parallel:
+        raise Declined("on a CPU a vector's elements would be loaded with a stride")
+    dim %= len(call.sizes)
+
+    def body(reader: ElementReader, indices: Indices) -> Scalar:
+        def component(operand: Definition, step: int) -> Scalar:
+            at = [*indices[:dim], (as_index(indices[dim]) + step) % 3, *indices[dim + 1 :]]
+            return reader.load(operand, broadcast_indices(operand.sizes, at))
+
+        return component(x, 1) * component(y, 2) - component(x, 2) * component(y, 1)
 
     return call.define(body)

@@ -7,6 +7,7 @@ H200.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -70,6 +71,12 @@ MAX_PERSISTENT_ELEMENTS = 16384
 
 _MIN_TILE_SIDE = 16
 """The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
+
+_ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
+"""The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
+
+_MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
+"""The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 
 _FEW_ROWS = 8
 """The most rows of an outer reduction whose elements of a column one thread has in registers."""
@@ -185,7 +192,7 @@ def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
     vectors = rows = 0
     for access in kernel.operations:
         if isinstance(access, Load | Store) and inner in access.index.axes():
-            if isinstance(access, Load) and access.index.axes() == {inner}:
+            if isinstance(access, Load) and access.index.axes() == {inner} and not _is_gather(access):
                 vectors += _itemsize(kernel, access)
             else:
                 rows += _itemsize(kernel, access)
@@ -201,16 +208,32 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     smallest = min([_itemsize(kernel, access) for access in moved], default=4)
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
-    gathers = any(isinstance(atom, IndirectIndex) for access in moved for atom in access.index.atoms())
-    if gathers or _is_costly(kernel) or _has_overlapping_loads(kernel):
-        elements *= 2
+    gathers, overlaps = any(map(_is_gather, moved)), _has_overlapping_loads(kernel)
     if gathers:
+        elements = min(4 * elements, _ROW_ELEMENTS) if _gathers_rows(kernel, inner) else _GATHERED_ELEMENTS
+    elif _is_costly(kernel) or overlaps:
         elements *= 2
+    loads = Counter([item.buffer for item in moved if isinstance(item, Load)])
+    has_windows = overlaps or max(loads.values(), default=0) >= _MANY_LOADS
+    if loads.total() >= _MANY_LOADS and (gathers or has_windows):
+        elements = max(_MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
     block = 128 * elements
     total = hint(kernel.count)
     while block > 128 and total < block * wave:
         block //= 2
-    return min(block, next_power_of_2(total)), 8 if gathers and block >= 4096 else 4
+    return min(block, next_power_of_2(total)), 4
+
+
+def _is_gather(access: Load | Store) -> bool:
+    """Whether an access is at an indirect index."""
+    return any(isinstance(atom, IndirectIndex) for atom in access.index.atoms())
+
+
+def _gathers_rows(kernel: Kernel, inner: Axis) -> bool:
+    """Whether all indirect indices select rows: none of them varies along the inner axis."""
+    varies = kernel.varying_along((inner,))
+    atoms = [atom for item in kernel.operations if isinstance(item, Load | Store) for atom in item.index.atoms()]
+    return not any(isinstance(atom, IndirectIndex) and varies[atom.operation] for atom in atoms)
 
 
 def _is_costly(kernel: Kernel) -> bool:

@@ -13,6 +13,7 @@ from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.interleaved import InterleavedPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
+from fxwrap.printers.triton.narrow_indices import narrow_indirect_indices
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
@@ -32,7 +33,7 @@ class ScheduledKernel:
 
     def text(self, parameters: BodyParameters) -> TritonKernelText:
         """Prints the kernel."""
-        kernel = order_reduced_axes(collapse_bool_casts(self.kernel))
+        kernel = order_reduced_axes(narrow_indirect_indices(collapse_bool_casts(self.kernel)))
         selected: dict[int, SelectedElement] = {}
         if self.configuration.p:
             return print_grouped_sums(kernel, self.configuration, self.limits, parameters)

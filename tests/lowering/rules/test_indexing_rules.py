@@ -282,9 +282,25 @@ def test_floats_are_added_in_eagers_order_on_the_cpu() -> None:
         assert "fixed order" in run_rule(name, WRITES[name][0](maker(torch.float32)), "cpu")
     result, _ = define("aten.scatter_add.default", WRITES["aten.scatter_add.default"][0](maker(torch.int64)), "cpu")
     assert isinstance(result, Scattered)
-    for small in (torch.bfloat16, torch.int8, torch.bool):
+    for small in (torch.int8, torch.bool):
         sample = (torch.zeros(3, dtype=small), 0, at(1), torch.zeros(1, dtype=small))
         assert "no atomic" in run_rule("aten.scatter_add.default", sample, "cuda")
+
+
+def test_half_precision_is_summed_in_float32_where_the_tensor_is_small_or_eager_rounds_once() -> None:
+    """512 times 2^-9 is 1, but 1 + 2^-9 is 1 in bfloat16."""
+    zeros, values = torch.zeros(512, dtype=torch.int64), torch.full((512,), 2.0**-9, dtype=torch.bfloat16)
+    small, large = torch.ones(3, dtype=torch.bfloat16), torch.ones(513, dtype=torch.bfloat16)
+    calls: list[tuple[str, tuple[object, ...], float]] = [
+        ("aten.scatter_add.default", (small, 0, zeros, values), 2),
+        ("aten.embedding_dense_backward.default", (values[:, None], zeros, 513, -1, False), 1),
+        ("aten.scatter_reduce.two", (large, 0, zeros, values * 1024, "amax"), 2),
+    ]
+    for name, sample, wanted in calls:
+        assert run_rule(name, sample, "cuda").flatten()[0].item() == wanted
+        assert not isinstance(define(name, sample, "cuda")[0], Scattered)  # a cast of the sum
+    result, _ = define("aten.scatter_add.default", (large, 0, zeros, values), "cuda")
+    assert isinstance(result, Scattered) and result.dtype is torch.bfloat16
 
 
 def test_gpus_have_no_atomic_multiply() -> None:

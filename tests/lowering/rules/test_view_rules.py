@@ -182,6 +182,7 @@ CREATED: dict[str, list[Sample]] = {
 }  # fmt: skip
 
 SAMPLES = VIEWS | REARRANGED | CREATED
+_CROSS = "aten.linalg_cross.default"
 APPROXIMATE = {
     "aten.arange.start_step",
     "aten.linspace.default",
@@ -206,7 +207,23 @@ def test_rules_match_eager(name: str) -> None:
 
 def test_every_rule_has_a_sample() -> None:
     named = registered_names(views) | registered_names(rearrange) | registered_names(creation)
-    assert named - set(DECLINED) == set(SAMPLES)
+    assert named - set(DECLINED) == {*SAMPLES, _CROSS}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
+def test_cross_products(dtype: torch.dtype) -> None:
+    """The rule for GPUs; on CPUs the operator stays an extern call."""
+    for left, right, dim in (((5, 3), (5, 3), -1), ((3, 4), (3, 1), 0), ((2, 1, 3), (1, 4, 3), 2)):
+        x, y = [
+            (torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * 8).to(dtype)
+            for seed, sizes in enumerate((left, right))
+        ]
+        arguments = (x, y, {"dim": dim})
+        wanted = torch.linalg.cross(x.double(), y.double(), dim=dim)
+        result = run_rule(_CROSS, arguments, "cuda")
+        assert result.dtype is dtype
+        assert float((result - wanted).norm() / wanted.norm()) <= (4e-3 if dtype is torch.bfloat16 else 1e-6)
+        assert "stride" in run_rule(_CROSS, arguments)
     assert named <= set(RULES)
 
 

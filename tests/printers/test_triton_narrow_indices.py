@@ -1,0 +1,32 @@
+"""Computed indices of Triton kernels: 32 bits where their range is known, 64 where memory tells them."""
+
+from __future__ import annotations
+
+import torch
+
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index
+from tests.printers.triton_kernels import F32, I64, build, check
+
+
+def _resampled(is_loaded: bool) -> Kernel:
+    """Rows of an image of twice the size, and the same with the positions from memory."""
+    i = Axis("p0", 12)
+
+    def write(body: KernelBuilder) -> None:
+        at = ((body.index(i).to(F32) + 0.5) * 0.5 - 0.5).apply("floor").to(I64)
+        at = body.load("at", as_index(i), I64) if is_loaded else at
+        row = body.indirect_index((at - 1).maximum(0).minimum(abs(-(at * 0 + 5))), 6)
+        body.store("out", as_index(i), body.load("x", row, F32) + at.to(F32))
+
+    inputs = {"x": (F32, 6), **({"at": (I64, 12)} if is_loaded else {})}
+    return build([i], [], inputs, {"out": (F32, 12)}, write)
+
+
+def test_computed_indices_have_32_bits() -> None:
+    text = check(_resampled(is_loaded=False))
+    assert "floor.to(tl.int32)" in text and "floor.to(tl.int64)" not in text
+
+
+def test_loaded_indices_have_64_bits() -> None:
+    large = torch.tensor([2**40, -(2**40), 2**32, 2**32 + 1, -1, 0, 1, 2, 3, 4, 5, 6])
+    check(_resampled(is_loaded=True), inputs={"at": large})
