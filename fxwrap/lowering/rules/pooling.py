@@ -278,7 +278,7 @@ def _sum_over_windows(
     value: Callable[[ElementReader, Indices, Indices, Indices], Scalar],
     divisor: float | None = None,
 ) -> LoweringResult:
-    """Returns the sum of `value(reader, outer indices, window, input_index)` over the windows of an element, divided."""
+    """Returns the divided sum of `value(reader, outer indices, window, input_index)` over the windows of an element."""
     rank = len(plane)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:

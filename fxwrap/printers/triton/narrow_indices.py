@@ -53,7 +53,7 @@ def _fits_int32(kernel: Kernel, position: int) -> bool:
     if operation_dtype(kernel.operations[position]) is not torch.int64:
         return False
     low, high = value_range(kernel.operations, position)
-    return -(2**31) <= low and high < 2**31
+    return low >= -(2**31) and high < 2**31
 
 
 def _add_narrow(copier: OperationCopier, kernel: Kernel, position: int, narrow: dict[int, int]) -> int | None:
