@@ -347,8 +347,6 @@ class Fusion:
         columns = count_points([axis for axis in mapping.reduced if axis not in mapping.rows])
         if not isinstance(columns, int) or columns > _MAX_PART_COLUMNS:
             return False
-        if kernel.rows and not isinstance(definition, Reduced):
-            return True
         members = [(member.definition, member.at, member.trace.parallel_rank) for member in kernel.members]
         members.append((definition, mapping.at, len(definition.sizes)))
         sums = [at for item, at, rank in members if isinstance(item, Reduced) if set(mapping.rows) & axes_of(at[rank:])]
@@ -356,7 +354,8 @@ class Fusion:
         whole = [other for other, points in kernel.reads.items() if any(space <= axes_of(at) for at in points)]
         rows = self.hint(count_points(mapping.rows))
         is_small = rows * columns < _MIN_PART_ELEMENTS or rows < _MIN_ROWS_PER_COLUMN * columns
-        return not is_small and columns * (len(sums) + len(whole)) <= _MAX_PART_REGISTERS
+        fits = columns * (len(sums) + len(whole)) <= _MAX_PART_REGISTERS
+        return fits and (bool(kernel.rows) or not is_small)
 
     def _add_member(
         self,

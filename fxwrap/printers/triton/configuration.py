@@ -120,6 +120,9 @@ _LONG_ROW_PART_TILES = (
 _UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1), (16, 16, 1), (8, 16, 1))
 """The same of rows that are not aligned to whole vectors."""
 
+_MOST_WARPS = 16
+"""The most warps of a program."""
+
 _ROW_PART_REGISTERS = 160
 """The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
 
@@ -347,7 +350,7 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
         rows = min(max(_LANES * warps * elements // block, 1), size)
         chunk = _LANES * (vector or whole_vector) * max(warps // rows, 1)
-        if rows * block * live > _LANES * warps * _ROW_PART_REGISTERS:
+        if rows * block * live > _LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
             continue
         copied = (stages - 1) * rows * block * _bytes_per_element(kernel)
         if block <= _LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
