@@ -207,6 +207,9 @@ ScatterBody = Callable[[ElementReader, Indices], tuple[Sequence[IndexLike], Scal
 SCATTER_MODES = {"sum": "add", "add": "add", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
 """Store modes by the `reduce` argument of scatter operators."""
 
+_MAX_SUM_RATIO = 8
+"""The most elements of a half-precision table for each gradient with which its sums in float32 are faster."""
+
 _DOMINANT_NAN_BITS = {
     ("max", torch.float32): (torch.int32, 0x7FC00000), ("max", torch.float64): (torch.int64, 0x7FF8000000000000),
     ("min", torch.float32): (torch.int32, -0x400000), ("min", torch.float64): (torch.int64, -0x8000000000000),
@@ -426,6 +429,8 @@ def _embedding_backward(
 ) -> LoweringResult:
     if scale_by_frequency:
         raise Declined("the number of reads of each row must be counted first")
+    if call.dtype in HALF_PRECISION and _is_larger(call.sizes, (_MAX_SUM_RATIO, *grad.sizes)):
+        raise Declined("two passes over a table in float32 would take longer than the library, which sorts the rows")
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
         row = load_indirect_index(reader, index, indices[:-1], rows, writes=True)

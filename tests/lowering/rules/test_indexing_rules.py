@@ -301,6 +301,8 @@ def test_half_precision_is_summed_in_float32_where_the_tensor_is_small_or_eager_
         assert not isinstance(define(name, sample, "cuda")[0], Scattered)  # a cast of the sum
     result, _ = define("aten.scatter_add.default", (large, 0, zeros, values), "cuda")
     assert isinstance(result, Scattered) and result.dtype is torch.bfloat16
+    table = (values[:, None], zeros, 8 * 512 + 1, -1, False)
+    assert "two passes" in run_rule("aten.embedding_dense_backward.default", table, "cuda")
 
 
 def test_gpus_have_no_atomic_multiply() -> None:

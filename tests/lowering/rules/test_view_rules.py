@@ -210,6 +210,8 @@ def test_every_rule_has_a_sample() -> None:
     assert named - set(DECLINED) == {*SAMPLES, _CROSS}
     assert named <= set(RULES)
 
+    assert named <= set(RULES)
+
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
 def test_cross_products(dtype: torch.dtype) -> None:
