@@ -1,4 +1,5 @@
-"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers, attention.
+"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers,
+attention.
 
     python -m tests.fuzz --graphs 2000 --jobs 2          # `make fuzz`
     python -m tests.fuzz --seconds 600 --jobs 16 --record
