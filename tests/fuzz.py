@@ -1,4 +1,5 @@
-"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers.
+"""Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers,
+attention.
 
     python -m tests.fuzz --graphs 2000 --jobs 2          # `make fuzz`
     python -m tests.fuzz --seconds 600 --jobs 16 --record
@@ -50,6 +51,7 @@ from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
 from tests.support.agreement import Agreement, in_float64, promote
 from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
+from tests.support.strategies.attention import attention
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
 from tests.support.strategies.graphs import FAMILIES, graphs
@@ -60,7 +62,7 @@ FRESH_RUNS, SPECIAL_RUNS = 12, 8
 
 A run of a program costs a tenth of its compile."""
 
-TRAINING_RUNS = 8
+TRAINING_RUNS, ATTENTION_RUNS = 8, 2
 
 SPECIAL_SHARE = 1 / 6
 """How many elements of such inputs are special."""
@@ -76,14 +78,22 @@ SPECIAL_NUMBERS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, 2.0**-126, 1 - 2.0**-24)
 VARIANCES = ("aten.native_layer_norm.default", "aten.var_mean.correction")
 """Operators whose mean of a row with an infinity is NaN in eager mode, unless it is the last that a lane adds."""
 
-VARIANTS = {"static": 3, "dynamic": 3, "control": 3, "training": 1, "layers": 4, "layers in training": 1}
+VARIANTS = {
+    "static": 3,
+    "dynamic": 3,
+    "control": 3,
+    "training": 1,
+    "layers": 4,
+    "layers in training": 1,
+    "attention": 3,
+}
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
 
 CPP_SHARE = 1 / 60
 """How many graphs are emitted as C++, which takes a C++ compiler, and have kernels of C++."""
 
 KERNELS = ("abacus", "cpp", "triton")
-KERNEL_SHARES = {"layers": (2, 1, 2), "layers in training": (2, 1, 2)}
+KERNEL_SHARES = {"layers": (2, 1, 2), "layers in training": (2, 1, 2), "attention": (1, 2, 2)}
 OTHER_KERNEL_SHARES = (48, 1, 1)
 """How many graphs have kernels of each of these kinds: C++ takes a compiler, Triton's interpreter is slow."""
 
@@ -109,10 +119,10 @@ FAILURES_OF_TORCH = {
 """Texts of errors of torch with which a graph is discarded, and the reasons."""
 
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
-SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1}
+SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1, "attention": 1}
 STRATEGIES = {
     "static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING,
-    "layers": layers(), "layers in training": layers(),
+    "layers": layers(), "layers in training": layers(), "attention": attention(),
 }  # fmt: skip
 
 
@@ -221,9 +231,9 @@ class Subject:
             return [run.inputs for run in self.sizes_that_hold]
         torch.manual_seed(self.seed)
         inputs = self.graph.inputs
-        fresh = TRAINING_RUNS if self.is_training else FRESH_RUNS
+        fresh = TRAINING_RUNS if self.is_training else ATTENTION_RUNS if self.kind == "attention" else FRESH_RUNS
         # gradients at infinities are NaN, whatever computes them
-        special = 0 if self.is_training or self.kind == "layers" else SPECIAL_RUNS
+        special = 0 if self.is_training or self.kind in ("layers", "attention") else SPECIAL_RUNS
         numbers = SPECIAL_NUMBERS if _computes_variances(self.graph.module) else (*SPECIAL_NUMBERS, *INFINITIES)
         return [
             inputs,

@@ -317,7 +317,7 @@ class _Call:
 
         try:
             module = self._traced(run, [*leading, *self._fakes])
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # torch.vmap's, about the user's functions
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # about what the functions return
             remedy = "Write functions of scalars that torch.vmap can vectorise; index captured tensors"
             reason = f"its score_mod or mask_mod cannot be vectorised: {error}"
             raise GraphError(self.node.name, reason, remedy, location_of(self.node)) from error

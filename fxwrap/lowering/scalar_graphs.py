@@ -61,8 +61,14 @@ class ScalarKernelBuilder:
     def call(self, module: GraphModule, arguments: Sequence[Scalar | Operand]) -> Scalar:
         """Returns the result of a graph of scalars and tensors in memory, which has one; others are None.
 
-        Raises Declined if one of its operators has no rule, or none that computes each element by itself.
+        Raises Declined if one of its operators has no rule, or none that computes each element by itself, and if its
+        result is another one.
         """
+        returned = module.graph.output_node().args[0]
+        items = returned if isinstance(returned, tuple | list) else [returned]
+        shapes = [getattr(item.meta.get("val"), "shape", None) for item in items if isinstance(item, Node)]
+        if shapes != [()]:
+            raise Declined("its score_mod or mask_mod does not return one tensor without dimensions")
         (result,) = self.results(module, arguments)
         assert isinstance(result, Scalar)
         return result

@@ -290,6 +290,11 @@ def test_wrong_functions() -> None:
     for function in (lambda s, b, h, m, n: m - n, lambda s, b, h, m, n: s.double() * 2):  # other dtypes are cast
         result, _ = kernels_of(with_function(function), *inputs)
         torch.testing.assert_close(result, with_function(function)(*inputs))
+    for function in (
+        lambda s, b, h, m, n: s + RELATIVE[:3], lambda s, *_: (s, s), lambda s, *_: None, lambda s, *_: s[None]
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=r"node 'flex_attention' .*score_mod or mask_mod cannot be vectorised"):
+            kernels_of(with_function(function), *inputs)
 
 
 def test_a_block_mask_of_another_length() -> None:
