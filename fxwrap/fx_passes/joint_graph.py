@@ -72,9 +72,9 @@ def _decompose(
     replaced: list[FakeTensor] = []
     for node in list(joint.graph.nodes):
         if node.target is operator.getitem and str(node.args[0].target) not in excluded:
-            if (normalized := _normalized(joint.graph, node)) is not None:
+            if (computed := _norm_result(joint.graph, node)) is not None:
                 replaced.append(node.meta["val"])
-                node.replace_all_uses_with(normalized)
+                node.replace_all_uses_with(computed)
                 joint.graph.erase_node(node)
             continue
         if node.target is _aten.detach.default and node not in returned:
@@ -301,33 +301,64 @@ def _max_pool_backward(
 _MAX_INT8_WINDOW = 128
 
 
-def _normalized(graph: Graph, result: Node) -> Node | None:
-    """Returns the normalized elements of a batch norm in training, computed from its statistics; None for others.
+def _norm_result(graph: Graph, result: Node) -> Node | None:
+    """Returns a result of a batch norm in training or a group norm, computed from its statistics; None if it stays.
 
-    The backward of an activation then computes them again from the batch norm's input, which is saved anyway.
+    The backward of an activation then computes normalized elements again from the norm's input, which is saved anyway.
     """
     arguments: Any = result.args
     norm, position = arguments
-    training = _TRAINING_ARGUMENTS.get(norm.target)
-    if position != 0 or training is None or not norm.args[training]:
+    is_group_norm, training = norm.target is _aten.native_group_norm.default, _TRAINING_ARGUMENTS.get(norm.target)
+    if not is_group_norm and (training is None or not norm.args[training]):
         return None
     x, weight, bias = norm.args[:3]
     if not all(isinstance(item.meta.get("val"), FakeTensor) for item in (x, result)) or x.meta["val"].ndim < 2:
         return None
     builder = _NodeBuilder(graph, result, {}, False)
-    shape: Any = [-1, *[1] * (x.meta["val"].ndim - 2)]
-
-    def per_channel(item: Node) -> Node:
-        return builder.call(_aten.view.default, builder.upcast(item), shape)
-
-    mean, rstd = [builder.call(operator.getitem, norm, number) for number in (1, 2)]
-    value = builder.call(_aten.sub.Tensor, builder.upcast(x), per_channel(mean))
-    value = builder.call(_aten.mul.Tensor, value, per_channel(rstd))
+    if is_group_norm and result.meta["val"].dtype in _HALF:
+        statistics = _float32_group_statistics(builder, norm)
+    else:
+        statistics = [builder.call(operator.getitem, norm, number) for number in (1, 2)] if position == 0 else None
+    if statistics is None or position > 2:
+        return None
+    if position != 0:
+        return builder.result(statistics[position - 1])
+    mean, rstd = [(_per_sample_channel if is_group_norm else _per_channel)(builder, x, item) for item in statistics]
+    value = builder.call(_aten.sub.Tensor, builder.upcast(x), mean)
+    value = builder.call(_aten.mul.Tensor, value, rstd)
     if weight is not None:
-        value = builder.call(_aten.mul.Tensor, value, per_channel(weight))
+        value = builder.call(_aten.mul.Tensor, value, _per_channel(builder, x, weight))
     if bias is not None:
-        value = builder.call(_aten.add.Tensor, value, per_channel(bias))
+        value = builder.call(_aten.add.Tensor, value, _per_channel(builder, x, bias))
     return builder.result(value)
+
+
+def _per_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
+    """Returns a number for each channel in a shape that broadcasts to x."""
+    return builder.call(_aten.view.default, builder.upcast(item), [-1, *[1] * (x.meta["val"].ndim - 2)])
+
+
+def _per_sample_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
+    """Returns a number for each group of channels of each sample in a shape that broadcasts to x."""
+    samples, channels, *spatial = [size if type(size) is int else -1 for size in x.meta["val"].shape]
+    width = channels // item.meta["val"].shape[1]
+    repeated = builder.call(_aten.expand.default, builder.call(_aten.unsqueeze.default, item, 2), [-1, -1, width])
+    copied = builder.call(_aten.clone.default, repeated, memory_format=torch.contiguous_format)
+    return builder.call(_aten.view.default, copied, [samples, channels, *[1] * len(spatial)])
+
+
+def _float32_group_statistics(builder: _NodeBuilder, norm: Node) -> list[Node] | None:
+    """Returns the mean and 1 / std of a group norm of half precision in float32; its own results are rounded."""
+    arguments: Any = norm.args
+    x, epsilon, groups = arguments[0], arguments[7], arguments[6]
+    samples, channels, *spatial = x.meta["val"].shape
+    if not all(type(size) is int for size in (channels, *spatial)):
+        return None
+    sizes = [samples if type(samples) is int else -1, groups, channels // groups, *spatial]
+    rows = builder.call(_aten.view.default, builder.upcast(x), sizes)
+    moments = builder.call(_aten.var_mean.correction, rows, [*range(2, len(sizes))], correction=0)
+    variance, mean = [builder.call(operator.getitem, moments, number) for number in (0, 1)]
+    return [mean, builder.call(_aten.rsqrt.default, builder.call(_aten.add.Tensor, variance, epsilon))]
 
 
 _TRAINING_ARGUMENTS: Mapping[Target, int] = {

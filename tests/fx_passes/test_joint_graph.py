@@ -237,7 +237,18 @@ def normalized(x: Tensor, y: Tensor) -> Tensor:
     return F.hardswish(F.batch_norm(product, None, None, scale, shift / 4, training=True)).sin()
 
 
-RETURNED: dict[Callable[..., Tensor], int] = {outer_product: 1, repeated: 1, normalized: 2}
+def normalized_in_groups(x: Tensor, y: Tensor) -> Tensor:
+    scale, shift = torch.arange(1.0, CLASSES + 1), torch.arange(CLASSES)
+    return F.hardswish(F.group_norm((x[:, None] + y * 2).sin(), 3, scale, shift / 4)).sin()
+
+
+def half_normalized_in_groups(x: Tensor, y: Tensor) -> Tensor:
+    return F.silu(F.group_norm((x[:, None] + y * 2).sin().bfloat16(), 3)).float()
+
+
+RETURNED: dict[Callable[..., Tensor], int] = {
+    outer_product: 1, repeated: 1, normalized: 2, normalized_in_groups: 1, half_normalized_in_groups: 1,
+}  # fmt: skip
 """Functions with the number of tensors as large as the result, and itself, that the forward returns."""
 
 
@@ -249,7 +260,8 @@ def test_recomputed_tensors(function: Callable[..., Tensor]) -> None:
     torch.compile(function, backend="fxwrap", fullgraph=True, options=options)(x, y).sum().backward()
     actual, x.grad = x.grad, None
     function(x, y).sum().backward()
-    torch.testing.assert_close(actual, x.grad)
+    error = 2e-2 if function is half_normalized_in_groups else 1e-5
+    torch.testing.assert_close(actual, x.grad, rtol=error, atol=error)
     assert count_saved_matmul_sized(programs[0]) == RETURNED[function]
 
 

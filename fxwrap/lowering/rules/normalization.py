@@ -33,6 +33,8 @@ class NormalizationSpace:
     Elements with one mean form a row: `rows` are the sizes of the rows' index space, and `row_sizes` those within a
     row. `row` maps an element's indices to its row, and `indices_in_row` maps a row and the indices within it to the
     element's indices. Elements with one weight form a column, likewise. `weight_per_row`: each row has one weight.
+    `channels_per_row`: the numbers of channels and of elements of a channel in a row, where a row has several channels,
+    whose indices are the first two dimensions' (group norm).
     """
 
     sizes: tuple[Size, ...]
@@ -45,6 +47,7 @@ class NormalizationSpace:
     column: Callable[[Indices], Indices]
     indices_in_column: Callable[[Indices, Indices], Indices]
     weight_per_row: bool = False
+    channels_per_row: tuple[Size, Size] | None = None
 
     @property
     def count(self) -> Size:
@@ -82,6 +85,7 @@ def group_norm_space(sizes: tuple[Size, ...], groups: int) -> NormalizationSpace
         column_sizes=(sizes[0], *sizes[2:]),
         column=lambda at: [at[1]],
         indices_in_column=lambda column, within: [within[0], column[0], *within[1:]],
+        channels_per_row=(channels, product(sizes[2:])),
     )
 
 
@@ -164,7 +168,8 @@ class NormalizationBackward:
     """The backward of a normalization with known statistics.
 
     With n = (x - mean) * rstd and g = grad * weight, the gradient of x is (g - mean(g) - n * mean(g * n)) * rstd,
-    where means are taken over a row.
+    where means are taken over a row. With `sums_channels`, the sums over rows and columns are those of sums over the
+    channels of each sample, so that elements are read once for both.
     """
 
     call: OperatorCall
@@ -174,6 +179,7 @@ class NormalizationBackward:
     mean: RowStatistic | None
     rstd: RowStatistic
     weight: Definition | None
+    sums_channels: bool = False
 
     def gradients(self, mask: Sequence[bool], training: bool = True) -> tuple[Definition | None, ...]:
         """Returns the gradients of input, weight and bias that the mask requests, as many as it has flags."""
@@ -237,22 +243,38 @@ class NormalizationBackward:
 
     @cached_property
     def _grad_sum(self) -> Reduced:
+        if self.sums_channels:
+            return self._sum_over_channels_of_rows(self._channel_grad_sum)
         return self._sum_over_rows(self._inner_grad)
 
     @cached_property
     def _grad_dot_normalized(self) -> Reduced:
+        if self.sums_channels:
+            return self._sum_over_channels_of_rows(self._channel_dot)
         return self._sum_over_rows(lambda reader, at: self._inner_grad(reader, at) * self._normalized(reader, at))
+
+    @cached_property
+    def _channel_grad_sum(self) -> Reduced:
+        return self._sum_over_channels(self._grad)
+
+    @cached_property
+    def _channel_dot(self) -> Reduced:
+        return self._sum_over_channels(lambda reader, at: self._grad(reader, at) * self._normalized(reader, at))
 
     def weight_gradient(self, fake: torch.Tensor) -> Reduced:
         """Returns the gradient of the weight: the sum over each column."""
         if self.space.weight_per_row:
             return self._row_sum_as_result(self._grad_dot_normalized, fake)
+        if self.sums_channels:
+            return self._sum_over_samples(fake, self._channel_dot)
         return self._sum_over_columns(fake, lambda reader, at: self._grad(reader, at) * self._normalized(reader, at))
 
     def bias_gradient(self, fake: torch.Tensor) -> Reduced:
         """Returns the gradient of the bias: the sum over each column."""
         if self.space.weight_per_row:
             return self._row_sum_as_result(self._grad_sum, fake)
+        if self.sums_channels:
+            return self._sum_over_samples(fake, self._channel_grad_sum)
         return self._sum_over_columns(fake, self._grad)
 
     def _row_sum_as_result(self, total: Reduced, fake: torch.Tensor) -> Reduced:
@@ -271,5 +293,35 @@ class NormalizationBackward:
         (total,) = reduction(
             "sum", space.columns, space.column_sizes, self.call.device, self._dtype,
             lambda reader, column, within: value(reader, space.indices_in_column(column, within)), (fake.dtype,),
+        )  # fmt: skip
+        return total
+
+    # Sums over the channels of each sample, and their sums over rows and columns.
+
+    def _sum_over_channels(self, value: ElementBody) -> Reduced:
+        sizes = self.space.sizes
+        (total,) = reduction(
+            "sum", sizes[:2], sizes[2:], self.call.device, self._dtype,
+            lambda reader, channel, within: value(reader, [*channel, *within]), (self._dtype,),
+        )  # fmt: skip
+        return total
+
+    def _sum_over_channels_of_rows(self, sums: Reduced) -> Reduced:
+        space = self.space
+
+        def weighted(reader: ElementReader, row: Indices, within: Indices) -> Scalar:
+            indices = space.indices_in_row(row, [within[0], *[0] * (len(space.sizes) - 2)])
+            value, weight = reader.load(sums, indices[:2]), self._weight(reader, indices)
+            return value if weight is None else value * weight
+
+        (total,) = reduction(
+            "sum", space.rows, space.row_sizes[:1], self.call.device, self._dtype, weighted, (self._dtype,)
+        )
+        return total
+
+    def _sum_over_samples(self, fake: torch.Tensor, sums: Reduced) -> Reduced:
+        (total,) = reduction(
+            "sum", self.space.columns, self.space.sizes[:1], self.call.device, self._dtype,
+            lambda reader, column, within: reader.load(sums, [within[0], column[0]]), (fake.dtype,),
         )  # fmt: skip
         return total

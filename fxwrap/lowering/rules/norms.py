@@ -82,7 +82,23 @@ def _backward(call: OperatorCall, grad: Definition, x: Definition, *_: object) -
     rstd_at = load_row_statistic(arguments["rstd"], computes, space)
     if call.operator == "_fused_rms_norm_backward":
         mask = (mask[0], mask[1] and weight is not None)
-    return NormalizationBackward(call, space, grad, x, mean_at, rstd_at, weight).gradients(mask)
+    sums_channels = any(mask[1:]) and _reads_once_by_channels(call, space)
+    return NormalizationBackward(call, space, grad, x, mean_at, rstd_at, weight, sums_channels).gradients(mask)
+
+
+_MIN_CHANNEL_ELEMENTS = 64  # of a sample, so that their sums are small, and
+_MIN_ELEMENTS = 1 << 20  # in all, so that reading them again takes longer than another launch
+
+
+def _reads_once_by_channels(call: OperatorCall, space: NormalizationSpace) -> bool:
+    """Whether sums over rows and columns are computed faster from sums over the channels of each sample.
+
+    On a CPU, the kernel of the input's gradient reads the elements of a row again from its cache.
+    """
+    if space.channels_per_row is None or not call.spec.massively_parallel:
+        return False
+    limits = ((space.channels_per_row[1], _MIN_CHANNEL_ELEMENTS), (product(space.sizes), _MIN_ELEMENTS))
+    return not any(isinstance(size, int) and size < limit for size, limit in limits)
 
 
 @lowering_rule("aten._fused_rms_norm.default")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from fxwrap.devices import CUDA
+from fxwrap.lowering.rules import norms
+from fxwrap.lowering.rules.normalization import NormalizationSpace
+from fxwrap.lowering.rules.norms import _reads_once_by_channels
+from fxwrap.lowering.rules.registry import OperatorCall
 from fxwrap.torch_compat import get_decompositions
 from tests.lowering.evaluate_definitions import call_rule
 from tests.lowering.rules.rule_checks import (
@@ -187,6 +193,22 @@ def test_rms_norm_backward(dtype: torch.dtype) -> None:
     instead = OperatorWithReference(overload, get_decompositions([overload])[overload])
     for item in SAMPLES[_OF_CUDA](dtype):
         assert check(_OF_CUDA, item, instead)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sums_over_channels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, a group norm's backward sums channels of samples first; here, also of small operands."""
+    chosen: list[bool] = []
+
+    def by_channels(call: OperatorCall, space: NormalizationSpace) -> bool:
+        chosen.append(_reads_once_by_channels(replace(call, spec=CUDA), space))
+        return len(space.sizes) > 2
+
+    monkeypatch.setattr(norms, "_MIN_ELEMENTS", 60)
+    monkeypatch.setattr(norms, "_MIN_CHANNEL_ELEMENTS", 5)
+    monkeypatch.setattr(norms, "_reads_once_by_channels", by_channels)
+    check_all("aten.native_group_norm_backward.default", _group_gradients(dtype))
+    assert {*chosen} == {True, False}
 
 
 def test_every_rule_has_samples() -> None:
