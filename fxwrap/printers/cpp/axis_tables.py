@@ -17,7 +17,7 @@ MAX_TABLE_BYTES = 16384
 """Largest size of the tables of one axis together in bytes, a part of the L1 cache."""
 
 MIN_GRID_COST, MAX_GRID_BYTES = 10, 65536
-"""The same for values of several axes, whose tables may be in the L2 cache: the smallest cost, the largest size."""
+"""The same for values of several axes, whose tables may be in the L2 cache: smallest cost, largest size."""
 
 MAX_ROW_LENGTH = 256
 """The length of rows from which on values that do not vary along them need no tables."""
@@ -85,13 +85,13 @@ def _values_of_few_axes(plan: LoopPlan) -> list[int]:
     rank = len(plan.kernel.axes) + len(plan.kernel.reduced)
     is_movable: list[bool] = []
     used = set[int]()
-    for position, (item, axes) in enumerate(zip(plan.kernel.operations, plan.dependent_axes, strict=True)):
+    for item, axes in zip(plan.kernel.operations, plan.dependent_axes, strict=True):
         kinds = Compute | Constant | IndexValue | Load | SymbolicScalar
         is_number = isinstance(item, kinds) and item.dtype is not torch.bool
         is_movable.append(
             is_number and len(axes) < max(rank, 2) and all(is_movable[operand] for operand in operands(item))
         )
-        used.update([operand for operand in operands(item) if not is_movable[-1] or plan.dependent_axes[operand] < axes])
+        used.update([at for at in operands(item) if not is_movable[-1] or plan.dependent_axes[at] < axes])
     values = [(position, plan.kernel.operations[position]) for position in sorted(used) if is_movable[position]]
     return [
         position
@@ -101,7 +101,7 @@ def _values_of_few_axes(plan: LoopPlan) -> list[int]:
 
 
 def _cost(plan: LoopPlan, position: int) -> int:
-    """Returns the cost of a value; without operands of fewer axes, which have tables of their own, if it has several."""
+    """Returns the cost of a value; if it has several axes, without operands of fewer, which have tables of their own."""
     axes = plan.dependent_axes[position]
     chosen = [
         plan.kernel.operations[item]

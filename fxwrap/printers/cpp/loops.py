@@ -22,7 +22,7 @@ from fxwrap.loop_ir import (
     split_loop,
 )
 from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
-from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
+from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
@@ -95,12 +95,14 @@ class LoopPrinter(ABC):
                 self.writer.line(f"{CPP_TYPES[table.dtype]} {name}{''.join([f'[{axis.size}]' for axis in axes])};")
                 known[table.position] = name + "".join([f"[{axis.name}]" for axis in axes])
             values: EmittedValues = {}
-            with self.writer.nest([loop_head(axis) for axis in axes[:-1]]):
-                with self.writer.nest([loop_head(axes[-1])], "#pragma omp simd"):
-                    self.statements.write([table.position for table in tables], values)
-                    for table in tables:
-                        value = _converted(values[table.position], self.statements.dtype(table.position), table.dtype)
-                        self.writer.line(f"{known[table.position]} = {value};")
+            with (
+                self.writer.nest([loop_head(axis) for axis in axes[:-1]]),
+                self.writer.nest([loop_head(axes[-1])], "#pragma omp simd"),
+            ):
+                self.statements.write([table.position for table in tables], values)
+                for table in tables:
+                    value = _converted(values[table.position], self.statements.dtype(table.position), table.dtype)
+                    self.writer.line(f"{known[table.position]} = {value};")
         for table in self.tables:
             dtype = self.statements.dtype(table.position)
             known[table.position] = _converted(known[table.position], table.dtype, dtype)
@@ -193,16 +195,12 @@ class PointwisePrinter(LoopPrinter):
 
         `inner` are the assertions that depend on the vectorised axis.
         """
-        lane, block = self.vector_axis, SCATTER_BLOCK
-        assert isinstance(lane.size, int)
-        while block < 256 and lane.size >= 16 * block:
-            block *= 2
-        first, work = f"{lane.name}_0", self.plan.work
+        lane, first, work = self.vector_axis, f"{self.vector_axis.name}_0", self.plan.work
         is_large = not isinstance(work, int) or work >= MIN_PARALLEL_WORK
         pragma = f"#pragma omp parallel for schedule(static){self.clause}" if is_large else ""
-        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += {block})"], pragma):
-            end = str(block) if lane.size % block == 0 else f"fxwrap::min<int64_t>({block}, {lane.size} - {first})"
-            self.writer.line(f"const int64_t end = {first} + {end};")
+        self.writer.line(f"const int64_t block = {f'scattered_columns({lane.size})' if is_large else lane.size};")
+        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += block)"], pragma):
+            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + block, {lane.size});")
             with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
                 known: EmittedValues = {}
                 self.hoist(known)

@@ -242,7 +242,7 @@ class RowPrinter(ReductionPrinter):
         return not self.in_order and not self.plan.splits_reduction and not self.is_long(self.lanes())
 
     def block_width(self) -> int:
-        """Returns the number of lanes that fill a vector of the narrowest elements, of which there are as many vectors."""
+        """Returns the number of lanes that fill a vector of the narrowest elements: loops have vectors of these."""
         narrowest = min([buffer.dtype.itemsize for buffer in (*self.kernel.inputs, *self.kernel.outputs)])
         return max(VECTOR_LANES, min(self.lanes(), VECTOR_LANES * 4 // narrowest))
 

@@ -629,6 +629,17 @@ template <class T> INLINE void add_atomically(T& element, T value) {
   element += value;
 }
 
+// The number of columns of scattered rows that one thread updates: a multiple of 16.
+#ifdef _OPENMP
+extern "C" int omp_get_max_threads() noexcept;
+INLINE int64_t scattered_columns(int64_t columns) {
+  const int64_t threads = omp_get_max_threads();
+  return (columns + 16 * threads - 1) / (16 * threads) * 16;
+}
+#else
+INLINE int64_t scattered_columns(int64_t columns) { return columns; }
+#endif
+
 // An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
 // extracted from the aligned word that contains the element.
 template <class T> INLINE T gather(const T* table, int64_t place) {
