@@ -17,7 +17,7 @@ MAX_TABLE_BYTES = 16384
 """Largest size of the tables of one axis together in bytes, a part of the L1 cache."""
 
 MIN_GRID_COST, MAX_GRID_BYTES = 10, 65536
-"""The same for values of several axes, whose tables may be in the L2 cache: smallest cost, largest size."""
+"""The same for values of several axes, whose tables may be in the L2 cache."""
 
 MAX_ROW_LENGTH = 256
 """The length of rows from which on values that do not vary along them need no tables."""
@@ -30,7 +30,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class AxisTable:
-    """The values of an operation at each index of some axes, in the order of loops, in a dtype that holds all of them."""
+    """The values of an operation at each index of some axes, in the order of loops. `dtype` holds all of them."""
 
     position: int
     axes: tuple[Axis, ...]
@@ -101,7 +101,7 @@ def _values_of_few_axes(plan: LoopPlan) -> list[int]:
 
 
 def _cost(plan: LoopPlan, position: int) -> int:
-    """Returns the cost of a value; if it has several axes, without operands of fewer, which have tables of their own."""
+    """Returns the cost of a value; if it has several axes, without operands of fewer: these have their own tables."""
     axes = plan.dependent_axes[position]
     chosen = [
         plan.kernel.operations[item]
