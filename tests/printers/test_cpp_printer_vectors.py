@@ -205,8 +205,11 @@ def test_gcc_vectorises_loops_over(
     simd_loops = lines_of(tmp_path / "kernel.cpp", r"#pragma omp.* simd")
     for file, line in simd_loops:
         assert {(file, line + 1), (file, line + 2)} & vectorised, "the head of the loop, or its body"
-    lane_loops = lines_of(PROGRAM_HEADERS / "kernel.h", r"body\(start \+ lane, lane\)")
-    assert lane_loops <= vectorised if "for_lanes<" in kernel.source else simd_loops
+    header = PROGRAM_HEADERS / "kernel.h"
+    calls = {"for_lanes<": r"body\(start \+ lane, lane\)", "for_overlapping_lanes<": r"body\(first \+ lane, lane"}
+    lane_loops = [lines_of(header, body) for call, body in calls.items() if call in kernel.source]
+    assert simd_loops or lane_loops
+    assert all(loops <= vectorised for loops in lane_loops)
 
 
 def lines_of(path: Path, pattern: str) -> set[tuple[str, int]]:

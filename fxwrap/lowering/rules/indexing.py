@@ -223,14 +223,22 @@ def check_any_order() -> None:
         raise Declined("deterministic algorithms are enabled, and kernels write in any order")
 
 
-def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str) -> None:
+MIN_SCATTERED_COLUMNS = 16
+"""The least number of columns of scattered rows that threads of a CPU divide among them."""
+
+
+def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: Size = 1) -> None:
     """Declines stores that several iterations cannot combine into one element of this dtype.
 
-    Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too.
+    Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too. Threads of a CPU
+    divide the `columns` of whole rows among them, and add to an element in eager's order.
     """
     check_any_order()
     if mode == "set":
         return
+    if spec.cpu_rounding and mode == "add" and isinstance(columns, int) and columns >= MIN_SCATTERED_COLUMNS:
+        if dtype in (torch.float32, torch.float64) or dtype in HALF_PRECISION:
+            return
     if dtype is torch.bool or dtype in FLOAT8 or (dtype in STORAGE_ONLY and spec.cpu_rounding):
         raise Declined(f"{dtype} has no atomic operations")
     if mode == "prod" and not spec.supports_all_atomics:
@@ -247,16 +255,19 @@ def lower_scatter(
     space: Sequence[Size],
     mode: str,
     write: ScatterBody,
+    *,
     rounds_once: bool = False,
+    of_rows: bool = False,
 ) -> Definition:
     """Returns `initial` with the values of `write` combined into it, for each element of an index space.
 
     Half precision is combined in a float32 tensor, which is cast: where eager `rounds_once`, and where that tensor is
     no larger than the space. Larger tensors are added to in their own dtype, as in eager mode, because the two passes
     over float32 would take longer than the additions.
-    The body of an empty space has no reads: nothing would order it behind what it reads.
+    The body of an empty space has no reads: nothing would order it behind what it reads. With `of_rows`, an element's
+    last index is the last one of the space.
     """
-    check_store_mode(call.dtype, call.spec, mode)
+    check_store_mode(call.dtype, call.spec, mode, space[-1] if of_rows and space else 1)
     is_wide = rounds_once or mode != "add" or not _is_larger(call.sizes, space)
     computes = compute_dtype(call.dtype)
     dtype = computes if call.dtype in HALF_PRECISION and mode != "set" and is_wide else call.dtype
@@ -316,7 +327,7 @@ def _scatter(
         row = load_indirect_index(reader, index, indices, size, error="runtime", writes=True)
         return replace_index(indices, dim, row) if x.sizes else (), value(reader, indices)
 
-    return lower_scatter(call, x, index.sizes, mode, write)
+    return lower_scatter(call, x, index.sizes, mode, write, of_rows=dim + 1 < len(x.sizes))
 
 
 @lowering_rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", index_argument=2)
@@ -355,7 +366,7 @@ def _scatter_slices(
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
         return load_list_index(reader, x, dim, index, indices, writes=True), value(reader, indices)
 
-    return lower_scatter(call, x, space, mode, write)
+    return lower_scatter(call, x, space, mode, write, of_rows=dim + 1 < len(x.sizes))
 
 
 def _source_space(x: Definition, dim: int, index: Definition) -> tuple[Size, ...]:
@@ -408,7 +419,8 @@ def _index_put(
         target = indexing.operand_indices(reader, at, writes=True)
         return target, reader.load(values, broadcast_indices(values.sizes, at))
 
-    return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write)
+    of_rows = len(indices) < len(x.sizes) and all(item is not None for item in indices)
+    return lower_scatter(call, x, indexing.result_sizes, "add" if accumulate else "set", write, of_rows=of_rows)
 
 
 @lowering_rule("aten.put.default", equal=("self", "source"), index_argument=1, index_dtypes=(torch.int64,))
@@ -440,7 +452,7 @@ def _embedding_backward(
         return [row, indices[-1]], value
 
     zeros = full_tensor(call.sizes, call.dtype, call.device, 0)
-    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True)
+    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True, of_rows=True)
 
 
 @lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")

@@ -1,4 +1,4 @@
-"""Tables of values that depend on one axis alone: the indices and weights of an interpolation, scales of channels."""
+"""Tables of values that do not depend on all axes: the indices and weights of an interpolation, scales of channels."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import torch
 
 from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Constant, IndexValue, Load, SymbolicScalar, operands, value_range
 from fxwrap.printers.cpp.loop_plan import LoopPlan
+from fxwrap.symbolic import product
 
 MIN_TABLE_COST = 5
 """Smallest cost in instructions of a value that is read from a table instead of being recomputed."""
 
 MAX_TABLE_BYTES = 16384
-"""Largest size of all tables in bytes, a part of the L1 cache."""
+"""Largest size of the tables of one axis together in bytes, a part of the L1 cache."""
+
+MIN_GRID_COST, MAX_GRID_BYTES = 10, 65536
+"""The same for values of several axes, whose tables may be in the L2 cache."""
 
 MAX_ROW_LENGTH = 256
 """The length of rows from which on values that do not vary along them need no tables."""
@@ -26,46 +30,68 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class AxisTable:
-    """The values of an operation at each index of an axis, in a dtype that holds all of them."""
+    """The values of an operation at each index of some axes, in the order of loops. `dtype` holds all of them."""
 
     position: int
-    axis: Axis
+    axes: tuple[Axis, ...]
     dtype: torch.dtype
 
 
 def choose_tables(plan: LoopPlan) -> list[AxisTable]:
-    """Returns the tables of a pointwise kernel: expensive values that iterations of other axes would compute again."""
-    kernel, lane = plan.kernel, plan.vector_axis
-    if plan.serial or lane is None or not isinstance(kernel.count, int):
+    """Returns the tables of a kernel: expensive values that iterations of other axes would compute again."""
+    lane = plan.vector_axis
+    if plan.serial or lane is None or plan.kernel.scans:
         return []
-    has_short_rows = isinstance(lane.size, int) and lane.size <= MAX_ROW_LENGTH
-    costs = {position: _cost(plan, position) for position in _values_of_one_axis(plan)}
+    costs = {position: _cost(plan, position) for position in _values_of_few_axes(plan)}
     tables: list[AxisTable] = []
-    available = MAX_TABLE_BYTES
+    available = {True: MAX_TABLE_BYTES, False: MAX_GRID_BYTES}
     for position in sorted(costs, key=lambda item: -costs[item]):
-        (axis,), dtype = plan.dependent_axes[position], _table_dtype(plan, position)
-        if not isinstance(axis.size, int) or kernel.count < MIN_REUSE * axis.size or costs[position] < MIN_TABLE_COST:
+        axes, dtype = _loop_order(plan, position), _table_dtype(plan, position)
+        is_row = len(axes) == 1
+        size = product([axis.size for axis in axes])
+        if not isinstance(size, int) or not _is_worthwhile(plan, axes, size, costs[position]):
             continue
-        size = axis.size * dtype.itemsize
-        if size <= available and (axis == lane or has_short_rows):
-            tables.append(AxisTable(position, axis, dtype))
-            available -= size
+        if size * dtype.itemsize <= available[is_row]:
+            tables.append(AxisTable(position, axes, dtype))
+            available[is_row] -= size * dtype.itemsize
     return tables
 
 
-def _values_of_one_axis(plan: LoopPlan) -> list[int]:
-    """Returns the computed values that depend on one axis alone, and that an operation with more axes uses.
+def _loop_order(plan: LoopPlan, position: int) -> tuple[Axis, ...]:
+    """Returns the axes that a value depends on, the vectorised one last."""
+    axes = [axis for axis in (*plan.kernel.axes, *plan.kernel.reduced) if axis in plan.dependent_axes[position]]
+    return tuple(sorted(axes, key=lambda axis: axis == plan.vector_axis))
+
+
+def _is_worthwhile(plan: LoopPlan, axes: tuple[Axis, ...], size: int, cost: int) -> bool:
+    """Whether iterations read the values of such axes often enough, and loops do not compute them once anyway."""
+    kernel, lane = plan.kernel, plan.vector_axis
+    count = product([kernel.count, kernel.reduced_count])
+    if not isinstance(count, int) or count < MIN_REUSE * size or lane is None:
+        return False
+    if kernel.reduced and (len(axes) == 1 or not {*axes} & {*kernel.reduced}):
+        return False
+    if len(axes) > 1:
+        return axes[-1] == lane and cost >= MIN_GRID_COST
+    has_short_rows = isinstance(lane.size, int) and lane.size <= MAX_ROW_LENGTH
+    return cost >= MIN_TABLE_COST and (axes[0] == lane or has_short_rows)
+
+
+def _values_of_few_axes(plan: LoopPlan) -> list[int]:
+    """Returns the computed values that do not depend on all axes, and that an operation which does uses.
 
     Values with conditions are none of them: segments of loops make these constant, and then have contiguous loads.
     """
+    rank = len(plan.kernel.axes) + len(plan.kernel.reduced)
     is_movable: list[bool] = []
     used = set[int]()
     for item, axes in zip(plan.kernel.operations, plan.dependent_axes, strict=True):
         kinds = Compute | Constant | IndexValue | Load | SymbolicScalar
         is_number = isinstance(item, kinds) and item.dtype is not torch.bool
-        is_movable.append(is_number and len(axes) <= 1 and all(is_movable[operand] for operand in operands(item)))
-        if not is_movable[-1]:
-            used.update(operands(item))
+        is_movable.append(
+            is_number and len(axes) < max(rank, 2) and all(is_movable[operand] for operand in operands(item))
+        )
+        used.update([at for at in operands(item) if not is_movable[-1] or plan.dependent_axes[at] < axes])
     values = [(position, plan.kernel.operations[position]) for position in sorted(used) if is_movable[position]]
     return [
         position
@@ -75,8 +101,14 @@ def _values_of_one_axis(plan: LoopPlan) -> list[int]:
 
 
 def _cost(plan: LoopPlan, position: int) -> int:
-    used = [plan.kernel.operations[item] for item in plan.kernel.backward_slice([position])]
-    return sum(OPERATIONS[item.name].cost for item in used if isinstance(item, Compute))
+    """Returns the cost of a value; if it has several axes, without operands of fewer: these have their own tables."""
+    axes = plan.dependent_axes[position]
+    chosen = [
+        plan.kernel.operations[item]
+        for item in plan.kernel.backward_slice([position])
+        if len(axes) == 1 or plan.dependent_axes[item] == axes
+    ]
+    return sum(OPERATIONS[item.name].cost for item in chosen if isinstance(item, Compute))
 
 
 def _table_dtype(plan: LoopPlan, position: int) -> torch.dtype:

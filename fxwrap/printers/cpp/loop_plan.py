@@ -52,7 +52,7 @@ TILE_CACHE_BYTES = 16384
 """Largest size in bytes of the tiles of transposed loads, a part of the L1 cache."""
 
 SCATTER_BLOCK = 16
-"""Smallest number of columns of a table that one thread scatters into."""
+"""Smallest number of columns of rows that threads divide among them when they scatter."""
 
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together, as in `kernel.h`."""

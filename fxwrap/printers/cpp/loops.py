@@ -21,8 +21,8 @@ from fxwrap.loop_ir import (
     specialise,
     split_loop,
 )
-from fxwrap.printers.cpp.axis_tables import choose_tables
-from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
+from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
+from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
@@ -47,6 +47,7 @@ class LoopPrinter(ABC):
         self.device_asserts = {position: item for position, item in operations if isinstance(item, DeviceAssert)}
         self.clause = " reduction(|:failed)" if self.device_asserts else ""
         self.in_order = plan.serial
+        self.tables: Sequence[AxisTable] = ()
 
     @property
     def vector_axis(self) -> Axis:
@@ -83,6 +84,29 @@ class LoopPrinter(ABC):
     def frontier(self, computed: Iterable[int], fixed: Collection[int]) -> set[int]:
         """Returns the `fixed` operands of the other operations among `computed`."""
         return {used for item in computed if item not in fixed for used in self.operands_of(item) if used in fixed}
+
+    def print_tables(self) -> EmittedValues:
+        """Writes the tables of values that do not depend on all axes; returns the texts of their elements."""
+        known: EmittedValues = {}
+        for axes in dict.fromkeys([table.axes for table in self.tables]):
+            tables = [table for table in self.tables if table.axes == axes]
+            for table in tables:
+                name = f"{self.statements.name(table.position)}_table"
+                self.writer.line(f"{CPP_TYPES[table.dtype]} {name}{''.join([f'[{axis.size}]' for axis in axes])};")
+                known[table.position] = name + "".join([f"[{axis.name}]" for axis in axes])
+            values: EmittedValues = {}
+            with (
+                self.writer.nest([loop_head(axis) for axis in axes[:-1]]),
+                self.writer.nest([loop_head(axes[-1])], "#pragma omp simd"),
+            ):
+                self.statements.write([table.position for table in tables], values)
+                for table in tables:
+                    value = _converted(values[table.position], self.statements.dtype(table.position), table.dtype)
+                    self.writer.line(f"{known[table.position]} = {value};")
+        for table in self.tables:
+            dtype = self.statements.dtype(table.position)
+            known[table.position] = _converted(known[table.position], table.dtype, dtype)
+        return known
 
     # --- loops ------------------------------------------------------------------------------------------------------
 
@@ -171,16 +195,12 @@ class PointwisePrinter(LoopPrinter):
 
         `inner` are the assertions that depend on the vectorised axis.
         """
-        lane, block = self.vector_axis, SCATTER_BLOCK
-        assert isinstance(lane.size, int)
-        while block < 256 and lane.size >= 16 * block:
-            block *= 2
-        first, work = f"{lane.name}_0", self.plan.work
+        lane, first, work = self.vector_axis, f"{self.vector_axis.name}_0", self.plan.work
         is_large = not isinstance(work, int) or work >= MIN_PARALLEL_WORK
         pragma = f"#pragma omp parallel for schedule(static){self.clause}" if is_large else ""
-        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += {block})"], pragma):
-            end = str(block) if lane.size % block == 0 else f"fxwrap::min<int64_t>({block}, {lane.size} - {first})"
-            self.writer.line(f"const int64_t end = {first} + {end};")
+        self.writer.line(f"const int64_t block = {f'scattered_columns({lane.size})' if is_large else lane.size};")
+        with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += block)"], pragma):
+            self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + block, {lane.size});")
             with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
                 known: EmittedValues = {}
                 self.hoist(known)
@@ -223,27 +243,6 @@ class PointwisePrinter(LoopPrinter):
                 with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
                     self.write_stores(stores, dict(known))
         self.statements.kernel = kernel
-
-    def print_tables(self) -> EmittedValues:
-        """Writes the tables of values that depend on one axis alone; returns the texts of their elements."""
-        known: EmittedValues = {}
-        for axis in self.kernel.axes:
-            tables = [table for table in self.tables if table.axis == axis]
-            for table in tables:
-                name = f"{self.statements.name(table.position)}_table"
-                self.writer.line(f"{CPP_TYPES[table.dtype]} {name}[{axis.size}];")
-                known[table.position] = f"{name}[{axis.name}]"
-            if tables:
-                with self.writer.nest([loop_head(axis)], "#pragma omp simd"):
-                    values: EmittedValues = {}
-                    self.statements.write([table.position for table in tables], values)
-                    for table in tables:
-                        value = _converted(values[table.position], self.statements.dtype(table.position), table.dtype)
-                        self.writer.line(f"{known[table.position]} = {value};")
-        for table in self.tables:
-            dtype = self.statements.dtype(table.position)
-            known[table.position] = _converted(known[table.position], table.dtype, dtype)
-        return known
 
     def print_tiles(self, known: EmittedValues) -> None:
         """Writes loops over square tiles, so that loads along another axis than the stores read whole cache lines."""
@@ -291,7 +290,7 @@ class PointwisePrinter(LoopPrinter):
         needed = kernel.backward_slice(ends, known)
         used = {operand for item in needed for operand in self.operands_of(item)}
         for table in self.tables:
-            if table.axis != self.vector_axis and table.position in used:
+            if self.vector_axis not in table.axes and table.position in used:
                 known[table.position] = self.statements.declare(table.position, known[table.position])
         fixed = {item for item in needed if self.vector_axis not in self.plan.dependent_axes[item]}
         hoisted = sorted(self.frontier(needed, fixed))

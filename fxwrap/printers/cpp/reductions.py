@@ -13,16 +13,21 @@ from fxwrap.printers.cpp.loop_plan import (
     ROW_BUFFER_MAX_ELEMENTS,
     ROW_BUFFER_MIN_COST,
     STREAMED_BYTES,
+    VECTOR_LANES,
     ReductionParts,
     split_reduction,
 )
 from fxwrap.printers.cpp.loops import LoopPrinter, loop_head
-from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.statements import EmittedValues
+from fxwrap.symbolic import Size, product
 
 
 class ReductionPrinter(LoopPrinter):
     """Base of the printers of kernels with reductions: stages, each one pass over the reduced axes."""
+
+    overlaps = False
+    """Whether the last block of a row overlaps the one before it."""
 
     def stage_sinks(self) -> list[tuple[list[int], list[Store]]]:
         """Returns for each stage its reductions and varying stores.
@@ -141,6 +146,8 @@ class ReductionPrinter(LoopPrinter):
         """Writes the step of a reduction in the array `lanes`, which has a lane for parts of a row or for a column."""
         operation = self.reduction(position)
         value, comment = known[operation.operands[0]], self.statements.comment(operation)
+        if self.overlaps and operation.kind in ("sum", "prod"):
+            value = f"is_new ? {parenthesize(value)} : {self.identity_element(operation)}"
         if self.is_arg_reduction(position):
             self.writer.line(f"{lanes}.update(lane, {value}, {self.position_text()});{comment}")
         elif operation.kind == "sum":
@@ -214,14 +221,59 @@ class RowPrinter(ReductionPrinter):
         self.statements.lane = self.vector_axis
         known: EmittedValues = {}
         self.filled_row_buffers: set[int] = set()
+        self.overlaps = self.can_overlap()
         self.row_buffers = self.select_row_buffers()
+        self.overlaps = self.overlaps and not self.overwrites_operands()
+        if not self.overlaps:
+            self.row_buffers = self.select_row_buffers()
         for position in sorted(self.row_buffers):
             kind, name = self.statements.type(position), self.statements.name(position)
-            self.writer.line(f"{kind} {name}_row[{self.kernel.reduced_count}];")
+            self.writer.line(f"{kind} {name}_row[{product([*self.row_sizes()])}];")
         self.print_stages(known)
         self.print_invariant_asserts(known)
         if self.final_stores():
             self.write_stores(self.final_stores(), known)
+
+    def can_overlap(self) -> bool:
+        """Whether rows are a few whole vectors and a rest."""
+        size, width = self.vector_axis.size, self.block_width()
+        if not isinstance(size, int) or size < width or size % width == 0 or self.kernel.scans:
+            return False
+        return not self.in_order and not self.plan.splits_reduction and not self.is_long(self.lanes())
+
+    def block_width(self) -> int:
+        """Returns the number of lanes that fill a vector of the narrowest elements: loops have vectors of these."""
+        narrowest = min([buffer.dtype.itemsize for buffer in (*self.kernel.inputs, *self.kernel.outputs)])
+        return max(VECTOR_LANES, min(self.lanes(), VECTOR_LANES * 4 // narrowest))
+
+    def overwrites_operands(self) -> bool:
+        """Whether the pass that stores reads elements of its results, which it could not do again in a later block."""
+        reductions, stores = self.stage_sinks()[-1]
+        known = {*self.row_buffers, *self.kernel.reductions}
+        read = self.kernel.backward_slice(self.targets(reductions, stores), known) if stores else set[int]()
+        return any(self.is_overwritten(item) and self.plan.varying[item] for item in read)
+
+    def is_overwritten(self, position: int) -> bool:
+        """Whether an operation loads from a result of the kernel."""
+        operation = self.kernel.operations[position]
+        return isinstance(operation, Load) and operation.buffer in {buffer.name for buffer in self.kernel.outputs}
+
+    def row_sizes(self) -> list[Size]:
+        """Returns the sizes of the reduced axes in row buffers, where overlapping blocks have places of their own."""
+        return [
+            -(-axis.size // self.block_width()) * self.block_width()
+            if self.overlaps and axis is self.vector_axis and isinstance(axis.size, int)
+            else axis.size
+            for axis in self.kernel.reduced
+        ]
+
+    def row_place(self) -> str:
+        """Returns the position of an element in row buffers."""
+        text = ""
+        for axis, size in zip(self.kernel.reduced, self.row_sizes(), strict=True):
+            name = "place" if self.overlaps and axis is self.vector_axis else axis.name
+            text = f"({text}) * {print_size(size)} + {name}" if text else name
+        return text
 
     def select_row_buffers(self) -> set[int]:
         """Returns the values that one stage stores for later ones."""
@@ -237,7 +289,8 @@ class RowPrinter(ReductionPrinter):
                 if position in seen or not self.plan.varying[position]:
                     continue
                 seen.add(position)
-                if position in computed and self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST:
+                is_costly = self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST
+                if position in computed and (is_costly or (self.overlaps and self.is_overwritten(position))):
                     chosen.add(position)
                     continue
                 stack.extend(self.operands_of(position))
@@ -282,6 +335,12 @@ class RowPrinter(ReductionPrinter):
     ) -> None:
         """Writes the vectorised loop over `count` elements of the vectorised axis from `start` on."""
         vector_axis = self.vector_axis
+        if self.overlaps:
+            arguments = f"int64_t {vector_axis.name}, int lane, int64_t place, bool is_new"
+            loop = f"for_overlapping_lanes<{self.lanes()}, {self.block_width()}>"
+            with self.writer.block(f"{loop}({count}, [&]({arguments})", "});"):
+                self.lane_body(reductions, stores, known)
+            return
         if not reductions:
             limit = count if start == "0" else f"{start} + {count}"
             with self.writer.nest([loop_head(vector_axis, start, limit)], self.simd()):
@@ -295,7 +354,7 @@ class RowPrinter(ReductionPrinter):
 
     def lane_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the iteration for one element: statements, row buffers, accumulation, stores."""
-        row, name = self.position_text(), self.statements.name
+        row, name = self.row_place(), self.statements.name
         for position in self.filled_row_buffers:
             known[position] = f"{name(position)}_row[{row}]"
         targets = self.targets(reductions, stores)

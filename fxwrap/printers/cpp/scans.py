@@ -11,6 +11,7 @@ from typing import Final
 import torch
 
 from fxwrap.loop_ir import Constant, IndexValue, Reduce, Scan, Store
+from fxwrap.printers.cpp.axis_tables import choose_tables
 from fxwrap.printers.cpp.loop_plan import (
     COLUMN_BLOCK,
     MAX_LANE_ELEMENTS,
@@ -177,13 +178,15 @@ class ColumnPrinter(ScanPrinterBase):
         size, start = print_size(vector_axis.size), f"{vector_axis.name}_0"
         is_fixed = isinstance(vector_axis.size, int)
         self.block = self.choose_block()
+        self.tables = choose_tables(self.plan)
+        tables = self.print_tables()
         heads = [loop_head(axis) for axis in self.kernel.axes if axis is not vector_axis]
         heads.append(f"for (int64_t {start} = 0; {start} < {size}; {start} += {self.block})")
         with self.writer.nest(heads, "" if self.plan.splits_reduction else self.parallel()):
             self.lane_count = str(self.block) if is_fixed and vector_axis.size % self.block == 0 else "lanes"
             if self.lane_count == "lanes":
                 self.writer.line(f"const int lanes = int(fxwrap::min<int64_t>({self.block}, {size} - {start}));")
-            known = self.load_columns()
+            known = {**self.load_columns(), **tables}
             self.print_stages(known)
             self.store_columns()
             if self.device_asserts:

@@ -280,6 +280,10 @@ def test_deterministic_mode_disables_scatter_kernels(name: str, deterministic: N
 def test_floats_are_added_in_eagers_order_on_the_cpu() -> None:
     for name in ("aten.scatter_add.default", "aten.index_add.default", "aten.embedding_dense_backward.default"):
         assert "fixed order" in run_rule(name, WRITES[name][0](maker(torch.float32)), "cpu")
+    for dtype in (torch.float32, torch.bfloat16):  # threads add to columns of their own
+        rows = (torch.zeros(5, 16, dtype=dtype), 0, at(1, 3), torch.zeros(2, 16, dtype=dtype))
+        result, _ = define("aten.index_add.default", rows, "cpu")
+        assert isinstance(result, Scattered)
     result, _ = define("aten.scatter_add.default", WRITES["aten.scatter_add.default"][0](maker(torch.int64)), "cpu")
     assert isinstance(result, Scattered)
     for small in (torch.int8, torch.bool):

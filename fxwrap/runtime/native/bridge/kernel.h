@@ -318,7 +318,7 @@ INLINE double copysign(double a, double b) { return __builtin_copysign(a, b); }
 UNARY(exp2) UNARY(expm1) UNARY(log) UNARY(log2) UNARY(log10) UNARY(log1p)
 UNARY(tan) UNARY(sinh) UNARY(cosh)
 UNARY(asin) UNARY(acos) UNARY(atan) UNARY(asinh) UNARY(acosh) UNARY(atanh) UNARY(erfc)
-BINARY(pow) BINARY(atan2) BINARY(hypot) BINARY(nextafter)
+BINARY(atan2) BINARY(hypot) BINARY(nextafter)
 #undef UNARY
 #undef BINARY
 INLINE float sin(float x) { return ::sinef(x); }
@@ -328,7 +328,11 @@ INLINE double cos(double x) { return ::cosine(x); }
 INLINE float fmod(float a, float b) { return ::vector_fmodf(a, b); }
 INLINE double fmod(double a, double b) { return ::vector_fmod(a, b); }
 
+INLINE double pow(double a, double b) { return ::pow(a, b); }
+#if defined(__x86_64__) && !defined(__FMA__)
 INLINE double exp(double x) { return ::exp(x); }
+INLINE float pow(float a, float b) { return ::powf(a, b); }
+#endif
 INLINE double erf(double x) { return ::erf(x); }
 INLINE double tanh(double x) { return ::tanh(x); }
 
@@ -353,6 +357,66 @@ INLINE float exp(float x) {
   p = __builtin_fmaf(p, r, 1.0f);
   return p * power * power;
 }
+
+#if !defined(__x86_64__) || defined(__FMA__)
+// 2^k * exp(r) with |r| <= log(2) / 2; the power of two is a product of two halves, so that results may be denormal.
+INLINE double exp(double x) {
+  constexpr double rounding = 6755399441055744.0 + 2046.0;  // 1.5 * 2^52, and twice the bias of exponents
+  const bool vanishes = x < -746.0;
+  const double above = vanishes ? -746.0 : x, limited = above > 710.0 ? 710.0 : above;
+  const double shifted = __builtin_fma(limited, 1.4426950408889634, rounding), k = shifted - rounding;
+  const uint64_t exponent = bitcast<uint64_t>(shifted) & 0xfff, half = exponent >> 1;
+  const double power = vanishes ? 0.0 : bitcast<double>(half << 52), rest = bitcast<double>((exponent - half) << 52);
+  const double r = __builtin_fma(k, -2.3190468138462996e-17, __builtin_fma(k, -0.6931471805599453, limited));
+  double p = 2.510038549551032e-08;
+  p = __builtin_fma(p, r, 2.7620088445409746e-07);
+  p = __builtin_fma(p, r, 2.7557268459997064e-06);
+  p = __builtin_fma(p, r, 2.4801521295954376e-05);
+  p = __builtin_fma(p, r, 1.9841269863053618e-04);
+  p = __builtin_fma(p, r, 1.3888888917213717e-03);
+  p = __builtin_fma(p, r, 8.333333333330062e-03);
+  p = __builtin_fma(p, r, 4.166666666662413e-02);
+  p = __builtin_fma(p, r, 1.6666666666666669e-01);
+  p = __builtin_fma(p, r, 5.000000000000001e-01);
+  return (__builtin_fma(p * r, r, r) + 1.0) * power * rest;
+}
+
+// The power in double, 2^(b * log2|a|): the logarithm is a series in s = (m - 1) / (m + 1) for the mantissa m.
+INLINE float pow(float a, float b) {
+  constexpr double rounding = 6755399441055744.0 + 1023.0;
+  constexpr uint64_t lowest = 0x3fe6a09e667f3bcd, bias = 0x3ff0000000000000;  // the bits of sqrt(0.5) and of 1
+  const double base = __builtin_fabsf(a), exponent = b;
+  const uint64_t bits = bitcast<uint64_t>(base), scale = (bits + (bias - lowest)) >> 52;
+  const double m = bitcast<double>(bits - (scale << 52) + bias);
+  const double s = (m - 1.0) / (m + 1.0), z = s * s;
+  double p = 0.28288718263073565;
+  p = __builtin_fma(p, z, 0.3199066608891474);
+  p = __builtin_fma(p, z, 0.41220922733052445);
+  p = __builtin_fma(p, z, 0.5770779426302618);
+  p = __builtin_fma(p, z, 0.9617966941123595);
+  p = __builtin_fma(p, z, 2.8853900817778504);
+  const double whole = bitcast<double>(scale | 0x4330000000000000) - (4503599627370496.0 + 1023.0);
+  const double finite = __builtin_fma(p, s, whole);
+  const double logarithm = base == 0 ? -infinity : base < infinity ? finite : base;
+  const double product = exponent * logarithm;
+  const double above = product < -200.0 ? -200.0 : product, limited = above > 200.0 ? 200.0 : above;
+  const double shifted = limited + rounding, r = limited - (shifted - rounding);
+  double q = 1.5303700711365693e-05;
+  q = __builtin_fma(q, r, 1.5469729214118296e-04);
+  q = __builtin_fma(q, r, 1.3333478473685416e-03);
+  q = __builtin_fma(q, r, 9.618025613318034e-03);
+  q = __builtin_fma(q, r, 5.5504109063258665e-02);
+  q = __builtin_fma(q, r, 2.4022651213498092e-01);
+  q = __builtin_fma(q, r, 6.931471805568324e-01);
+  q = __builtin_fma(q, r, 9.999999999595618e-01);
+  const float size = float(q * bitcast<double>(bitcast<uint64_t>(shifted) << 52));
+  const bool is_whole = __builtin_truncf(b) == b, is_odd = is_whole & (__builtin_truncf(b * 0.5f) != b * 0.5f);
+  const float signed_size = is_odd ? __builtin_copysignf(size, a) : size;
+  const bool is_undefined = (a < 0) & (a > -__builtin_inff()) & !is_whole;
+  const bool is_one = (b == 0) | (a == 1.0f) | ((a == -1.0f) & (__builtin_fabsf(b) == __builtin_inff()));
+  return is_one ? 1.0f : is_undefined ? __builtin_nanf("") : signed_size;
+}
+#endif
 
 // The weight of a score in a softmax, from its difference to the largest one. Small weights change no sum that contains
 // a weight of 1, but subnormal ones slow products down.
@@ -565,6 +629,17 @@ template <class T> INLINE void add_atomically(T& element, T value) {
   element += value;
 }
 
+// The number of columns of scattered rows that one thread updates: a multiple of 16.
+#ifdef _OPENMP
+extern "C" int omp_get_max_threads() noexcept;
+INLINE int64_t scattered_columns(int64_t columns) {
+  const int64_t threads = omp_get_max_threads();
+  return (columns + 16 * threads - 1) / (16 * threads) * 16;
+}
+#else
+INLINE int64_t scattered_columns(int64_t columns) { return columns; }
+#endif
+
 // An element of a table, at a different index in each lane. Processors gather words of 32 bits and none of 16, so a half is
 // extracted from the aligned word that contains the element.
 template <class T> INLINE T gather(const T* table, int64_t place) {
@@ -590,6 +665,25 @@ template <int lanes, class Body> INLINE void for_lanes(int64_t count, Body body)
     for (int lane = 0; lane < lanes; ++lane) body(start + lane, lane);
 #pragma omp simd
   for (int lane = 0; lane < int(count - start); ++lane) body(start + lane, lane);
+}
+
+// Runs body(element, lane, place, is_new) for all elements of a row, `width` or more at a time: the last block begins early
+// enough to be a whole one, and its first elements are not new. `place` is where the element is in a buffer of whole blocks.
+template <int lanes, int width, class Body> INLINE void for_overlapping_lanes(int64_t count, Body body) {
+  int64_t start = 0;
+  for (; start + lanes <= count; start += lanes)
+#pragma omp simd
+    for (int lane = 0; lane < lanes; ++lane) body(start + lane, lane, start + lane, true);
+  for (; start + width <= count; start += width)
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) body(start + lane, lane, start + lane, true);
+  if (start < count) {
+    const int64_t first = count - width;
+    int repeated = int(start - first);
+    __asm__("" : "+r"(repeated));  // a number that the compiler knows would split the loop there
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) body(first + lane, lane, start + lane, lane >= repeated);
+  }
 }
 
 // The same for elements that depend on those before them.
