@@ -58,8 +58,9 @@ def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[obj
     if example_inputs is None:
         return
     remedy = "Pass a sequence with one example input for each placeholder"
-    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, Sequence):
-        reason = f"example_inputs is an object of type {type(example_inputs).__name__}, not a sequence"
+    examples: object = example_inputs
+    if not isinstance(examples, Sequence):
+        reason = f"example_inputs is an object of type {type(examples).__name__}, not a sequence"
         raise GraphError("", reason, remedy)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     if len(example_inputs) != len(placeholders):
