@@ -15,6 +15,7 @@ from fxwrap.loop_ir import (
     Kernel,
     SplitKernel,
     as_index,
+    find_rows_and_columns,
     hoist_expressions,
     parallel_column_block,
     split_columns,
@@ -73,12 +74,16 @@ class KernelSchedules:
         if mapping.columns and not self._may_reduce_rows(kernel):
             return False
         members = {plan.definition, *[member.definition for member in kernel.members]}
-        if not any(map(self.is_matmul, members)):
+        has_matmul = any(map(self.is_matmul, members))
+        if not has_matmul and not mapping.rows:
             return True
-        if mapping.rows:
+        if has_matmul and mapping.rows:
             return False
+        joined = joined_plan(kernel, mapping, plan, trace)
         stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
-        return self._is_schedulable(joined_plan(kernel, mapping, plan, trace), stored, self.plan)
+        if mapping.rows:  # a reduction of a broadcast tensor may vary along neither rows nor columns
+            return find_rows_and_columns(self._built(joined, stored, self.plan)) is not None
+        return self._is_schedulable(joined, stored, self.plan)
 
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
@@ -125,7 +130,8 @@ class KernelSchedules:
                 readers[other].add(plan.definition)
         return readers
 
-    def _is_schedulable(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> bool:
+    def _built(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> Kernel:
+        """Returns the loop IR of a planned kernel."""
         values: dict[Definition, Value] = {}
 
         def value_of(definition: Definition) -> Value:
@@ -134,9 +140,12 @@ class KernelSchedules:
                 values[definition] = Value(f"v{len(values)}", type_)
             return values[definition]
 
-        built = build_kernel(kernel, stored, value_of, plan, self.hint)
-        split = self.split(built.kernel, kernel.device_type)
-        first, formulas = hoist_expressions(built.kernel if split is None else split.kernels[0])
+        return build_kernel(kernel, stored, value_of, plan, self.hint).kernel
+
+    def _is_schedulable(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> bool:
+        built = self._built(kernel, stored, plan)
+        split = self.split(built, kernel.device_type)
+        first, formulas = hoist_expressions(built if split is None else split.kernels[0])
         device = kernel.members[0].definition.device
         language = self.request.options.text_language(device.type)
         symbols = self.builder.state.symbols
