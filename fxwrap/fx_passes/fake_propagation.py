@@ -53,7 +53,8 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
 def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[object] | None) -> None:
     """Raises GraphError unless there are no example inputs, or one for each placeholder, and of its kind.
 
-    Where the placeholder has a fake value, a tensor is of its dtype and number of dimensions, and numbers are numbers.
+    Where the placeholder has a fake value, a tensor is of its dtype and dimensions, and is no number.
+    Others are not compared: a size may be an expression, an opaque value any object.
     """
     if example_inputs is None:
         return
@@ -67,17 +68,17 @@ def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[obj
         reason = f"the graph has {len(placeholders)} inputs, but there are {len(example_inputs)} example inputs"
         raise GraphError("", reason, remedy)
     for node, example in zip(placeholders, example_inputs, strict=True):
-        fake = node.meta.get("val")
-        if fake is not None and _kind(fake) != _kind(example):
-            reason = f"it is {_kind(fake)}, and its example input is {_kind(example)}"
+        kind, given = _kind(node.meta.get("val")), _kind(example)
+        if kind and given and kind != given:
+            reason = f"it is {kind}, and its example input is {given}"
             raise GraphError(node.name, reason, "Pass an example of the kind with which the graph was traced")
 
 
 def _kind(value: object) -> str:
-    """Returns what an example input and a placeholder's fake value have in common."""
+    """Returns what an example input and a placeholder's fake value have in common; "" for no tensor and no number."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} with {value.dim()} dimensions"
-    return "a number" if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else "an object"
+    return "a number" if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else ""
 
 
 def _is_expanded(value: object) -> bool:
