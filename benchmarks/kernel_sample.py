@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,13 @@ from benchmarks.measure_kernels import (
     interleaved_host_times,
     leaves,
     relative_error,
+    repeat,
+    wide,
 )
 from benchmarks.results import Report, Row, add_record_option, geometric_mean, split_lists
 from benchmarks.sampled_functions import FUNCTIONS, SampledFunction, SizedDraw
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SIDES = ("inductor", "fxwrap")
 COMPILED = "compiled"
 """The line by which a process says that it has compiled its part."""
@@ -70,7 +74,7 @@ class Case:
     @property
     def element(self) -> torch.dtype:
         """The element type."""
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        return DTYPES[self.dtype]
 
     def inputs(self, device: torch.device, seed: int) -> tuple[Tensor, ...]:
         """Draws the inputs of a seed: equal in every process."""
@@ -111,10 +115,7 @@ def outer_gradients(case: Case, inputs: Sequence[Tensor], seed: int) -> list[Ten
 
 def in_double(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns copies, floating-point ones in float64, which require gradients if the originals do."""
-    return [
-        item.detach().double().requires_grad_(item.requires_grad) if item.is_floating_point() else item
-        for item in tensors
-    ]
+    return [copy.detach().requires_grad_(item.requires_grad) for copy, item in zip(wide(tensors), tensors)]
 
 
 @dataclass
@@ -129,12 +130,13 @@ class Prepared:
         """Returns its facts with the samples of each side, in seconds a call."""
         if "failure" in self.facts:
             return self.facts
-        calls = max(1, min(MOST_CALLS, CALLED_BYTES // self.facts["bytes"]))
-        if device.type == "cpu":
+        if device.type == "cuda":
+            calls = max(1, min(MOST_CALLS, CALLED_BYTES // self.facts["bytes"]))
+        else:
             start = time.perf_counter()
             self.runs["inductor"]()
             calls = math.ceil(SECONDS_A_SAMPLE / (time.perf_counter() - start))
-        contenders = {side: Contender(_repeated(run, calls), calls) for side, run in self.runs.items()}
+        contenders = {side: Contender(partial(repeat, run, calls), calls) for side, run in self.runs.items()}
         times: dict[str, Timed]
         if device.type == "cuda":
             times = interleaved_device_times(contenders, rounds)
@@ -142,14 +144,6 @@ class Prepared:
             times = interleaved_host_times(contenders, rounds, device)
         samples = {side: {"samples": timed.samples, "method": timed.method} for side, timed in times.items()}
         return {**self.facts, "times": samples, "medians": {side: timed.median for side, timed in times.items()}}
-
-
-def _repeated(run: Callable[[], object], calls: int) -> Callable[[], None]:
-    def repeat() -> None:
-        for _ in range(calls):
-            run()
-
-    return repeat
 
 
 def prepared(case: Case, device: torch.device, seed: int) -> Prepared:

@@ -22,18 +22,18 @@ class OptionError(FxwrapError):
 class ArgumentError(FxwrapError, TypeError):
     """An argument of a public function of a type that it does not take.
 
-    Fields: `function` and `argument` are their names, `given` is the name of the argument's type, `expected` has those
+    Fields: `function` and `argument` are their names, `actual` is the name of the argument's type, `expected` has those
     that the function takes.
     """
 
     function: str
     argument: str
-    given: str
+    actual: str
     expected: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.function} takes {self.expected} as '{self.argument}', not {self.given}. {self.remedy}"
+        return f"{self.function} takes {self.expected} as '{self.argument}', not {self.actual}. {self.remedy}"
 
     @classmethod
     def check(cls, function: str, argument: str, value: object, types: tuple[type, ...], remedy: str) -> None:

@@ -68,9 +68,9 @@ def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[obj
         reason = f"the graph has {len(placeholders)} inputs, but there are {len(example_inputs)} example inputs"
         raise GraphError("", reason, remedy)
     for node, example in zip(placeholders, example_inputs, strict=True):
-        kind, given = _kind(node.meta.get("val")), _kind(example)
-        if kind and given and kind != given:
-            reason = f"it is {kind}, and its example input is {given}"
+        traced, passed = _kind(node.meta.get("val")), _kind(example)
+        if traced and passed and traced != passed:
+            reason = f"it is {traced}, and its example input is {passed}"
             raise GraphError(node.name, reason, "Pass an example of the kind with which the graph was traced")
 
 

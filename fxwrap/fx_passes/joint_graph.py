@@ -188,10 +188,16 @@ class _NodeBuilder:
 
 
 def _log_softmax(builder: _NodeBuilder, x: Node, dim: int, _half_to_float: bool) -> Node:
+    shifted, _, total = _exponentials(builder, x, dim)
+    return builder.result(builder.call(_aten.sub.Tensor, shifted, builder.call(_aten.log.default, total)))
+
+
+def _exponentials(builder: _NodeBuilder, x: Node, dim: int) -> tuple[Node, Node, Node]:
+    """Returns the elements minus their largest one along a dimension, the exponentials of these, and their sum."""
     x = builder.upcast(x)
     shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
-    total = builder.call(_aten.sum.dim_IntList, builder.call(_aten.exp.default, shifted), [dim], True)
-    return builder.result(builder.call(_aten.sub.Tensor, shifted, builder.call(_aten.log.default, total)))
+    exponentials = builder.call(_aten.exp.default, shifted)
+    return shifted, exponentials, builder.call(_aten.sum.dim_IntList, exponentials, [dim], True)
 
 
 def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
@@ -201,10 +207,8 @@ def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool)
     is_wide = (half_to_float or is_cast) and builder.replaced.dtype == torch.float32
     if not (is_row and is_wide and builder.has_softmax_backward):
         return None
-    x = builder.upcast(x)
-    shifted = builder.call(_aten.sub.Tensor, x, builder.call(_aten.amax.default, x, [dim], True))
-    exponential = builder.call(_aten.exp.default, shifted)
-    return builder.call(_aten.div.Tensor, exponential, builder.call(_aten.sum.dim_IntList, exponential, [dim], True))
+    _, exponentials, total = _exponentials(builder, x, dim)
+    return builder.call(_aten.div.Tensor, exponentials, total)
 
 
 def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype) -> Node:

@@ -237,6 +237,14 @@ class Kernel:
             pending += used if within is None else [item for item in used if within[item]]
         return needed
 
+    def forward_slice(self, sources: Iterable[int], known: Container[int] = ()) -> set[int]:
+        """Returns the operations that are computed from sources, with the sources, other than through known ones."""
+        dependents = set(sources)
+        for position, operation in enumerate(self.operations):
+            if position not in known and not dependents.isdisjoint(operands(operation)):
+                dependents.add(position)
+        return dependents
+
     @property
     def reduces_in_steps(self) -> bool:
         """Whether a reduction reduces some of the reduced axes only."""

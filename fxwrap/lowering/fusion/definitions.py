@@ -194,9 +194,11 @@ def view(base: Definition, sizes: Sequence[Size], index_map: Callable[[Indices],
     return Viewed(tuple(sizes), base.dtype, base.device, base, index_map)
 
 
-def copy_definition(source: Definition) -> Pointwise:
-    """Returns a new tensor with another's elements."""
-    return Pointwise(source.sizes, source.dtype, source.device, lambda reader, indices: reader.load(source, indices))
+def copy_definition(source: Definition, dtype: torch.dtype | None = None) -> Pointwise:
+    """Returns a new tensor with another's elements, cast to a dtype, by default their own."""
+    return pointwise(
+        source.sizes, dtype or source.dtype, source.device, lambda reader, indices: reader.load(source, indices)
+    )
 
 
 def reduction(

@@ -28,6 +28,7 @@ from fxwrap.lowering.fusion.definitions import (
     Pointwise,
     Scattered,
     broadcast_indices,
+    copy_definition,
     pointwise,
 )
 from fxwrap.lowering.rules.creation import full_tensor
@@ -278,21 +279,17 @@ def lower_scatter(
         target, value = write(reader, indices)
         return [as_index(index) for index in target], value.to(computes)
 
-    first = initial if dtype is call.dtype else _cast(initial, dtype)
+    first = initial if dtype is call.dtype else copy_definition(initial, dtype)
     if (mode, dtype) in _DOMINANT_NAN_BITS:
         first = _canonicalize_nans(first, mode)
     scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, body)
-    return scattered if dtype is call.dtype else _cast(scattered, call.dtype)
+    return scattered if dtype is call.dtype else copy_definition(scattered, call.dtype)
 
 
 def _is_larger(sizes: Sequence[Size], space: Sequence[Size]) -> bool:
     """Whether a tensor has more elements than an index space, as far as both are known."""
     own, other = product(sizes), product(space)
     return not isinstance(own, int) or not isinstance(other, int) or own > other
-
-
-def _cast(source: Definition, dtype: torch.dtype) -> Pointwise:
-    return pointwise(source.sizes, dtype, source.device, lambda reader, indices: reader.load(source, indices))
 
 
 def _canonicalize_nans(initial: Definition, mode: str) -> Definition:

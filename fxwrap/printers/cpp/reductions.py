@@ -223,8 +223,8 @@ class RowPrinter(ReductionPrinter):
         self.filled_row_buffers: set[int] = set()
         self.overlaps = self.can_overlap()
         self.row_buffers = self.select_row_buffers()
-        self.overlaps = self.overlaps and not self.overwrites_operands()
-        if not self.overlaps:
+        if self.overlaps and self.overwrites_operands():
+            self.overlaps = False
             self.row_buffers = self.select_row_buffers()
         for position in sorted(self.row_buffers):
             kind, name = self.statements.type(position), self.statements.name(position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxwrap.loop_ir import DeviceAssert, Index, Reduce, ReductionResult, Scan, Store, find_rows_and_columns, operands
+from fxwrap.loop_ir import DeviceAssert, Index, Reduce, Scan, Store, find_rows_and_columns
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.reductions import accumulate, identity, reduce_expression
 from fxwrap.printers.triton.schedule import Dimension
@@ -49,8 +49,15 @@ class RowPartPrinter(TritonPrinter):
     def _emit_persistent(self) -> None:
         form, number = find_rows_and_columns(self.kernel), self._position_of("row")
         assert form is not None and number is not None, "the configuration is one of rows and columns"
-        after = self._dependents(form.column_reductions)
-        before = [position for position in self.schedule.straight_line if self._is_fixed(position, number)]
+        after = self.kernel.forward_slice(form.column_reductions)
+        varying = self.kernel.forward_slice((*form.row_reductions, *form.column_reductions))
+        # The values that are the same for all rows are loaded and brought to their threads before the loop.
+        before = [
+            position
+            for position in self.schedule.straight_line
+            if position not in varying and number not in self.varying_dimensions[position]
+            and not isinstance(self.kernel.operations[position], Store | DeviceAssert)
+        ]  # fmt: skip
         for position in before:
             self._operation(position, looped=False)
         loop = [position for position in self.schedule.straight_line if position not in before]
@@ -58,15 +65,6 @@ class RowPartPrinter(TritonPrinter):
         for position in loop:
             if position in after and position not in form.column_reductions:
                 self._operation(position, looped=False)
-
-    def _is_fixed(self, position: int, number: int) -> bool:
-        """Whether a value is the same for all rows, so that it is loaded and brought to its threads before the loop."""
-        operation = self.kernel.operations[position]
-        is_value = not isinstance(operation, Reduce | ReductionResult | Store | DeviceAssert)
-        depends = any(
-            isinstance(self.kernel.operations[item], Reduce) for item in self.kernel.backward_slice([position])
-        )
-        return is_value and not depends and number not in self.varying_dimensions[position]
 
     def _emit_loop(self, positions: Sequence[int], number: int) -> None:
         """Prints the loop over rows, with the statements of reductions of columns around it."""
@@ -115,11 +113,3 @@ class RowPartPrinter(TritonPrinter):
         if len(self.varying_dimensions[position]) < len(self.tile.dimensions):
             value = f"tl.broadcast_to({value}, {self.tile.shape})"
         return value
-
-    def _dependents(self, reductions: Sequence[int]) -> set[int]:
-        """Returns reductions and the operations that depend on them."""
-        dependents = set(reductions)
-        for position, operation in enumerate(self.kernel.operations):
-            if not dependents.isdisjoint(operands(operation)):
-                dependents.add(position)
-        return dependents

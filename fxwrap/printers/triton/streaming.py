@@ -347,7 +347,7 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         if self.branch is None:
             self._matrix(name, text_of(position, scope), neutral, scope)
             return
-        kernel, dependents = self.kernel, self.dependents(self.branch, scope.text.keys())
+        kernel, dependents = self.kernel, self.kernel.forward_slice([self.branch], scope.text.keys())
         self.kernel = assume(kernel, {self.branch: True})
         self._matrix(name, text_of(position, scope), neutral, scope)
         for item in dependents:

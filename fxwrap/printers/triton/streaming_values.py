@@ -7,7 +7,7 @@ of scores are contracted, and a division by a value of each row is a multiplicat
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -22,7 +22,6 @@ from fxwrap.loop_ir import (
     Load,
     Operation,
     map_operation,
-    operands,
     renumber_index,
 )
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
@@ -106,14 +105,6 @@ class StreamingValuePrinter(BlockPrinter):
                 if number is not None and 0 < number < math.inf:
                     return one, number
         return None
-
-    def dependents(self, position: int, known: Collection[int]) -> set[int]:
-        """Returns the operations that are computed from one other than through known ones, and that one."""
-        dependents = {position}
-        for item, operation in enumerate(self.kernel.operations):
-            if item not in known and not dependents.isdisjoint(operands(operation)):
-                dependents.add(item)
-        return dependents
 
     def _constant(self, position: int) -> float | None:
         operation = self.kernel.operations[position]
