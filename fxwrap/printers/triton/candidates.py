@@ -28,10 +28,9 @@ from fxwrap.loop_ir import (
     split_sums,
     sum_groups,
 )
+from fxwrap.printers.triton.accesses import Hint, full_tile_loads
 from fxwrap.printers.triton.configuration import (
     Configuration,
-    Hint,
-    full_tile_loads,
     inner_reduction_configurations,
     is_outer_reduction,
     next_power_of_2,

@@ -6,46 +6,28 @@ H200.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
-
-import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import (
-    ONE,
-    OPERATIONS,
-    Atom,
-    Axis,
-    Compute,
-    FloorDivide,
-    Index,
-    IndexLike,
-    IndirectIndex,
-    InterleavedAccess,
-    Kernel,
-    Load,
-    Modulo,
-    Operation,
-    Reduce,
-    RowsAndColumns,
-    Store,
-    indices,
-    interleaved_accesses,
+from fxwrap.loop_ir import OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Reduce, RowsAndColumns, Store
+from fxwrap.printers.triton.accesses import (
+    LANES,
+    MIN_TILE_SIDE,
+    VECTOR_BYTES,
+    Hint,
+    bytes_per_element,
+    contiguity_scores,
+    contiguous_axes,
+    count_varying_loads,
+    full_tile_loads,
+    is_multi_pass,
+    is_unaligned,
+    itemsize,
+    joined_accesses,
+    vector_elements,
 )
-from fxwrap.symbolic import Size, product
-
-Hint: TypeAlias = Callable[[Size], int]
-"""Returns a typical value of a size."""
-
-_VECTOR_BYTES = 16
-"""The bytes that a thread transfers at once at most."""
-
-_LANES = 32
-"""The threads of a warp."""
+from fxwrap.symbolic import product
 
 _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
@@ -68,9 +50,6 @@ _BUSY_WARPS = 16
 
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
-
-_MIN_TILE_SIDE = 16
-"""The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
 
 _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 """The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
@@ -179,8 +158,8 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     """Returns configurations of a kernel without reduced axes, the default one first."""
     if not kernel.axes:
         return [Configuration(num_warps=1)]
-    inner, other = _contiguous_axes(kernel, hint)
-    if other is not None and hint(inner.size) >= _MIN_TILE_SIDE:
+    inner, other = contiguous_axes(kernel, hint)
+    if other is not None and hint(inner.size) >= MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, inner, hint, programs_of_a_wave(spec))
     rows = _broadcast_rows(kernel, inner, hint)
@@ -196,9 +175,9 @@ def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
     for access in kernel.operations:
         if isinstance(access, Load | Store) and inner in access.index.axes():
             if isinstance(access, Load) and access.index.axes() == {inner} and not _is_gather(access):
-                vectors += _itemsize(kernel, access)
+                vectors += itemsize(kernel, access)
             else:
-                rows += _itemsize(kernel, access)
+                rows += itemsize(kernel, access)
     return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
 
 
@@ -208,7 +187,7 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     Interleaved accesses have 16 bytes together.
     """
     moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
-    smallest = min([_itemsize(kernel, access) for access in moved], default=4)
+    smallest = min([itemsize(kernel, access) for access in moved], default=4)
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
     gathers, overlaps = any(map(_is_gather, moved)), _has_overlapping_loads(kernel)
@@ -281,7 +260,7 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
     size, count, wave = kernel.reduced_count, hint(kernel.count), programs_of_a_wave(spec)
     block = next_power_of_2(hint(size))
-    loads = _count_varying_loads(kernel)
+    loads = count_varying_loads(kernel)
     limit = MAX_PERSISTENT_ELEMENTS if loads <= 2 else MAX_PERSISTENT_ELEMENTS // 2
     candidates = []
     if isinstance(size, int) and block <= limit:
@@ -291,8 +270,8 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         tile = rows * block
         warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
         whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
-        vector = _vector_elements(kernel, kernel.reduced[-1])
-        if rows > 1 and vector is not None and _LANES * vector < block:
+        vector = vector_elements(kernel, kernel.reduced[-1])
+        if rows > 1 and vector is not None and LANES * vector < block:
             # Warps would share out each row, and combine their sums in shared memory.
             candidates.append(replace(whole, y_block=min(rows, max(_ROW_TILE // block, 1)), num_warps=1))
         candidates += [
@@ -304,20 +283,20 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         if count >= 2 * rows * wave and tile <= 4096:
             candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
     loop = min(block, 8192)
-    warps = 16 if _is_multi_pass(kernel) else 8
-    is_narrow = _bytes_per_element(kernel) <= 2 and not _is_multi_pass(kernel) and block > 8192
+    warps = 16 if is_multi_pass(kernel) else 8
+    is_narrow = bytes_per_element(kernel) <= 2 and not is_multi_pass(kernel) and block > 8192
     shapes = [(16384, 16) if is_narrow else (loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
     if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
         shapes[:2] = shapes[1::-1]
     looped = [
         Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
     ]
-    is_stepwise = _is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
+    is_stepwise = is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
     warps = 8 if count >= 4 * wave else 16
-    if is_stepwise and not _is_multi_pass(kernel) and loop >= _STEP_ELEMENTS * _LANES * warps:
-        step = _STEP_ELEMENTS * _LANES * warps
+    if is_stepwise and not is_multi_pass(kernel) and loop >= _STEP_ELEMENTS * LANES * warps:
+        step = _STEP_ELEMENTS * LANES * warps
         looped.insert(0, Configuration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
-    if _is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
+    if is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
     looped.append(replace(looped[-1], num_stages=3))
@@ -326,11 +305,11 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
 
 def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     """Returns the number of elements of a row in a thread: fewer if it also has elements of several vectors."""
-    vectors = _count_varying_loads(kernel) - len(full_tile_loads(kernel))
-    bytes_per_element = _bytes_per_element(kernel)
-    if _count_varying_loads(kernel) > 1 and (vectors or bytes_per_element > 4):
+    vectors = count_varying_loads(kernel) - len(full_tile_loads(kernel))
+    element_bytes = bytes_per_element(kernel)
+    if count_varying_loads(kernel) > 1 and (vectors or element_bytes > 4):
         return 16
-    return 64 if bytes_per_element <= 2 and not _is_multi_pass(kernel) and has_many_rows else 32
+    return 64 if element_bytes <= 2 and not is_multi_pass(kernel) and has_many_rows else 32
 
 
 def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
@@ -340,20 +319,20 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
     """
     block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
     size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
-    whole_vector = max([max(_VECTOR_BYTES // load.dtype.itemsize, 1) for load in full_tile_loads(kernel)], default=1)
-    vector = _vector_elements(kernel, form.columns[-1])
+    whole_vector = max([max(VECTOR_BYTES // load.dtype.itemsize, 1) for load in full_tile_loads(kernel)], default=1)
+    vector = vector_elements(kernel, form.columns[-1])
     reductions = [kernel.operations[position] for position in form.row_reductions]
     has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
     live = len(form.column_reductions) + len(full_tile_loads(kernel))
     plain, chunked = list[Configuration](), list[Configuration]()
     tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
-        rows = min(max(_LANES * warps * elements // block, 1), size)
-        chunk = _LANES * (vector or whole_vector) * max(warps // rows, 1)
-        if rows * block * live > _LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
+        rows = min(max(LANES * warps * elements // block, 1), size)
+        chunk = LANES * (vector or whole_vector) * max(warps // rows, 1)
+        if rows * block * live > LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
             continue
-        copied = (stages - 1) * rows * block * _bytes_per_element(kernel)
-        if block <= _LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
+        copied = (stages - 1) * rows * block * bytes_per_element(kernel)
+        if block <= LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
             stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
         whole = Configuration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
         plain.append(whole)
@@ -367,7 +346,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
 
     A few rows are summed within threads, which have whole vectors of columns.
     """
-    inner, _ = _contiguous_axes(kernel, hint, reduced=False)
+    inner, _ = contiguous_axes(kernel, hint, reduced=False)
     size = kernel.reduced_count
     widest = next_power_of_2(hint(inner.size))
     candidates = []
@@ -379,7 +358,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         if width > 64:
             rows = next_power_of_2(size)
             candidates.append(
-                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (_LANES * elements), 1))
+                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (LANES * elements), 1))
             )
     if isinstance(size, int):
         height = next_power_of_2(size)
@@ -391,7 +370,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
     if len(full_tile_loads(kernel)) > 1:
         shapes = [shapes[3], *shapes[:3]]
-        if _vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
+        if vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
             shapes.insert(0, (64, 32, 1))
     if kernel.scans and is_stepwise:
         candidates += _column_scan_configurations(inner, kernel, hint)
@@ -404,11 +383,11 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
     is_padded = hint(size) > 32 and 3 * hint(size) <= 2 * next_power_of_2(hint(size))
     is_looped = hint(size) > 128 or (is_padded and is_stepwise and not _stores_elements(kernel))
-    if whole and is_looped and not _is_multi_pass(kernel):
+    if whole and is_looped and not is_multi_pass(kernel):
         candidates = [*candidates[len(whole) :], *whole]
     height, width = next_power_of_2(hint(size)), min(_NARROW_BLOCK, widest)
     has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
-    if has_few and 128 < height <= 1024 and not _is_multi_pass(kernel):
+    if has_few and 128 < height <= 1024 and not is_multi_pass(kernel):
         tile = Configuration((inner,), (), width, 1, height, num_warps=_num_warps(height * width, 16))
         candidates.insert(0, tile if isinstance(size, int) else replace(tile, looped=True))
     return candidates
@@ -417,10 +396,10 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
 def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
     """Whether loops over columns should have few elements a thread in a step, without copies to shared memory."""
     loads = full_tile_loads(kernel)
-    if _is_unaligned(kernel, inner) and (len(loads) == 1 or kernel.scans):
+    if is_unaligned(kernel, inner) and (len(loads) == 1 or kernel.scans):
         return True
     is_half = bool(loads) and all(load.dtype.itemsize <= 2 for load in loads)
-    return _cost(kernel) >= _MIN_COST or (is_half and _stores_elements(kernel) and not _is_multi_pass(kernel))
+    return _cost(kernel) >= _MIN_COST or (is_half and _stores_elements(kernel) and not is_multi_pass(kernel))
 
 
 def _stores_elements(kernel: Kernel) -> bool:
@@ -432,7 +411,7 @@ def _stores_elements(kernel: Kernel) -> bool:
 def _whole_columns(kernel: Kernel, inner: Axis, height: int, hint: Hint, spec: DeviceSpec) -> int:
     """Returns the number of columns of a program that has all of their elements in registers."""
     programs = _column_programs(kernel, inner, hint, 2 * _MOST_COLUMNS)
-    if height <= 32 and _is_multi_pass(kernel) and programs >= 2 * programs_of_a_wave(spec):
+    if height <= 32 and is_multi_pass(kernel) and programs >= 2 * programs_of_a_wave(spec):
         return 2 * _MOST_COLUMNS
     return _MOST_COLUMNS if height <= 128 else 32 if height <= 512 else 16
 
@@ -459,7 +438,7 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = _LANES * (_STEP_ELEMENTS if len(full_tile_loads(kernel)) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
+    step = LANES * (_STEP_ELEMENTS if len(full_tile_loads(kernel)) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
@@ -470,7 +449,7 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
 def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[Configuration]:
     """Returns loops over columns of which each thread has one by itself, and scans it without shared memory."""
     size = next_power_of_2(hint(kernel.reduced_count))
-    shapes = ((_LANES, 64, 1), (_LANES, 32, 1), (4 * _LANES, 32, 4))
+    shapes = ((LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4))
     return [
         Configuration((inner,), (), width, 1, min(rows, size), looped=True, num_warps=warps)
         for width, rows, warps in shapes if width <= hint(inner.size)
@@ -481,12 +460,12 @@ def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
     """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns."""
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
     has_elements = any(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
-    scores = _contiguity_scores(kernel, hint) if has_elements else {}
+    scores = contiguity_scores(kernel, hint) if has_elements else {}
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
     return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
 
 
-# --- properties of kernels ------------------------------------------------------------------------------------------
+# --- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def next_power_of_2(size: int) -> int:
@@ -495,109 +474,4 @@ def next_power_of_2(size: int) -> int:
 
 
 def _num_warps(tile: int, elements: int) -> int:
-    return min(max(next_power_of_2(tile // (_LANES * elements)), 1), 16)
-
-
-def _count_varying_loads(kernel: Kernel) -> int:
-    pairs = zip(kernel.operations, kernel.varying, strict=True)
-    return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
-
-
-def full_tile_loads(kernel: Kernel) -> list[Load]:
-    """Returns the loads that vary along all axes."""
-    whole = {*kernel.axes, *kernel.reduced}
-    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
-    return [operation for operation, axes in pairs if isinstance(operation, Load) and whole <= axes]
-
-
-def _vector_elements(kernel: Kernel, inner: Axis) -> int | None:
-    """Returns the elements along an axis that a thread loads at once where rows are not aligned to whole vectors."""
-    elements = None
-    for load in full_tile_loads(kernel):
-        whole = max(_VECTOR_BYTES // load.dtype.itemsize, 1)
-        strides = [load.index.stride(axis) for axis in load.index.axes() - {inner}]
-        aligned = math.gcd(whole, *[(stride.constant if stride is not None else None) or 1 for stride in strides])
-        if load.index.stride(inner) == ONE and aligned < whole:
-            elements = min(aligned, elements or aligned)
-    return elements
-
-
-def _is_unaligned(kernel: Kernel, inner: Axis) -> bool:
-    """Whether threads cannot load whole vectors along an axis."""
-    return _vector_elements(kernel, inner) is not None
-
-
-def _bytes_per_element(kernel: Kernel) -> int:
-    """Returns the bytes that are loaded for each element of the iteration space."""
-    return sum(item.dtype.itemsize for item in full_tile_loads(kernel))
-
-
-def _is_multi_pass(kernel: Kernel) -> bool:
-    """Whether an operation that varies along the row depends on a reduction of it, which needs a second pass."""
-    return any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
-
-
-def _itemsize(kernel: Kernel, access: Load | Store) -> int:
-    if isinstance(access, Load):
-        return access.dtype.itemsize
-    stored = next(buffer.dtype for buffer in kernel.outputs if buffer.name == access.buffer)
-    assert isinstance(stored, torch.dtype)
-    return stored.itemsize
-
-
-def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
-    """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves."""
-    accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner]
-    return [item for item in accesses if item.halves and _is_joined(kernel, item)]
-
-
-def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
-    """Whether accesses can be one at the first load, or at the last store: no other access is between the stores."""
-    operations = kernel.operations
-    first, last = min(access.positions), max(access.positions)
-    between = [operations[at] for at in range(first, last) if at not in access.positions]
-    is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
-    is_load = isinstance(operations[first], Load)
-    return is_direct and (is_load or not any(isinstance(item, Load | Store) for item in between))
-
-
-def _atoms(operation: Operation) -> set[Atom]:
-    return {atom for index in indices(operation) for atom in index.atoms()}
-
-
-def _contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
-    """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved."""
-    scores: dict[Axis, int] = {}
-    interleaved = {at: item.axis for item in interleaved_accesses(kernel) for at in item.positions}
-    for position, (access, axes) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
-        if not isinstance(access, Load | Store) or not isinstance(access, only):
-            continue
-        weight = _itemsize(kernel, access)
-        for axis in axes:
-            weight *= max(hint(axis.size), 1)
-        for axis in access.index.axes():
-            if _steps_by_one(access.index, axis) or axis == interleaved.get(position):
-                scores[axis] = scores.get(axis, 0) + weight
-    return scores
-
-
-def _steps_by_one(index: Index, axis: Axis) -> bool:
-    """Whether an index grows by one along an axis, except where it starts again after at least a warp's lanes."""
-    if index.stride(axis) == ONE:
-        return True
-    divisions = [atom for atom in index.atoms() if isinstance(atom, FloorDivide | Modulo) and axis in atom.base.axes()]
-    if not divisions or any((item.divisor.constant or 0) < _LANES for item in divisions):
-        return False
-    runs: dict[Atom, IndexLike] = {item: item.base if isinstance(item, Modulo) else 0 for item in divisions}
-    return index.substitute(runs).stride(axis) == ONE
-
-
-def _contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
-    """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any."""
-    scores = _contiguity_scores(kernel, hint)
-    stores = _contiguity_scores(kernel, hint, Store) if reduced else {}
-    ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
-    inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
-    others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
-    wide = [axis for axis in others if hint(axis.size) >= _MIN_TILE_SIDE]
-    return inner, max(wide, key=lambda axis: scores[axis], default=None)
+    return min(max(next_power_of_2(tile // (LANES * elements)), 1), 16)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from fxwrap.loop_ir import Axis, InterleavedAccess, Load, Store
-from fxwrap.printers.triton.configuration import joined_accesses
+from fxwrap.printers.triton.accesses import joined_accesses
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension

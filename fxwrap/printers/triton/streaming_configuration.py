@@ -22,7 +22,8 @@ from fxwrap.loop_ir import (
     find_streaming_reduction,
     operands,
 )
-from fxwrap.printers.triton.configuration import Hint, next_power_of_2
+from fxwrap.printers.triton.accesses import Hint
+from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.shared_memory import fitting
 from fxwrap.symbolic import product
 

@@ -1,0 +1,147 @@
+"""What the accesses of a kernel mean for Triton's blocks: contiguous axes, whole vectors, bytes of an element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from fxwrap.loop_ir import (
+    ONE,
+    Atom,
+    Axis,
+    FloorDivide,
+    Index,
+    IndexLike,
+    IndirectIndex,
+    InterleavedAccess,
+    Kernel,
+    Load,
+    Modulo,
+    Operation,
+    Store,
+    indices,
+    interleaved_accesses,
+)
+from fxwrap.symbolic import Size
+
+Hint: TypeAlias = Callable[[Size], int]
+"""Returns a typical value of a size."""
+
+VECTOR_BYTES = 16
+"""The bytes that a thread transfers at once at most."""
+
+LANES = 32
+"""The threads of a warp."""
+
+MIN_TILE_SIDE = 16
+"""The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
+
+
+def count_varying_loads(kernel: Kernel) -> int:
+    """Returns the number of loads that vary along the reduced axes."""
+    pairs = zip(kernel.operations, kernel.varying, strict=True)
+    return sum(isinstance(operation, Load) and varies for operation, varies in pairs)
+
+
+def full_tile_loads(kernel: Kernel) -> list[Load]:
+    """Returns the loads that vary along all axes."""
+    whole = {*kernel.axes, *kernel.reduced}
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    return [operation for operation, axes in pairs if isinstance(operation, Load) and whole <= axes]
+
+
+def vector_elements(kernel: Kernel, inner: Axis) -> int | None:
+    """Returns the elements along an axis that a thread loads at once where rows are not aligned to whole vectors."""
+    elements = None
+    for load in full_tile_loads(kernel):
+        whole = max(VECTOR_BYTES // load.dtype.itemsize, 1)
+        strides = [load.index.stride(axis) for axis in load.index.axes() - {inner}]
+        aligned = math.gcd(whole, *[(stride.constant if stride is not None else None) or 1 for stride in strides])
+        if load.index.stride(inner) == ONE and aligned < whole:
+            elements = min(aligned, elements or aligned)
+    return elements
+
+
+def is_unaligned(kernel: Kernel, inner: Axis) -> bool:
+    """Whether threads cannot load whole vectors along an axis."""
+    return vector_elements(kernel, inner) is not None
+
+
+def bytes_per_element(kernel: Kernel) -> int:
+    """Returns the bytes that are loaded for each element of the iteration space."""
+    return sum(item.dtype.itemsize for item in full_tile_loads(kernel))
+
+
+def is_multi_pass(kernel: Kernel) -> bool:
+    """Whether an operation that varies along the row depends on a reduction of it, which needs a second pass."""
+    return any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
+
+
+def itemsize(kernel: Kernel, access: Load | Store) -> int:
+    """Returns the bytes of an element in the memory that a load reads or a store writes."""
+    if isinstance(access, Load):
+        return access.dtype.itemsize
+    stored = next(buffer.dtype for buffer in kernel.outputs if buffer.name == access.buffer)
+    assert isinstance(stored, torch.dtype)
+    return stored.itemsize
+
+
+def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
+    """Returns the interleaved accesses along an axis that are one in Triton, whose blocks split and join in halves."""
+    accesses = [item for item in interleaved_accesses(kernel) if item.axis == inner]
+    return [item for item in accesses if item.halves and _is_joined(kernel, item)]
+
+
+def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
+    """Whether accesses can be one at the first load, or at the last store: no other access is between the stores."""
+    operations = kernel.operations
+    first, last = min(access.positions), max(access.positions)
+    between = [operations[at] for at in range(first, last) if at not in access.positions]
+    is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
+    is_load = isinstance(operations[first], Load)
+    return is_direct and (is_load or not any(isinstance(item, Load | Store) for item in between))
+
+
+def _atoms(operation: Operation) -> set[Atom]:
+    return {atom for index in indices(operation) for atom in index.atoms()}
+
+
+def contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
+    """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved."""
+    scores: dict[Axis, int] = {}
+    interleaved = {at: item.axis for item in interleaved_accesses(kernel) for at in item.positions}
+    for position, (access, axes) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
+        if not isinstance(access, Load | Store) or not isinstance(access, only):
+            continue
+        weight = itemsize(kernel, access)
+        for axis in axes:
+            weight *= max(hint(axis.size), 1)
+        for axis in access.index.axes():
+            if _steps_by_one(access.index, axis) or axis == interleaved.get(position):
+                scores[axis] = scores.get(axis, 0) + weight
+    return scores
+
+
+def _steps_by_one(index: Index, axis: Axis) -> bool:
+    """Whether an index grows by one along an axis, except where it starts again after at least a warp's lanes."""
+    if index.stride(axis) == ONE:
+        return True
+    divisions = [atom for atom in index.atoms() if isinstance(atom, FloorDivide | Modulo) and axis in atom.base.axes()]
+    if not divisions or any((item.divisor.constant or 0) < LANES for item in divisions):
+        return False
+    runs: dict[Atom, IndexLike] = {item: item.base if isinstance(item, Modulo) else 0 for item in divisions}
+    return index.substitute(runs).stride(axis) == ONE
+
+
+def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
+    """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any."""
+    scores = contiguity_scores(kernel, hint)
+    stores = contiguity_scores(kernel, hint, Store) if reduced else {}
+    ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
+    inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
+    others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
+    wide = [axis for axis in others if hint(axis.size) >= MIN_TILE_SIDE]
+    return inner, max(wide, key=lambda axis: scores[axis], default=None)
