@@ -232,7 +232,7 @@ def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: S
     """Declines stores that several iterations cannot combine into one element of this dtype.
 
     Eager promises no order for equal indices either, and on GPUs it adds with atomic operations too. Threads of a CPU
-    divide the `columns` of whole rows among them, and add to an element in eager's order.
+    divide the `columns` of whole rows among them, and add to an element in the order of the loops.
     """
     check_any_order()
     if mode == "set":
