@@ -318,6 +318,8 @@ def _norm_result(graph: Graph, result: Node) -> Node | None:
     x, weight, bias = norm.args[:3]
     if not all(isinstance(item.meta.get("val"), FakeTensor) for item in (x, result)) or x.meta["val"].ndim < 2:
         return None
+    if is_group_norm and type(x.meta["val"].shape[1]) is not int:
+        return None  # how many channels a group has is known at run time only
     builder = _NodeBuilder(graph, result, {}, False)
     if is_group_norm and result.meta["val"].dtype in _HALF:
         statistics = _float32_group_statistics(builder, norm)
@@ -344,11 +346,12 @@ def _per_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
 
 def _per_sample_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
     """Returns a number for each group of channels of each sample in a shape that broadcasts to x."""
-    samples, channels, *spatial = [size if type(size) is int else -1 for size in x.meta["val"].shape]
+    samples, channels, *spatial = x.meta["val"].shape
     width = channels // item.meta["val"].shape[1]
     repeated = builder.call(_aten.expand.default, builder.call(_aten.unsqueeze.default, item, 2), [-1, -1, width])
     copied = builder.call(_aten.clone.default, repeated, memory_format=torch.contiguous_format)
-    return builder.call(_aten.view.default, copied, [samples, channels, *[1] * len(spatial)])
+    sizes = [samples if type(samples) is int else -1, channels, *[1] * len(spatial)]
+    return builder.call(_aten.view.default, copied, sizes)
 
 
 def _float32_group_statistics(builder: _NodeBuilder, norm: Node) -> list[Node] | None:
@@ -356,7 +359,7 @@ def _float32_group_statistics(builder: _NodeBuilder, norm: Node) -> list[Node] |
     arguments: Any = norm.args
     x, epsilon, groups = arguments[0], arguments[7], arguments[6]
     samples, channels, *spatial = x.meta["val"].shape
-    if not all(type(size) is int for size in (channels, *spatial)):
+    if not all(type(size) is int for size in spatial):
         return None
     sizes = [samples if type(samples) is int else -1, groups, channels // groups, *spatial]
     rows = builder.call(_aten.view.default, builder.upcast(x), sizes)

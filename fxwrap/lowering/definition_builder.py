@@ -135,14 +135,18 @@ class DefinitionBuilder:
             )
         elif node in self.reinplacing.copies:
             self.operands[node] = self.operands[node.args[0]]  # type: ignore[index]
+            self._share_storage(node, fake)
             self._record_coverage(node, "view")
         elif node in self.reinplacing.parts:
             self.operands[node] = None  # the call that it is a part of writes its result
             self._record_coverage(node, "view")
         elif node in self.reinplacing.slice_writes:
             self._define_slice_write(node, self.reinplacing.slice_writes[node], position)
+            self._share_storage(node, fake)
         elif node in self.reinplacing.written:
             self._define_reinplaced(node, position, fake)
+            for key, operand in self.reinplacing.written[node].items():
+                self._share_storage(operand, fake if key is None else fake[key])  # type: ignore[index]
         elif not self._define_copy(node, position):
             self._define_operator(node, position, fake)
 
@@ -278,6 +282,11 @@ class DefinitionBuilder:
         return literal(self.builder, argument, node)
 
     # --- stores in place --------------------------------------------------------------------------------------------
+
+    def _share_storage(self, node: Node, fake: FakeValue) -> None:
+        """Records that views of a result are in the memory of a node's definition, which a call writes in place."""
+        assert isinstance(fake, torch.Tensor), "a call writes a tensor in place"
+        self.storages.share(fake, unwrap_views(as_definition(self.operands[node])))
 
     def _define_copy(self, node: Node, position: int) -> bool:
         """Defines a `copy_` of a computed tensor into a stored one: the kernel that computes it writes there."""

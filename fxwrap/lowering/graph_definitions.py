@@ -74,11 +74,20 @@ class DefinitionStorages:
     def __init__(self) -> None:
         self._definitions: dict[int, list[Definition]] = {}
         self._storages: dict[Definition, int] = {}
+        self._shared: dict[int, int] = {}
 
     def add(self, definition: Definition, storage: int) -> None:
         """Records the storage of a definition."""
+        storage = self._shared.get(storage, storage)
         self._storages[definition] = storage
         self._definitions.setdefault(storage, []).append(definition)
+
+    def share(self, fake: torch.Tensor, definition: Definition) -> None:
+        """Records that a fake tensor, and views of it, are in the storage of a definition.
+
+        The call that returns it has a storage of its own in the graph, and writes the definition in place.
+        """
+        self._shared[storage_identity(fake)] = self._storages[definition]
 
     def add_alias(self, definition: Definition, base: Definition) -> None:
         """Records that a definition is in the storage of another."""
@@ -86,7 +95,8 @@ class DefinitionStorages:
 
     def on_storage(self, fake: torch.Tensor) -> Sequence[Definition]:
         """Returns the definitions in the storage of a fake tensor."""
-        return self._definitions.get(storage_identity(fake), ())
+        storage = storage_identity(fake)
+        return self._definitions.get(self._shared.get(storage, storage), ())
 
     def aliases_of(self, definition: Definition) -> Sequence[Definition]:
         """Returns the definitions in the storage of a definition, itself included."""

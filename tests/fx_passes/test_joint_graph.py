@@ -265,6 +265,16 @@ def test_recomputed_tensors(function: Callable[..., Tensor]) -> None:
     assert count_saved_matmul_sized(programs[0]) == RETURNED[function]
 
 
+def test_group_norms_of_symbolic_channels() -> None:
+    """How many channels a group has is known at run time only."""
+    function = torch.compile(F.group_norm, backend="fxwrap", dynamic=True, options={"emitter": "interpreter"})
+    for channels in (6, 9):
+        x, scale = torch.randn(2, channels, 5, requires_grad=True), torch.randn(channels)
+        weights = torch.randn(2, channels, 5)
+        results = [torch.autograd.grad((norm(x, 3, scale) * weights).sum(), x) for norm in (function, F.group_norm)]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def layer_norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[1:])
 

@@ -18,6 +18,7 @@ from fxwrap.comparison import COMPARED_EMITTERS, capture
 from fxwrap.lines import ExternCall, IndexPut, Launch, Mutate, Scatter
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Ownership, live_bytes
+from tests.lowering.planned_programs import check
 from tests.user_kernels import operators
 
 aten = torch.ops.aten
@@ -480,6 +481,29 @@ def test_slices_with_other_uses(name: str, fuse: bool) -> None:
     arguments = (torch.randn(4, 8), torch.randn(2, 8))
     graph = make_fx(OTHER_SLICES[name], tracing_mode="fake")(*arguments)
     assert_emitters_agree(graph, arguments, options=Options(fuse=fuse))
+
+
+def _tied_parameters(x: Tensor, rate: Tensor, other: Tensor) -> Tensor:
+    """An update of two parameters of one memory and of several shapes, as AOTAutograd writes it."""
+    one = aten.as_strided_scatter(x, aten.as_strided(x, [], [], 0) * 2, [], [], 0)
+    two = aten.as_strided_scatter(one, aten.as_strided(one, [1], [1], 0) * 3, [1], [1], 0)
+    number = rate.exp().sin().float()
+    three = aten.as_strided_scatter(two, aten.as_strided(two, [1], [1], 0) + number, [1], [1], 0)
+    aten.copy_(x, three)
+    return other * number
+
+
+def _read_after_a_scatter(x: Tensor, rate: Tensor, other: Tensor) -> Tensor:
+    updated = aten.index_put(x, [torch.zeros(1, dtype=torch.int64)], rate.float()[None])
+    number = (aten.as_strided(updated, [1], [1], 0) + rate.exp()).sin().float()
+    aten.copy_(x, updated)
+    return other * number
+
+
+@pytest.mark.parametrize("function", [_tied_parameters, _read_after_a_scatter])
+def test_views_of_a_result_that_is_written_in_place(function: Any) -> None:
+    """No view of it is memory that another result may reuse."""
+    check(function, torch.randn(1), torch.tensor(0.7, dtype=torch.float64), torch.randn(7))
 
 
 def test_inputs_that_share_memory_are_distinguished_from_one_input() -> None:
