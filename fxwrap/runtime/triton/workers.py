@@ -41,8 +41,20 @@ _BOOTSTRAP = (
 
 Job = Mapping[str, object]
 
-JobCallback = Callable[[int, "str | None"], None]
-"""`finish(position, answer)` receives the answer of a job: "", an error text, or None if it has no worker."""
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's answer to a job: the text of an error, or "" and a description of the compiled kernel.
+
+    `compiled` is None where the description of a kernel is no JSON data; it is in Triton's cache all the same.
+    """
+
+    error: str
+    compiled: Mapping[str, Any] | None = None
+
+
+JobCallback = Callable[[int, "Answer | None"], None]
+"""`finish(position, answer)` receives the answer to a job, or None if it has no worker."""
 
 
 def worker_count(processors: int | None = None) -> int:
@@ -84,7 +96,7 @@ class _AheadJob:
 
     job: Job
     is_started: bool = False
-    answer: Future[str | None] = field(default_factory=Future)
+    answer: Future[Answer | None] = field(default_factory=Future)
 
 
 class _Worker:
@@ -112,15 +124,15 @@ class _Worker:
             self._is_ready = True
         return self._is_ready
 
-    def run(self, job: Job) -> str | None:
-        """Returns the error text of a job, "" on success, or None if the process died."""
+    def run(self, job: Job) -> Answer | None:
+        """Returns the answer to a job, or None if the process died."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
             line = memoryview((json.dumps(job) + "\n").encode())
             while line:
                 line = line[stdin.write(line) or 0 :]
-            return str(json.loads(stdout.readline())["error"])
+            return Answer(**json.loads(stdout.readline()))
         except (OSError, ValueError):
             return None
 
