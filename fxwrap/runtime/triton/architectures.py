@@ -21,12 +21,7 @@ from fxwrap.runtime.triton.compile import (
     triton_jit_function,
     warmup_arguments,
 )
-from fxwrap.runtime.triton.prebuilt import (
-    TritonBinary,
-    find_prebuilt_triton,
-    register_prebuilt_triton,
-    triton_binary,
-)
+from fxwrap.runtime.triton.prebuilt import TritonBinary, find_prebuilt_triton, register_prebuilt_triton, triton_binary
 from fxwrap.runtime.triton.variants import make_source
 
 _NAME = re.compile(r"sm_(\d{2,3})")

@@ -29,12 +29,7 @@ from fxwrap.errors import FxwrapError, KernelBuildError
 from fxwrap.runtime.compiler_runs import count_compiler_runs, count_finished_kernels
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
-from fxwrap.runtime.triton.prebuilt import (
-    WorkerKernel,
-    has_prebuilt_variant,
-    register_prebuilt_triton,
-    triton_binary,
-)
+from fxwrap.runtime.triton.prebuilt import WorkerKernel, has_prebuilt_variant, register_prebuilt_triton, triton_binary
 from fxwrap.runtime.triton.workers import WORKER_POOL, Answer
 
 log = logging.getLogger("fxwrap.kernels")
