@@ -98,7 +98,7 @@ def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> Any:
 
 
 def _answer(job: dict[str, Any], driver_stub: _TargetDriver) -> str:
-    """Returns the answer to a job as JSON. The description of a kernel, if it is JSON data, is that of `WorkerKernel`."""
+    """Returns the answer to a job as JSON. The description of a kernel (`WorkerKernel`) that is no JSON is null."""
     try:
         compiled = _compile(job, driver_stub)
     except BaseException as raised:  # noqa: BLE001  the parent reports compiler errors
