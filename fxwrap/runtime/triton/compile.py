@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -196,6 +197,7 @@ def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
                  for item in warmup_arguments(use)]  # fmt: skip
     environment = {name: text for name, text in os.environ.items() if name.startswith("TRITON")}
     return {
+        "cost": _estimated_cost(use.kernel.source, constants, compile_options),
         "path": str(write_module(use.kernel.source, MODULE_NAME)),
         "function": find_function_name(use.kernel.source),
         "target": [target.backend, target.arch, target.warp_size],
@@ -204,6 +206,15 @@ def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
         "compile_options": compile_options,
         "environment": {**environment, "TRITON_CACHE_DIR": str(import_triton().knobs.cache.dir)},
     }
+
+
+def _estimated_cost(source: str, constants: Mapping[str, Option], compile_options: Mapping[str, Option]) -> float:
+    """Returns an estimate of a kernel's compile time: each operation of its text is repeated for a thread's elements.
+
+    Both factors, and the constant, which stands for the passes before that repetition, correlate with measured times.
+    """
+    tile = math.prod([size for name, size in constants.items() if name.endswith("BLOCK") and isinstance(size, int)])
+    return len(source) * (16 + tile / (32 * int(compile_options.get("num_warps", 4))))
 
 
 def has_known_types(signature: Sequence[str]) -> bool:

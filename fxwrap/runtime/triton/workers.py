@@ -2,7 +2,8 @@
 
 Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
 import Triton while the graph is lowered. They compile kernels from when these are printed (`compile_ahead`); what is
-left when the program is complete (`run`), they share with threads of this process. Workers end with this process. Jobs
+left when the program is complete (`run`), they share with threads of this process. Of the waiting jobs, that of the
+highest cost starts first, so that none of them ends long after the others. Workers end with this process. Jobs
 and answers are lines of JSON. The job of a worker that ends is compiled by another.
 """
 
@@ -39,7 +40,8 @@ _BOOTSTRAP = (
     "sys.path[:] = path.split(chr(10)); runpy.run_path(program, run_name='__main__')"
 )
 
-Job = Mapping[str, object]
+Job = Mapping[str, Any]
+"""The data of a job; with "cost", an estimate of its time in any unit, expensive jobs start first."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ class WorkerPool:
 
     def _start_ahead_job(self) -> _AheadJob | None:
         with self._lock:
-            item = next((item for item in self._ahead.values() if not item.is_started), None)
+            waiting = [item for item in self._ahead.values() if not item.is_started]
+            item = max(waiting, key=lambda item: _cost(item.job), default=None)
             if item is not None:
                 item.is_started = True
             return item
@@ -233,7 +236,7 @@ class WorkerPool:
             workers = list(self._workers)
         ahead = {position: started[key] for position, key in enumerate(keys) if key in started}
         waiting: SimpleQueue[int] = SimpleQueue()
-        for position in range(len(jobs)):
+        for position in sorted(range(len(jobs)), key=lambda position: -_cost(jobs[position])):
             if position not in ahead:
                 waiting.put(position)
         count = max(1, min(threads, len(jobs)))
@@ -309,6 +312,10 @@ def _run_jobs_on_worker(worker: _Worker, jobs: Sequence[Job], waiting: SimpleQue
             finish(position, answer)
     finally:
         worker.lock.release()
+
+
+def _cost(job: Job) -> float:
+    return float(job.get("cost", 0.0))
 
 
 def _job_key(job: Job) -> str:

@@ -43,6 +43,9 @@ from fxwrap.runtime.triton.workers import WORKERS_ENV, Answer, WorkerPool, worke
 from fxwrap.torch_compat import FakeTensorMode
 
 TARGET = GPUTarget("cuda", 90, 32)
+LONG = f"1.{'0' * 200}"
+"""The number of a kernel that is expected to compile for longer than others."""
+
 READY = 600.0
 """Seconds within which a worker is ready, on a busy machine."""
 
@@ -130,10 +133,10 @@ def is_in_triton_cache(wanted: KernelUse, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    uses = [kernel_use(0), kernel_use(1, n=1), kernel_use(2, n=16), kernel_use("'a text'")]
+    uses = [kernel_use(LONG), kernel_use(1, n=1), kernel_use(2, n=16), kernel_use("'a text'")]
     answers = worker_results(pool, uses)
     here = answers.index(None)
-    assert here == 0, "the first is what this process takes"
+    assert here == 0, "this process takes the first, of the highest cost"
     assert answers[1:3] == ["", ""]
     assert "CompilationError" in str(answers[3])
     assert is_in_triton_cache(uses[1], monkeypatch) and is_in_triton_cache(uses[2], monkeypatch)
@@ -143,7 +146,7 @@ def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, mon
 def test_workers_compile_without_importing_torch(pool: WorkerPool) -> None:
     checked = "import sys\nassert 'torch' not in sys.modules\n" + SOURCE.replace("NUMBER", "4")
     later = KernelUse(replace(kernel_use(4).kernel, source=checked), torch.device("cuda", 0), (1000, 0.5))
-    assert worker_results(pool, [kernel_use(5), kernel_use(3), later]) == [None, "", ""]
+    assert worker_results(pool, [kernel_use(f"{LONG}1"), kernel_use(3), later]) == [None, "", ""]
 
 
 def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +234,19 @@ def _check_registration(use: KernelUse, answer: Answer, monkeypatch: pytest.Monk
     driver.set_active(None)
     (binary,) = find_prebuilt_triton(use.kernel.symbol)
     assert binary == triton_binary(compiled, constants) and binary.variant is not None
+
+
+def test_workers_start_the_jobs_of_the_highest_cost_first() -> None:
+    pool = WorkerPool()
+    jobs = [make_worker_job(kernel_use(number), TARGET) for number in (50, LONG, 51)]
+    larger = replace(kernel_use(52).kernel, options=(("BLOCK", 2048), ("num_warps", 8)))
+    jobs.append(make_worker_job(KernelUse(larger, torch.device("cuda", 0), (1000, 0.5)), TARGET))
+    pool._ahead = {str(position): compile_workers._AheadJob(job) for position, job in enumerate(jobs)}
+    started = [pool._start_ahead_job() for _ in range(5)]
+    assert [None if item is None else jobs.index(item.job) for item in started] == [1, 3, 0, 2, None]
+    order: list[int] = []
+    pool.run(jobs, lambda position, _answer: order.append(position), 1)
+    assert order == [1, 3, 0, 2]
 
 
 def test_jobs_of_a_worker_that_dies_ahead_are_compiled_by_others(pool: WorkerPool) -> None:
