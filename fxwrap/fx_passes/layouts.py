@@ -20,13 +20,13 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import mutated_operands
 from fxwrap.fx_passes.graph_copy import (
+    CallResults,
     GraphCopy,
     bytes_of,
     expression_of,
     fake_call,
     has_static_strides,
     items_of,
-    run_on_fakes,
     same_strides,
     size_hint,
     storages_of,
@@ -93,10 +93,11 @@ def optimize_layouts(graph: PreparedGraph, context: FxPassContext) -> PreparedGr
     attempts = [(convolutions, patches)] if convolutions.difference(patches) else []
     attempts += [(frozenset(), patches)] if patches else []
     attempts += [(frozenset(), {})] if restrided else []
+    results = CallResults()
     failure: _LayoutNotRestorable | None = None
     for chosen, matmuls in attempts:
         try:
-            rewritten, cost = _rewrite(graph, context, restrided, chosen, matmuls)
+            rewritten, cost = _rewrite(graph, context, restrided, chosen, matmuls, results)
         except _LayoutNotRestorable as error:
             failure = error
         else:
@@ -115,16 +116,18 @@ def _rewrite(
     restrided: Mapping[Node, FakeTensor],
     convolutions: frozenset[Node],
     patches: Mapping[Node, PatchConvolution],
+    results: CallResults,
 ) -> tuple[PreparedGraph, LayoutCost]:
     """Returns a graph with channels-last convolutions, less those that are better left as they are, and its cost.
 
     Raises _LayoutNotRestorable.
     """
-    rewriter = _LayoutRewriter(graph, context, restrided, convolutions, patches)
+    rewriter = _LayoutRewriter(graph, context, restrided, convolutions, patches, results)
     rewritten = rewriter.run()
     unprofitable = frozenset() if restrided else rewriter.unprofitable_convolutions()
     if unprofitable:
-        rewriter = _LayoutRewriter(graph, context, restrided, convolutions - unprofitable, patches, unprofitable)
+        chosen = convolutions - unprofitable
+        rewriter = _LayoutRewriter(graph, context, restrided, chosen, patches, results, unprofitable)
         rewritten = rewriter.run()
     return rewritten, rewriter.cost
 
@@ -217,6 +220,7 @@ class _LayoutRewriter:
         restrided: Mapping[Node, FakeTensor],
         convolutions: Collection[Node],
         patches: Mapping[Node, PatchConvolution],
+        results: CallResults,
         preserved: Collection[Node] = (),
     ) -> None:
         self.source = source
@@ -225,6 +229,7 @@ class _LayoutRewriter:
         self.convolutions = convolutions
         self.patches = patches
         self.preserved = preserved
+        self.results = results
         self.copy = GraphCopy(source)
         self.graph, self.fakes, self.env = self.copy.graph, self.copy.fakes, self.copy.node_map
         self.position: Node  # of the copy, before which calls are inserted
@@ -339,7 +344,7 @@ class _LayoutRewriter:
             self.changed.add(node)  # its storage is another one; its strides are the same
 
     def _propagate_fake(self, node: Node, operands: Mapping[Node, Node]) -> Any:
-        return run_on_fakes(node, {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes})
+        return self.results.run(node, {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes})
 
     def _aliases_operand(self, node: Node) -> bool:
         """Whether a node's result aliases an operand of its call."""

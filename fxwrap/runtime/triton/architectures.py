@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.errors import KernelBuildError, OptionError
 from fxwrap.runtime.cpp_kernels import KernelText
-from fxwrap.runtime.triton.binaries import triton_binary, triton_compiled_kernels
+from fxwrap.runtime.triton.binaries import triton_compiled_kernels
 from fxwrap.runtime.triton.compile import (
     KernelUse,
     import_triton,
@@ -21,7 +21,7 @@ from fxwrap.runtime.triton.compile import (
     triton_jit_function,
     warmup_arguments,
 )
-from fxwrap.runtime.triton.prebuilt import TritonBinary, register_prebuilt_triton
+from fxwrap.runtime.triton.prebuilt import TritonBinary, find_prebuilt_triton, register_prebuilt_triton, triton_binary
 from fxwrap.runtime.triton.variants import make_source
 
 _NAME = re.compile(r"sm_(\d{2,3})")
@@ -69,12 +69,12 @@ def _capability(name: str) -> int:
 
 def _sources(use: KernelUse) -> list[Any]:
     """Returns Triton's sources of a kernel, one for each combination of argument classes."""
-    known = [item.src for item in triton_compiled_kernels(use.kernel) if hasattr(item.src, "fn")]
-    if known:
-        return list({source.hash(): source for source in known}.values())
     kernel = use.kernel
-    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
-    return [make_source(function, warmup_arguments(use), split_launch_options(kernel.options)[0])]
+    sources = [item.src for item in triton_compiled_kernels(kernel) if hasattr(item.src, "fn")]
+    if not sources or find_prebuilt_triton(kernel.symbol):  # workers compile for the typical arguments
+        function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
+        sources.append(make_source(function, warmup_arguments(use), split_launch_options(kernel.options)[0]))
+    return list({source.hash(): source for source in sources}.values())
 
 
 def _compile(kernel: KernelText, source: Any, capability: int) -> tuple[KernelText, TritonBinary]:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.native import PROGRAM_FLAGS, NativeSource
-from fxwrap.runtime.triton.compile import import_triton, split_launch_options, triton_jit_function
-from fxwrap.runtime.triton.prebuilt import TritonBinary, find_prebuilt_triton
+from fxwrap.runtime.triton.compile import find_jit_function, import_triton, split_launch_options
+from fxwrap.runtime.triton.prebuilt import TritonBinary, find_prebuilt_triton, triton_binary
 from fxwrap.runtime.triton.variants import TritonVariant, variant_of
-
-_LAUNCH_FILE_SUFFIXES = (".json", ".ptx", ".cubin", ".hsaco")
-"""The files that a launch needs; the others are intermediate stages."""
 
 
 def collect_triton_binaries(kernel: KernelText) -> list[TritonBinary]:
@@ -32,16 +28,9 @@ def collect_triton_binaries(kernel: KernelText) -> list[TritonBinary]:
 
 def triton_compiled_kernels(kernel: KernelText) -> list[Any]:
     """Returns Triton's compiled kernel objects of a kernel in this process."""
-    function = triton_jit_function(kernel.source, kernel.signature, kernel.options)
+    function = find_jit_function(kernel)
     caches = getattr(function, "device_caches", {})
     return [item for cache in list(caches.values()) for item in list(cache[0].values()) if hasattr(item, "hash")]
-
-
-def triton_binary(compiled: Any, constants: Collection[str]) -> TritonBinary:
-    """Returns a kernel that Triton compiled in the form of saved programs. `constants` are its constant parameters."""
-    files = {name: Path(path) for name, path in compiled.metadata_group.items() if name.endswith(_LAUNCH_FILE_SUFFIXES)}
-    contents = {name: path.read_bytes() for name, path in sorted(files.items())}
-    return TritonBinary(compiled.hash, contents, variant_of(compiled, constants))
 
 
 def install_triton_binary(binary: TritonBinary) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -27,8 +30,8 @@ from fxwrap.errors import FxwrapError, KernelBuildError
 from fxwrap.runtime.compiler_runs import count_compiler_runs, count_finished_kernels
 from fxwrap.runtime.cpp_kernels import KernelOptions, KernelText
 from fxwrap.runtime.modules import load_module, write_module
-from fxwrap.runtime.triton.prebuilt import has_prebuilt_variant
-from fxwrap.runtime.triton.workers import WORKER_POOL
+from fxwrap.runtime.triton.prebuilt import WorkerKernel, has_prebuilt_variant, register_prebuilt_triton, triton_binary
+from fxwrap.runtime.triton.workers import WORKER_POOL, Answer
 
 log = logging.getLogger("fxwrap.kernels")
 
@@ -95,7 +98,16 @@ def triton_jit_function(source: str, signature: tuple[str, ...], options: Kernel
     """Returns the `JITFunction` of a kernel, shared by equal kernels."""
     import_triton()
     with triton_lock:
-        return load_jit_function(source)
+        function = _JIT_FUNCTIONS[(source, signature, options)] = load_jit_function(source)
+    return function
+
+
+_JIT_FUNCTIONS: WeakValueDictionary[tuple[object, ...], Any] = WeakValueDictionary()
+
+
+def find_jit_function(kernel: KernelText) -> Any | None:
+    """Returns the `JITFunction` of a kernel if this process has one, to compile or launch it."""
+    return _JIT_FUNCTIONS.get((kernel.source, kernel.signature, kernel.options))
 
 
 def load_jit_function(source: str) -> Any:
@@ -109,8 +121,9 @@ def load_jit_function(source: str) -> Any:
 def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None) -> list[FxwrapError | None]:
     """Compiles kernels for their GPUs and loads them there, in parallel; returns the error or None of each.
 
-    Workers and up to `threads` threads of this process (by default `PROCESS_THREADS`) share the jobs; this process
-    finds the workers' binaries in Triton's cache. Prebuilt kernels are loaded at their first launch.
+    Workers and up to `threads` threads of this process (by default `PROCESS_THREADS`) share the jobs. Kernels of
+    workers become prebuilt ones, which are loaded at their first launch; those that only Triton can launch, this
+    process finds in Triton's cache.
     """
     errors: list[FxwrapError | None] = [None] * len(uses)
     pending = [position for position, use in enumerate(uses) if not _is_prebuilt(use)]
@@ -125,14 +138,16 @@ def compile_triton_kernels(uses: Sequence[KernelUse], threads: int | None = None
     jobs = {position: job for position in pending if (job := _job_if_any(uses[position], target)) is not None}
     positions, by_workers = list(jobs), []
 
-    def finish(position: int, answer: str | None) -> None:
+    def finish(position: int, answer: Answer | None) -> None:
         count_finished_kernels()
         by_workers.extend([position] if answer is not None else [])
-        if answer:
-            errors[position] = KernelBuildError(f"Triton cannot compile it: {answer}")
+        if answer is not None and answer.error:
+            errors[position] = KernelBuildError(f"Triton cannot compile it: {answer.error}")
             return
+        use, device = uses[position], devices[position]
         try:
-            _compile(uses[position], devices[position])
+            if answer is None or not _register(use, answer, device):
+                _compile(use, device)
         except Exception as raised:  # noqa: BLE001  any error of Triton is the kernel's
             errors[position] = _build_error(raised)
 
@@ -182,6 +197,7 @@ def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
                  for item in warmup_arguments(use)]  # fmt: skip
     environment = {name: text for name, text in os.environ.items() if name.startswith("TRITON")}
     return {
+        "cost": _estimated_cost(use.kernel.source, constants, compile_options),
         "path": str(write_module(use.kernel.source, MODULE_NAME)),
         "function": find_function_name(use.kernel.source),
         "target": [target.backend, target.arch, target.warp_size],
@@ -190,6 +206,15 @@ def make_worker_job(use: KernelUse, target: Any) -> dict[str, object]:
         "compile_options": compile_options,
         "environment": {**environment, "TRITON_CACHE_DIR": str(import_triton().knobs.cache.dir)},
     }
+
+
+def _estimated_cost(source: str, constants: Mapping[str, Option], compile_options: Mapping[str, Option]) -> float:
+    """Returns an estimate of a kernel's compile time: each operation of its text is repeated for a thread's elements.
+
+    Both factors, and the constant, which stands for the passes before that repetition, correlate with measured times.
+    """
+    tile = math.prod([size for name, size in constants.items() if name.endswith("BLOCK") and isinstance(size, int)])
+    return len(source) * (16 + tile / (32 * int(compile_options.get("num_warps", 4))))
 
 
 def has_known_types(signature: Sequence[str]) -> bool:
@@ -223,6 +248,32 @@ def _index(device: torch.device) -> int:
     """Returns a device's index; other threads have their own current device."""
     with torch.cuda.device(device):
         return torch.cuda.current_device()
+
+
+def _register(use: KernelUse, answer: Answer, device: int) -> bool:
+    """Registers the binary of a worker for launches without Triton; returns whether that is enough for this device.
+
+    It is not where only Triton can launch the kernel, and where its shared memory exceeds the device's, which Triton
+    reports.
+    """
+    if answer.compiled is None:
+        return False
+    constants, _ = split_launch_options(use.kernel.options)
+    try:
+        binary = triton_binary(WorkerKernel(answer.compiled), constants)
+    except (OSError, LookupError, ValueError):  # its files have been deleted, or are another GPU's
+        return False
+    if binary.variant is None or binary.variant.shared > _shared_memory(device):
+        return False
+    register_prebuilt_triton(use.kernel.symbol, binary)
+    return True
+
+
+@cache
+def _shared_memory(device: int) -> int:
+    """Returns the most bytes of shared memory that a block can have."""
+    properties = import_triton().runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
 
 
 def _compile(use: KernelUse, device: int) -> None:

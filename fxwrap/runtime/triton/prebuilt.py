@@ -1,13 +1,20 @@
-"""Triton binaries of saved programs, by kernel; launchers load them instead of compiling."""
+"""Triton binaries of saved programs and of workers, by kernel; launchers load them instead of compiling."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from fxwrap.runtime.triton.variants import TritonVariant
+from fxwrap.runtime.triton.variants import TritonVariant, variant_of
+
+_LAUNCH_FILE_SUFFIXES = (".json", ".ptx", ".cubin", ".hsaco")
+"""The files that a launch needs; the others are intermediate stages."""
 
 _MAX_KERNELS = 4096
 """Kernels whose binaries stay in memory; Triton compiles those that were evicted again."""
@@ -23,6 +30,33 @@ class TritonBinary:
     key: str
     files: Mapping[str, bytes]
     variant: TritonVariant | None
+
+
+class WorkerKernel:
+    """A kernel that a worker compiled, with the attributes of Triton's compiled kernels that `triton_binary` reads.
+
+    Raises OSError, KeyError or ValueError if its files are not in Triton's cache.
+    """
+
+    def __init__(self, described: Mapping[str, Any]) -> None:
+        self.hash: str = described["hash"]
+        self.metadata_group: Mapping[str, str] = described["files"]
+        contents = {Path(name).suffix: Path(path) for name, path in self.metadata_group.items()}
+        metadata = json.loads(contents[".json"].read_bytes())
+        self.metadata = SimpleNamespace(**{**metadata, "target": SimpleNamespace(**metadata["target"])})
+        self.asm = {"ptx": contents[".ptx"].read_text(), "cubin": contents[".cubin"].read_bytes()}
+        self.src = SimpleNamespace(
+            fn=SimpleNamespace(arg_names=described["names"]), signature=described["signature"],
+            constants={tuple(path): item for path, item in described["constants"]},
+            attrs={tuple(path): item for path, item in described["attributes"]},
+        )  # fmt: skip
+
+
+def triton_binary(compiled: Any, constants: Collection[str]) -> TritonBinary:
+    """Returns a kernel that Triton compiled in the form of saved programs. `constants` are its constant parameters."""
+    files = {name: Path(path) for name, path in compiled.metadata_group.items() if name.endswith(_LAUNCH_FILE_SUFFIXES)}
+    contents = {name: path.read_bytes() for name, path in sorted(files.items())}
+    return TritonBinary(compiled.hash, contents, variant_of(compiled, constants))
 
 
 _LOCK = threading.Lock()

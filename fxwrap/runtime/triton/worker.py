@@ -1,8 +1,9 @@
 """A worker process that compiles Triton kernels. It needs Triton and Python, but neither torch nor a GPU.
 
 Its arguments are the id of the parent process and Triton's hash of its own files, "" if the parent does not know it. It
-writes a line when it is ready; then it reads jobs and writes answers as lines of JSON: {"error": ""} or an error text.
-The parent finds the binaries in Triton's cache on disk. The worker ends with its input or its parent.
+writes a line when it is ready; then it reads jobs and writes answers as lines of JSON: {"error": TEXT}, "" without one,
+and "compiled": a description of the kernel, whose files are in Triton's cache on disk. The worker ends with its input
+or its parent.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _set_environment(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> None:
+def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> Any:
+    """Returns Triton's compiled kernel."""
     from triton.backends.compiler import GPUTarget
 
     _set_environment(job["environment"])
@@ -90,9 +92,27 @@ def _compile(job: dict[str, Any], driver_stub: _TargetDriver) -> None:
     warmup = partial(_function(job["path"], job["function"]).warmup, *arguments, grid=(1,), **job["constants"])
     try:
         with _hidden_torch():
-            warmup(**job["compile_options"])
+            return warmup(**job["compile_options"])
     except Exception:  # noqa: BLE001  a kernel that fails or needs torch
-        warmup(**job["compile_options"])
+        return warmup(**job["compile_options"])
+
+
+def _answer(job: dict[str, Any], driver_stub: _TargetDriver) -> str:
+    """Returns the answer to a job as JSON. The description of a kernel (`WorkerKernel`) that is no JSON is null."""
+    try:
+        compiled = _compile(job, driver_stub)
+    except BaseException as raised:  # noqa: BLE001  the parent reports compiler errors
+        return json.dumps({"error": f"{type(raised).__name__}: {raised}"})
+    try:
+        source = compiled.src
+        described = {
+            "hash": compiled.hash, "files": compiled.metadata_group, "names": source.fn.arg_names,
+            "signature": source.signature, "constants": [*source.constants.items()],
+            "attributes": [*source.attrs.items()],
+        }  # fmt: skip
+        return json.dumps({"error": "", "compiled": described})
+    except (AttributeError, TypeError):
+        return json.dumps({"error": "", "compiled": None})
 
 
 def _watch(parent: int) -> None:
@@ -114,12 +134,7 @@ def _serve(jobs: TextIO, answers: TextIO, key: str) -> None:
     answers.write("ready\n")
     answers.flush()
     for line in jobs:
-        error = ""
-        try:
-            _compile(json.loads(line), driver_stub)
-        except BaseException as raised:  # noqa: BLE001  the parent reports compiler errors
-            error = f"{type(raised).__name__}: {raised}"
-        answers.write(json.dumps({"error": error}) + "\n")
+        answers.write(_answer(json.loads(line), driver_stub) + "\n")
         answers.flush()
 
 

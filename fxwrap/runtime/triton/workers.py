@@ -2,7 +2,8 @@
 
 Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
 import Triton while the graph is lowered. They compile kernels from when these are printed (`compile_ahead`); what is
-left when the program is complete (`run`), they share with threads of this process. Workers end with this process. Jobs
+left when the program is complete (`run`), they share with threads of this process. Of the waiting jobs, that of the
+highest cost starts first, so that none of them ends long after the others. Workers end with this process. Jobs
 and answers are lines of JSON. The job of a worker that ends is compiled by another.
 """
 
@@ -39,10 +40,23 @@ _BOOTSTRAP = (
     "sys.path[:] = path.split(chr(10)); runpy.run_path(program, run_name='__main__')"
 )
 
-Job = Mapping[str, object]
+Job = Mapping[str, Any]
+"""The data of a job; with "cost", an estimate of its time in any unit, expensive jobs start first."""
 
-JobCallback = Callable[[int, "str | None"], None]
-"""`finish(position, answer)` receives the answer of a job: "", an error text, or None if it has no worker."""
+
+@dataclass(frozen=True)
+class Answer:
+    """A worker's answer to a job: the text of an error, or "" and a description of the compiled kernel.
+
+    `compiled` is None where the description of a kernel is no JSON data; it is in Triton's cache all the same.
+    """
+
+    error: str
+    compiled: Mapping[str, Any] | None = None
+
+
+JobCallback = Callable[[int, "Answer | None"], None]
+"""`finish(position, answer)` receives the answer to a job, or None if it has no worker."""
 
 
 def worker_count(processors: int | None = None) -> int:
@@ -84,7 +98,7 @@ class _AheadJob:
 
     job: Job
     is_started: bool = False
-    answer: Future[str | None] = field(default_factory=Future)
+    answer: Future[Answer | None] = field(default_factory=Future)
 
 
 class _Worker:
@@ -112,15 +126,15 @@ class _Worker:
             self._is_ready = True
         return self._is_ready
 
-    def run(self, job: Job) -> str | None:
-        """Returns the error text of a job, "" on success, or None if the process died."""
+    def run(self, job: Job) -> Answer | None:
+        """Returns the answer to a job, or None if the process died."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None
         try:
             line = memoryview((json.dumps(job) + "\n").encode())
             while line:
                 line = line[stdin.write(line) or 0 :]
-            return str(json.loads(stdout.readline())["error"])
+            return Answer(**json.loads(stdout.readline()))
         except (OSError, ValueError):
             return None
 
@@ -203,7 +217,8 @@ class WorkerPool:
 
     def _start_ahead_job(self) -> _AheadJob | None:
         with self._lock:
-            item = next((item for item in self._ahead.values() if not item.is_started), None)
+            waiting = [item for item in self._ahead.values() if not item.is_started]
+            item = max(waiting, key=lambda item: _cost(item.job), default=None)
             if item is not None:
                 item.is_started = True
             return item
@@ -221,7 +236,7 @@ class WorkerPool:
             workers = list(self._workers)
         ahead = {position: started[key] for position, key in enumerate(keys) if key in started}
         waiting: SimpleQueue[int] = SimpleQueue()
-        for position in range(len(jobs)):
+        for position in sorted(range(len(jobs)), key=lambda position: -_cost(jobs[position])):
             if position not in ahead:
                 waiting.put(position)
         count = max(1, min(threads, len(jobs)))
@@ -297,6 +312,10 @@ def _run_jobs_on_worker(worker: _Worker, jobs: Sequence[Job], waiting: SimpleQue
             finish(position, answer)
     finally:
         worker.lock.release()
+
+
+def _cost(job: Job) -> float:
+    return float(job.get("cost", 0.0))
 
 
 def _job_key(job: Job) -> str:

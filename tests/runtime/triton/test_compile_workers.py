@@ -38,10 +38,14 @@ from fxwrap.runtime.triton.compile import (
     triton_jit_function,
     warmup_arguments,
 )
-from fxwrap.runtime.triton.workers import WORKERS_ENV, WorkerPool, worker_count
+from fxwrap.runtime.triton.prebuilt import find_prebuilt_triton, triton_binary
+from fxwrap.runtime.triton.workers import WORKERS_ENV, Answer, WorkerPool, worker_count
 from fxwrap.torch_compat import FakeTensorMode
 
 TARGET = GPUTarget("cuda", 90, 32)
+LONG = f"1.{'0' * 200}"
+"""The number of a kernel that is expected to compile for longer than others."""
+
 READY = 600.0
 """Seconds within which a worker is ready, on a busy machine."""
 
@@ -87,12 +91,12 @@ def pool(triton_cache: Path) -> Iterator[WorkerPool]:
 
 
 def worker_results(pool: WorkerPool, uses: list[KernelUse]) -> list[str | None]:
-    """The results of jobs; this process takes one of them, and waits until the others are done."""
+    """The errors of jobs; this process takes one of them, and waits until the others are done."""
     results: list[str | None] = [None] * len(uses)
     others = Event()
 
-    def finish(position: int, answer: str | None) -> None:
-        results[position] = answer
+    def finish(position: int, answer: Answer | None) -> None:
+        results[position] = None if answer is None else answer.error
         if answer is None:
             others.wait(READY)
         elif sum(item is not None for item in results) == len(uses) - 1:
@@ -129,10 +133,10 @@ def is_in_triton_cache(wanted: KernelUse, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    uses = [kernel_use(0), kernel_use(1, n=1), kernel_use(2, n=16), kernel_use("'a text'")]
+    uses = [kernel_use(LONG), kernel_use(1, n=1), kernel_use(2, n=16), kernel_use("'a text'")]
     answers = worker_results(pool, uses)
     here = answers.index(None)
-    assert here == 0, "the first is what this process takes"
+    assert here == 0, "this process takes the first, of the highest cost"
     assert answers[1:3] == ["", ""]
     assert "CompilationError" in str(answers[3])
     assert is_in_triton_cache(uses[1], monkeypatch) and is_in_triton_cache(uses[2], monkeypatch)
@@ -142,7 +146,7 @@ def test_worker_compiled_kernels_are_loaded_from_the_cache(pool: WorkerPool, mon
 def test_workers_compile_without_importing_torch(pool: WorkerPool) -> None:
     checked = "import sys\nassert 'torch' not in sys.modules\n" + SOURCE.replace("NUMBER", "4")
     later = KernelUse(replace(kernel_use(4).kernel, source=checked), torch.device("cuda", 0), (1000, 0.5))
-    assert worker_results(pool, [kernel_use(5), kernel_use(3), later]) == [None, "", ""]
+    assert worker_results(pool, [kernel_use(f"{LONG}1"), kernel_use(3), later]) == [None, "", ""]
 
 
 def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,17 +162,17 @@ def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.M
 def test_a_crashed_worker_is_replaced_and_its_job_retried(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     (number,) = pool.processes
     os.kill(number, signal.SIGKILL)
-    done: list[tuple[int, str | None]] = []
+    done: list[tuple[int, Answer | None]] = []
     tried, run = Event(), compile_workers._Worker.run
 
-    def run_and_tell(worker: Any, job: Any) -> str | None:
+    def run_and_tell(worker: Any, job: Any) -> Answer | None:
         answer = run(worker, job)
         tried.set()
         return answer
 
     monkeypatch.setattr(compile_workers._Worker, "run", run_and_tell)
 
-    def finish(position: int, answer: str | None) -> None:
+    def finish(position: int, answer: Answer | None) -> None:
         done.append((position, answer))
         assert tried.wait(READY)  # so that the worker has a turn
 
@@ -200,15 +204,49 @@ def test_workers_compile_kernels_before_the_program_is_complete(
     for job in (*jobs[:2], jobs[0], make_worker_job(kernel_use(33), TARGET)):
         pool.compile_ahead(job)
     wait_until_started(pool, 3)
-    answers: dict[int, list[str | None]] = {}
+    answers: dict[int, list[Answer | None]] = {}
     pool.run(jobs, lambda position, answer: answers.setdefault(position, []).append(answer), 1)
     assert sorted(answers) == [0, 1, 2, 3] and all(len(item) == 1 for item in answers.values())
-    assert answers[0] == [""] and "CompilationError" in str(answers[1])
+    assert "CompilationError" in str(answers[1])
+    (first,), (unused,) = answers[0], pool._ahead.values()
+    assert first is not None and first.error == "" and unused.answer.result().error == ""  # type: ignore[union-attr]
     assert is_in_triton_cache(uses[0], monkeypatch)
-    (unused,) = pool._ahead.values()
-    assert unused.answer.result() == ""
+    _check_registration(uses[0], first, monkeypatch)
     pool.start()
     assert pool._ahead == {}, "finished jobs that no run asked for are forgotten"
+
+
+def _check_registration(use: KernelUse, answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's kernel is registered as the binary of Triton's in this process, unless only Triton can launch it."""
+    monkeypatch.setattr(triton_compile, "_shared_memory", lambda _device: -1)
+    assert not triton_compile._register(use, answer, 0), "Triton reports that the device has too little shared memory"
+    monkeypatch.setattr(triton_compile, "_shared_memory", lambda _device: 0)
+    assert answer.compiled is not None
+    deleted = {**answer.compiled, "files": dict.fromkeys(answer.compiled["files"], "/nowhere")}
+    assert not triton_compile._register(use, Answer("", deleted), 0)
+    assert not triton_compile._register(use, Answer(""), 0)
+    assert find_prebuilt_triton(use.kernel.symbol) == []
+    assert triton_compile._register(use, answer, 0)
+    constants, compile_options = split_launch_options(use.kernel.options)
+    driver.set_active(_Chip())
+    function = triton_jit_function(use.kernel.source, use.kernel.signature, use.kernel.options)
+    compiled = function.warmup(*warmup_arguments(use), grid=(1,), **constants, **compile_options)
+    driver.set_active(None)
+    (binary,) = find_prebuilt_triton(use.kernel.symbol)
+    assert binary == triton_binary(compiled, constants) and binary.variant is not None
+
+
+def test_workers_start_the_jobs_of_the_highest_cost_first() -> None:
+    pool = WorkerPool()
+    jobs = [make_worker_job(kernel_use(number), TARGET) for number in (50, LONG, 51)]
+    larger = replace(kernel_use(52).kernel, options=(("BLOCK", 2048), ("num_warps", 8)))
+    jobs.append(make_worker_job(KernelUse(larger, torch.device("cuda", 0), (1000, 0.5)), TARGET))
+    pool._ahead = {str(position): compile_workers._AheadJob(job) for position, job in enumerate(jobs)}
+    started = [pool._start_ahead_job() for _ in range(5)]
+    assert [None if item is None else jobs.index(item.job) for item in started] == [1, 3, 0, 2, None]
+    order: list[int] = []
+    pool.run(jobs, lambda position, _answer: order.append(position), 1)
+    assert order == [1, 3, 0, 2]
 
 
 def test_jobs_of_a_worker_that_dies_ahead_are_compiled_by_others(pool: WorkerPool) -> None:
@@ -216,7 +254,7 @@ def test_jobs_of_a_worker_that_dies_ahead_are_compiled_by_others(pool: WorkerPoo
     os.kill(pool.processes[0], signal.SIGKILL)
     pool.compile_ahead(jobs[0])
     wait_until_started(pool, 1)
-    answers: dict[int, str | None] = {}
+    answers: dict[int, Answer | None] = {}
     pool.run(jobs, answers.__setitem__, 1)
     assert answers == {0: None, 1: None}
     assert pool.processes == []
