@@ -378,7 +378,7 @@ _FUSIBLE = frozenset({
     _aten._softmax_backward_data, _aten.hardswish_backward, _aten.hardsigmoid_backward, _aten.hardtanh_backward,
     _aten.elu_backward, _aten.leaky_relu_backward, _aten.linalg_vector_norm,
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit,
-    _aten._softmax,
+    _aten._softmax, _aten.nll_loss_forward, _aten.nll_loss2d_forward,
 })  # fmt: skip
 """Operators whose kernels compute operands too, beside those that torch's partitioner knows."""
 

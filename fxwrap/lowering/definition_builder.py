@@ -362,7 +362,7 @@ class DefinitionBuilder:
             return False
         self._add_scalar_reads(reads, position)
         scatter = InPlaceScatter(
-            result.sizes, result.dtype, result.device, target, result.space, result.mode, result.body, target,
+            result.sizes, result.dtype, result.device, target, result.space, result.mode, result.bodies, target,
             frozenset(symbols),
         )  # fmt: skip
         self.labels[scatter] = DefinitionLabel(node.name, schema.name)

@@ -99,6 +99,13 @@ def returned_types(program: fxwrap.Program) -> list[TensorType]:
     return [type_ for type_ in types if isinstance(type_, TensorType)]
 
 
+def returned_names(program: fxwrap.Program) -> list[str]:
+    """The names of the values that a program returns."""
+    last = program.body.lines[-1]
+    assert isinstance(last, Return)
+    return [item.name for item in last.values if isinstance(item, Value)]
+
+
 def count_saved_matmul_sized(program: fxwrap.Program) -> int:
     """How many of a forward's results are as large as the product."""
     return sum(type_.sizes == (ROWS, CLASSES) for type_ in returned_types(program))
@@ -117,6 +124,7 @@ def test_gradients(function: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(in_double(actual), in_double(wide), rtol=1e-5, atol=1e-5)
     if function in SAVED:
         assert count_saved_matmul_sized(programs[0]) == SAVED[function]
+        assert function is tangents or "mm" in returned_names(programs[0]), "the result of a call, not of a kernel"
 
 
 def test_what_a_caller_may_write_is_not_saved() -> None:

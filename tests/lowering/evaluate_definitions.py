@@ -142,9 +142,10 @@ class _DefinitionKernel:
                 return [axis for dim, axis in enumerate(axes) if dim != scan.dim], [axes[scan.dim]]
             case Scattered():
                 axes = _axes("p", definition.space)
-                target, value = definition.body(self, axes)
-                value = value.to(definition.compute_dtype).to(definition.dtype)
-                self.body.store("out", linearize_index(target, definition.sizes), value, mode=definition.mode)
+                for body in definition.bodies:
+                    target, value = body(self, axes)
+                    value = value.to(definition.compute_dtype).to(definition.dtype)
+                    self.body.store("out", linearize_index(target, definition.sizes), value, mode=definition.mode)
                 return axes, []
         raise AssertionError(definition)
 

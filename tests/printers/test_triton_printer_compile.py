@@ -250,3 +250,22 @@ def test_every_configuration_of_a_softmax_compiles() -> None:
     for kernel in (softmax_kernel(ROWS, COLUMNS), softmax_kernel(64, 100_000)):
         for configuration in configurations(kernel):
             assert compiled(print_triton(kernel, configuration))
+
+
+@pytest.mark.parametrize(("windows", "is_vector"), [(0, True), (3, False)])
+def test_axes_of_odd_sizes_are_contiguous_together(windows: int, is_vector: bool) -> None:
+    """A row of a bias, and neighbours in the next rows, are loaded one by one; many of these would be far apart."""
+    i, j = Axis("i", 1024), Axis("j", 1025)
+
+    def write(body: KernelBuilder) -> None:
+        at = as_index(i) * 1025 + j
+        value = body.load("x", at, F32) + body.load("bias", as_index(j), F32)
+        for number in range(windows):
+            with body.masked(body.index(as_index(i)) < 1023 - number):
+                value = value + body.load("x", at + 1025 * (number + 1), F32)
+        body.store("out", at, value)
+
+    inputs = {"x": (F32, 1024 * 1025), "bias": (F32, 1025)}
+    kernel = build([i, j], [], inputs, {"out": (F32, 1024 * 1025)}, write)
+    text = instructions(kernel, Configuration(x=(i, j), x_block=512))
+    assert len(re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", text)) == (2 if is_vector else 0)

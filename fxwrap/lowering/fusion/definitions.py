@@ -146,19 +146,22 @@ class Scanned(Definition):
     part: int = 0
 
 
+ScatterBody: TypeAlias = Callable[[ElementReader, Indices], tuple[Sequence[Index], Scalar]]
+"""Returns the indices of the element that an iteration writes, and the value, in the compute dtype."""
+
+
 @dataclass(frozen=True, eq=False)
 class Scattered(Definition):
-    """A copy of `initial`, with one value combined into one element for each point of an index space.
+    """A copy of `initial`, with a value of each body combined into one element for each point of an index space.
 
-    `body(reader, indices)` returns the element's indices in this tensor and the value, in the compute dtype. `mode` is
-    the mode of a store: "set" where no two iterations write one element or the order does not matter; "add" and others
-    for atomic updates.
+    `mode` is the mode of a store: "set" where no two iterations write one element or the order does not matter; "add"
+    and others for atomic updates.
     """
 
     initial: Definition
     space: tuple[Size, ...]
     mode: str
-    body: Callable[[ElementReader, Indices], tuple[Sequence[Index], Scalar]]
+    bodies: tuple[ScatterBody, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +179,7 @@ InPlaceWrite: TypeAlias = InPlaceStore | InPlaceScatter
 """A definition that overwrites its `target`. Only the memory has the new content: readers read the target."""
 
 
-def fills_a_copy(definition: Definition) -> TypeGuard[Scattered]:
+def fills_a_copy(definition: object) -> TypeGuard[Scattered]:
     """Whether a definition is a scatter into a copy of its initial tensor, which another kernel makes before."""
     return isinstance(definition, Scattered) and not isinstance(definition, InPlaceScatter)
 

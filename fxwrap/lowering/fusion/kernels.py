@@ -151,17 +151,19 @@ class _PlannedKernelBuilder:
 
     def _store(self, member: Member) -> None:
         definition, body = member.definition, self.reader.body
+        writes: Sequence[tuple[Sequence[IndexLike], Scalar]]
         if isinstance(definition, Scattered):
-            target, scalar = self.reader.run_scatter(definition, member.at)
-            element, mode = tuple([as_index(index) for index in target]), definition.mode
+            writes, mode = self.reader.run_scatter(definition, member.at), definition.mode
         else:
-            element, scalar, mode = member.element, self.scalars[definition], "set"
+            writes, mode = [(member.element, self.scalars[definition])], "set"
         out = self.value_of(definition)
         name = f"out{len(self.outputs)}"
         self.outputs.append((_buffer(name, out), out))
         with body.origin_scope(self.operator_of(definition)):
-            stored = scalar.to(definition.compute_dtype).to(definition.dtype)
-            body.store(name, strided_index(element, out.tensor_type.strides), stored, mode=mode)
+            for target, scalar in writes:
+                element = tuple([as_index(index) for index in target])
+                stored = scalar.to(definition.compute_dtype).to(definition.dtype)
+                body.store(name, strided_index(element, out.tensor_type.strides), stored, mode=mode)
 
     def _fetch(self, definition: Definition, at: IndexTuple, other: Number) -> Scalar:
         if definition in self.scalars:  # fusion allows reads at its element only; `at` may be another form of the index

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import STORAGE_ONLY
@@ -168,6 +169,9 @@ def plan_materialisation(
     return MaterialisationPlan(planner.plans, frozenset(external), chains.labels, chains.tracer)
 
 
+_End = TypeVar("_End", bound=Definition)
+
+
 @dataclass(frozen=True)
 class _MaterialisationPlanner:
     chains: DefUseChains
@@ -250,7 +254,7 @@ class _MaterialisationPlanner:
         elements = self._count(plan.definition.sizes)
         if self._is_matmul_epilogue(use, plan, elements) or self._is_reduction_epilogue(plan, elements):
             return False
-        if self._is_of_one_concatenation(use, elements):
+        if self._is_of_one_concatenation(use, elements) or self._is_of_one_scatter(use, elements):
             return True
         widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if widest > 2 * elements:
@@ -270,21 +274,40 @@ class _MaterialisationPlanner:
         Its kernel computes a value once for all parts that read it; a kernel of the definition alone would have other
         iterations.
         """
+        end, between = self._only_end(use, EvenConcatenation)
+        if end is None or use.max_reads_per_iteration > len(end.parts):
+            return False
+        parts = {self._count(item.sizes) for item in (*between, *end.parts)}
+        return parts == {elements} and self._parts.share_reads(end)
+
+    def _is_of_one_scatter(self, use: DefUse, elements: int) -> bool:
+        """Whether all readers of a definition compute values of one scatter, element by element.
+
+        No other definition joins the kernel of a scatter, which computes a value once for all values that read it.
+        """
+        end, between = self._only_end(use, Scattered)
+        reads = [use, *[self.chains.uses[item] for item in between]]
+        if end is None or any(item.max_reads_per_iteration > 1 for item in reads):
+            return False
+        return {self._count(end.space), *[self._count(item.sizes) for item in between]} == {elements}
+
+    def _only_end(self, use: DefUse, kind: type[_End]) -> tuple[_End | None, list[Definition]]:
+        """Returns the only definition of a kind that is computed from a definition, and those between them.
+
+        None without one, or where a definition between them is not pointwise, or others read it.
+        """
         pending, readers = [use], dict[DefUse, None]()
         while pending and len(readers) <= _MAX_READS:
             for reader in self.consumers[pending.pop().definition]:
-                if reader not in readers and not isinstance(reader.definition, EvenConcatenation):
+                if reader not in readers and not isinstance(reader.definition, kind):
                     pending.append(reader)
                 readers[reader] = None
-        ends = [item.definition for item in readers if isinstance(item.definition, EvenConcatenation)]
+        ends = [item.definition for item in readers if isinstance(item.definition, kind)]
         between = [item.definition for item in readers if item.definition not in ends]
-        if pending or len(ends) != 1 or use.max_reads_per_iteration > len(ends[0].parts):
-            return False
-        return (
-            all(type(item) is Pointwise and item not in self.external for item in between)
-            and {self._count(item.sizes) for item in (*between, *ends[0].parts)} == {elements}
-            and self._parts.share_reads(ends[0])
-        )
+        is_only = not pending and len(ends) == 1
+        if not is_only or any(type(item) is not Pointwise or item in self.external for item in between):
+            return None, between
+        return ends[0], between
 
     def _is_summed_in_half_precision(self, plan: DefinitionPlan) -> bool:
         """Whether only reductions read a half-precision tensor, and recomputing it reads few more bytes.

@@ -169,16 +169,16 @@ class BodyBuilder:
                 dim = definition.source.dim
                 return definition.source.body(self, (*at[:dim], at[-1], *at[dim:-1]))
             case Scattered():
-                return definition.body(self, at)[1]
+                return [body(self, at)[1] for body in definition.bodies][-1]
             case _:
                 raise AssertionError(f"{definition} has no body")
 
-    def run_scatter(self, definition: Scattered, at: Indices) -> tuple[Sequence[Index], Scalar]:
-        """Returns the indices that a scatter writes at a point of its iteration space, and the value."""
+    def run_scatter(self, definition: Scattered, at: Indices) -> list[tuple[Sequence[Index], Scalar]]:
+        """Returns the indices that a scatter writes at a point of its iteration space, each with its value."""
         with self.body.origin_scope(self.operator_of(definition)):
-            target, value = definition.body(self, at)
+            writes = [body(self, at) for body in definition.bodies]
         self.evaluated_definitions[definition] = None
-        return target, value
+        return writes
 
 
 class Tracer:

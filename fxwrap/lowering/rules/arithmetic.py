@@ -9,7 +9,7 @@ import sympy
 import torch
 
 from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices
+from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Scattered, fills_a_copy
 from fxwrap.lowering.rules.pointwise import (
     NumberRounding,
     Parameter,
@@ -46,6 +46,22 @@ def _add(x: Scalar, y: Scalar, alpha: Parameter) -> Scalar:
     return x + _scaled(y, alpha)
 
 
+def _scattered_sum(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> Scattered | None:
+    """Returns the sum of two scatters that add over one index space, as one that adds the values of both.
+
+    Gradients of a resampled image are sums of such scatters into zeros, one for each neighbour of an element. Where
+    floats are rounded as on a CPU, eager's order of additions stays.
+    """
+    if not fills_a_copy(x) or not fills_a_copy(y) or not x.mode == y.mode == "add" or x.space != y.space:
+        return None
+    if not x.sizes == y.sizes == call.sizes or not x.dtype == y.dtype == call.dtype:
+        return None
+    if call.dtype.is_floating_point and call.spec.cpu_rounding:
+        return None
+    first = call.define(lambda reader, at: reader.load(x.initial, at) + reader.load(y.initial, at))
+    return Scattered(x.sizes, x.dtype, x.device, first, x.space, x.mode, (*x.bodies, *y.bodies))
+
+
 def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], Scalar], dtypes: DtypeDomain) -> None:
     @lowering_rule(f"aten.{operator}.Tensor", f"aten.{operator}.Scalar", dtypes=dtypes)
     def _sum(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber, alpha: NumberOrSymbol) -> LoweringResult:
@@ -57,6 +73,9 @@ def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], 
             raise Declined("alpha is a float and the operands are not")
         if dtype in INTEGERS and isinstance(alpha, int) and not -(2**63) <= alpha < 2**63:
             raise Declined(f"the number {alpha} is out of the range of {dtype}")
+        scattered = _scattered_sum(call, x, y) if operator == "add" and alpha == 1 else None
+        if scattered is not None:
+            return scattered
         if not numbers_are_exact(call, number_rounding):
             alpha = round_number(alpha, dtype)
         return elementwise(call, (x, y), formula, number_rounding=number_rounding, dtypes=dtypes, parameters=(alpha,))

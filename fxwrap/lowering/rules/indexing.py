@@ -202,7 +202,7 @@ def _index(call: OperatorCall, x: Definition, indices: Sequence[Definition | Non
     return call.define(lambda reader, at: reader.load(x, indexing.operand_indices(reader, at)))
 
 
-ScatterBody = Callable[[ElementReader, Indices], tuple[Sequence[IndexLike], Scalar]]
+ElementWrite = Callable[[ElementReader, Indices], tuple[Sequence[IndexLike], Scalar]]
 """Returns the indices that an iteration writes to, and the value."""
 
 SCATTER_MODES = {"sum": "add", "add": "add", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
@@ -255,7 +255,7 @@ def lower_scatter(
     initial: Definition,
     space: Sequence[Size],
     mode: str,
-    write: ScatterBody,
+    write: ElementWrite,
     *,
     rounds_once: bool = False,
     of_rows: bool = False,
@@ -282,7 +282,7 @@ def lower_scatter(
     first = initial if dtype is call.dtype else copy_definition(initial, dtype)
     if (mode, dtype) in _DOMINANT_NAN_BITS:
         first = _canonicalize_nans(first, mode)
-    scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, body)
+    scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, (body,))
     return scattered if dtype is call.dtype else copy_definition(scattered, call.dtype)
 
 

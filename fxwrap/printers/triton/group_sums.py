@@ -29,6 +29,7 @@ from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.printer import row_step
 
 _ONE: Mapping[torch.dtype, int] = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
@@ -264,7 +265,8 @@ class GroupSumPrinter(DotPrinter):
 
     def _pair(self, position: int, operation: Load) -> tuple[int, int] | None:
         """Returns the loads of two elements beside each other, for each of consecutive elements of a group."""
-        if operation.mask is not None or self._row_step(operation.index) != as_index(_PAIR):
+        axes = self._dimension("r").axes
+        if operation.mask is not None or row_step(operation.index, axes) != as_index(_PAIR):
             return None
         for other, item in enumerate(self.kernel.operations):
             if isinstance(item, Load) and (item.buffer, item.mask) == (operation.buffer, None):

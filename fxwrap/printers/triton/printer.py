@@ -7,13 +7,15 @@ and compute again the operands they share with earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
+    Axis,
     Compute,
     Constant,
     DeviceAssert,
@@ -29,6 +31,7 @@ from fxwrap.loop_ir import (
     Scan,
     Store,
     SymbolicScalar,
+    as_index,
 )
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
@@ -43,7 +46,14 @@ from fxwrap.printers.triton.reductions import (
     reduce_persistent,
     scan_block,
 )
-from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
+from fxwrap.printers.triton.schedule import (
+    ATOMIC_DTYPES,
+    Dimension,
+    Schedule,
+    atomic_text,
+    eviction_policy,
+    make_schedule,
+)
 from fxwrap.printers.triton.tile_printer import TilePrinter
 
 _INT32 = 2**31 - 1
@@ -297,7 +307,22 @@ class TritonPrinter(TilePrinter):
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
 
     def _index_text(self, index: Index) -> str:
-        return self.index_printer(index)
+        return self._flat_index_text(index, self.tile.dimensions)
+
+    def _flat_index_text(self, index: Index, dimensions: Iterable[Dimension]) -> str:
+        """Returns an index by the positions along dimensions in which it is linear, not by those along their axes.
+
+        The compiler then sees that elements are contiguous, and loads vectors.
+        """
+        names = dict[Axis, str]()
+        for dimension in dimensions:
+            step = row_step(index, dimension.axes) if len(dimension.axes) > 1 else None
+            if step is not None and step != as_index(0):
+                flat = Axis(self.positions[dimension.name], 1)
+                names[flat] = flat.name
+                index = index.substitute(dict.fromkeys(dimension.axes, 0)) + step * flat
+        printer = self.index_printer
+        return (replace(printer, names={**printer.names, **names}) if names else printer)(index)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
@@ -346,6 +371,17 @@ class TritonPrinter(TilePrinter):
         if looped and self.schedule.reloaded and self.tile.reduced in span:
             arguments.append('eviction_policy="evict_first"')
         self.line(f"tl.store({', '.join(arguments)})", operation.origin)
+
+
+def row_step(index: Index, axes: Sequence[Axis]) -> Index | None:
+    """Returns the step of an index along the positions on all axes of a dimension; None if it is not linear in them."""
+    step = index.stride(axes[-1])
+    expected = step
+    for axis in reversed(axes):
+        if expected is None or index.stride(axis) != expected:
+            return None
+        expected = expected * as_index(axis.size)
+    return step
 
 
 def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:

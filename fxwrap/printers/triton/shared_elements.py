@@ -24,7 +24,6 @@ from fxwrap.loop_ir import (
     IndirectIndex,
     Kernel,
     Load,
-    as_index,
     find_contraction,
 )
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
@@ -149,7 +148,8 @@ class ContractionLoadPrinter(TritonPrinter):
             super()._load(position, operation, looped, last_use)
 
     def _index_text(self, index: Index) -> str:
-        return self._flat_row_index(index) or super()._index_text(index)
+        r = self.tile.reduced
+        return self._flat_index_text(index, [self.tile.dimensions[r]] if self.runs and r is not None else [])
 
     def _load_shared(self, position: int, operation: Load, run: int, looped: bool, last_use: bool) -> None:
         """Prints a load of elements that runs along the reduced axes share, and repeats them."""
@@ -195,33 +195,3 @@ class ContractionLoadPrinter(TritonPrinter):
         self.run_names[run] = {axis: self.names.create_name(axis.name) for axis in axes}
         self._unflatten(tuple(axes), flat, self.run_names[run])
         return self.run_names[run]
-
-    def _flat_row_index(self, index: Index) -> str:
-        """Returns an index by the position along all reduced axes if it is linear in that; else "".
-
-        The compiler then sees that elements are contiguous, which the axes of shared elements hide.
-        """
-        if not self.runs or self.tile.reduced is None:
-            return ""
-        axes = self.tile.dimensions[self.tile.reduced].axes
-        step = self._row_step(index)
-        if len(axes) == 1 or step is None or step == as_index(0):
-            return ""
-        flat = Axis(self.positions["r"], 1)
-        linear = index.substitute(dict.fromkeys(axes, 0))
-        printer = TritonIndexPrinter(
-            {**self.axis_names, flat: self.positions["r"]}, self._indirect_index, self.helpers, self.parameters.integer
-        )
-        return printer(linear + step * flat)
-
-    def _row_step(self, index: Index) -> Index | None:
-        """Returns the step of an index along the positions on all reduced axes of the block; None if not linear."""
-        assert self.tile.reduced is not None, "a block with reduced axes"
-        axes = self.tile.dimensions[self.tile.reduced].axes
-        step = index.stride(axes[-1])
-        expected = step
-        for axis in reversed(axes):
-            if expected is None or index.stride(axis) != expected:
-                return None
-            expected = expected * as_index(axis.size)
-        return step

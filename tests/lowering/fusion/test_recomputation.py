@@ -15,6 +15,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import Alloc
+from tests.lowering.planned_programs import check_graph
 
 FAST = dataclasses.replace(CPU, massively_parallel=True, instructions_per_byte=4)
 
@@ -64,3 +65,27 @@ def test_rows_at_indirect_indices_are_traversed_as_rows() -> None:
     inputs = torch.zeros(8, 512, dtype=torch.int64), torch.zeros(1000, 768), torch.ones(768)
     program = lowered(function, *inputs)
     assert len(program.kernels) == 1 and len(allocated(program)) == 1
+
+
+def test_a_sum_of_scatters_is_one_kernel() -> None:
+    """The gradient of a resized image: elements are added to neighbours, with a weight for the row and the column."""
+    index_put = torch.ops.aten.index_put.default
+
+    def function(x: Tensor, top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, weight: Tensor) -> Tensor:
+        scatters = []
+        for rows, factor in ((top, weight), (bottom, 1 - weight)):
+            weighted = x * factor[:, None]
+            for columns in (left, right, left + 1):
+                indices = [None, rows[:, None], columns]
+                scatters.append(index_put(torch.zeros(3, 5, 7, dtype=x.dtype), indices, weighted * weight, True))
+        return torch.relu(sum(scatters[1:], scatters[0]))
+
+    positions = [torch.randint(high, (8,)) for high in (5, 5, 6, 6)]
+    inputs = [torch.randn(3, 8, 8), *positions, torch.randn(8)]
+    graph = make_fx(function)(*inputs)
+    unordered = dataclasses.replace(FAST, cpu_rounding=False)
+    planned = check_graph(graph, inputs, Options(devices=(unordered,), fallback="error"))
+    assert allocated(planned.program) == [(3, 5, 7)] and len(planned.launches) == 3, planned.program
+    integers = [torch.randint(9, (3, 8, 8)), *positions, torch.randint(9, (8,))]
+    planned = check_graph(make_fx(function)(*integers), integers)
+    assert len(planned.launches) == 3, "the order of integers does not matter"
