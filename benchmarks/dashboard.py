@@ -7,7 +7,8 @@
 
 A mode is STEP-PRECISION-BATCH, such as training-amp-static. Each model and mode is a row: all sides are measured in
 one process, times in interleaved rounds. Rows are in one result file, written again after each; rows that are there are
-not measured again, so that the same command continues a run that was stopped, until it prints "all rows done". A
+not measured again, so that the same command continues a run that was stopped, until it prints "all rows done"; those
+from before `--since` stay until they are replaced. A
 process that crashes or takes longer than `--limit` seconds leaves a row with what it had reported. Several processes
 share a device: while one measures times, others compile, at a lower priority if the run may set it (as root), and with
 a part of the processors each that is the same for all sides.
@@ -85,11 +86,12 @@ class Dashboard:
     until: float
 
     def missing(self) -> list[RowName]:
-        """Returns this shard's rows that are not there: each group of modes in turn, and in it model by model."""
+        """Returns rows of this shard that are not there or too old: each group of modes in turn, model by model."""
         items = [item for item in names() if re.search(self.chosen.only, item[1])]
         rows = [(*item, mode) for group in self.chosen.modes for item in items for mode in group]
         part, parts = self.chosen.shard
-        return [row for row in rows[part - 1 :: parts] if not self.rows.has(row[1], row[2], self.chosen.sides)]
+        sides, since = self.chosen.sides, self.chosen.since
+        return [row for row in rows[part - 1 :: parts] if not self.rows.has(*row[1:], sides, since)]
 
     def run(self) -> None:
         """Measures the missing rows; those that ran out of memory again, alone on a device."""
@@ -266,6 +268,9 @@ def parsed_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("--batch", type=int, help="samples, instead of each model's own number")
     parser.add_argument("--length", type=int, help="words of a sample, instead of each model's own number")
     parser.add_argument("--rows", type=Path, help="the file of rows, instead of that of --record or one in build")
+    parser.add_argument(
+        "--since", default="", metavar="DATE", help="measure rows of earlier days, such as 2026-11-29, again"
+    )
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="a part of the rows")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
     parser.add_argument("--limit", type=float, default=400, help="seconds for one row")

@@ -101,10 +101,10 @@ class RowFile:
             )
         self.rows = {(row["model"], row["mode"]): row for row in result["raw"]}
 
-    def has(self, model: str, mode: str, sides: Sequence[str]) -> bool:
-        """Whether a row is there with all of these sides."""
+    def has(self, model: str, mode: str, sides: Sequence[str], since: str = "") -> bool:
+        """Whether a row is there with all of these sides, and was measured on the day `since` or later."""
         row = self.rows.get((model, mode))
-        return row is not None and set(sides) <= set(row["chosen sides"])
+        return row is not None and set(sides) <= set(row["chosen sides"]) and row["date"] >= since
 
     def add(self, row: dict[str, Any]) -> None:
         """Adds or replaces a row and writes the file, under another name first: a reader finds it whole."""

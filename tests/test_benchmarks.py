@@ -135,6 +135,7 @@ def test_dashboard_rows_that_are_there_are_not_measured_again(tmp_path: Path, mo
     assert table_cells(row, ["fxwrap"])["fxwrap: status"] == "exit code -11: "
     assert list(tmp_path.rglob("*.tmp")) == []
     assert len(_dashboard(tmp_path, "--sides", "inductor,fxwrap,fxwrap:freezing").missing()) == 2
+    assert [len(_dashboard(tmp_path, "--since", day).missing()) for day in (str(row["date"]), "9999-01-01")] == [1, 2]
     with pytest.raises(ValueError, match=r"rows of other sizes: 'base models; rows of .*', not 'small models'"):
         RowFile(tmp_path / "rows.json", "small models")
 
