@@ -8,7 +8,7 @@ from collections.abc import Callable
 import sympy
 import torch
 
-from fxwrap.loop_ir import INTEGERS, STORAGE_ONLY, Scalar
+from fxwrap.loop_ir import HALF_PRECISION, INTEGERS, STORAGE_ONLY, Scalar
 from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Scattered, fills_a_copy
 from fxwrap.lowering.rules.pointwise import (
     NumberRounding,
@@ -261,6 +261,18 @@ _SMALL_POWERS: dict[Number, Callable[[Scalar], Scalar]] = {
 }
 
 
+_ROOT_POWERS: dict[Number, Callable[[Scalar], Scalar]] = {
+    0.75: lambda x: _but_infinite(x, x.sqrt() * x.sqrt().sqrt()),
+    1.5: lambda x: _but_infinite(x, x * x.sqrt()),
+}
+"""Powers by roots, whose error of a few units in the last place half precision hides."""
+
+
+def _but_infinite(x: Scalar, power: Scalar) -> Scalar:
+    """Returns a power computed by roots, and infinity for minus infinity, which has no root."""
+    return x.apply("eq", -math.inf).where(math.inf, power)
+
+
 def _check_exponent(exponent: TensorOrNumber, dtype: torch.dtype) -> None:
     if dtype is torch.bool:
         raise Declined("its operands are of torch.bool")
@@ -279,6 +291,8 @@ def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> 
         value = load_operand(reader, x, indices, dtype)
         if dtype is torch.float16 and call.spec.cpu_rounding and abs(exponent) == 0.5:
             return value.apply("pow", exponent)  # eager computes no root: (-inf) ** 0.5 is inf
+        if dtype in HALF_PRECISION and exponent in _ROOT_POWERS:
+            return _ROOT_POWERS[exponent](value)
         return _power(value, reader.number(rounded, value.dtype) if isinstance(rounded, sympy.Basic) else rounded)
 
     _check_exponent(exponent, dtype)

@@ -307,22 +307,20 @@ class TritonPrinter(TilePrinter):
         return self.pointers[buffer] if text == "0" else f"{self.pointers[buffer]} + {text}"
 
     def _index_text(self, index: Index) -> str:
-        return self._flat_index_text(index, self.tile.dimensions)
+        return self._flat_index_text(index, self.tile.dimensions[-1] if self.tile.dimensions else None)
 
-    def _flat_index_text(self, index: Index, dimensions: Iterable[Dimension]) -> str:
-        """Returns an index by the positions along dimensions in which it is linear, not by those along their axes.
+    def _flat_index_text(self, index: Index, dimension: Dimension | None) -> str:
+        """Returns an index by the position along a dimension if it is linear in that, not by those along its axes.
 
-        The compiler then sees that elements are contiguous, and loads vectors.
+        The compiler then sees that elements are contiguous, and loads vectors. Other dimensions gain nothing.
         """
-        names = dict[Axis, str]()
-        for dimension in dimensions:
-            step = row_step(index, dimension.axes) if len(dimension.axes) > 1 else None
-            if step is not None and step != as_index(0):
-                flat = Axis(self.positions[dimension.name], 1)
-                names[flat] = flat.name
-                index = index.substitute(dict.fromkeys(dimension.axes, 0)) + step * flat
-        printer = self.index_printer
-        return (replace(printer, names={**printer.names, **names}) if names else printer)(index)
+        step = row_step(index, dimension.axes) if dimension is not None and len(dimension.axes) > 1 else None
+        if dimension is None or step is None or step == as_index(0):
+            return self.index_printer(index)
+        flat = Axis(self.positions[dimension.name], 1)
+        linear = index.substitute(dict.fromkeys(dimension.axes, 0)) + step * flat
+        names = {**self.index_printer.names, flat: flat.name}
+        return replace(self.index_printer, names=names)(linear)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}

@@ -149,7 +149,7 @@ class ContractionLoadPrinter(TritonPrinter):
 
     def _index_text(self, index: Index) -> str:
         r = self.tile.reduced
-        return self._flat_index_text(index, [self.tile.dimensions[r]] if self.runs and r is not None else [])
+        return self._flat_index_text(index, self.tile.dimensions[r] if self.runs and r is not None else None)
 
     def _load_shared(self, position: int, operation: Load, run: int, looped: bool, last_use: bool) -> None:
         """Prints a load of elements that runs along the reduced axes share, and repeats them."""
