@@ -41,6 +41,9 @@ _CALLS = 4
 
 _LEAST_LATENCY_S = 1e-6
 
+_MOST_BYTES = 2.0**62
+"""The most bytes that a group transfers in the time of its latency: a damaged file may have any numbers."""
+
 _DEVICE = "device"
 _STORE = "fxwrap/group_speed"
 
@@ -63,7 +66,7 @@ class GroupSpeed:
             latency, speed = map(float, text.split(","))
         except ValueError:
             return None
-        return cls(latency, speed) if latency > 0 and speed > 0 else None
+        return cls(latency, speed) if latency > 0 and speed > 0 and latency * speed < _MOST_BYTES else None
 
 
 _unmeasured: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()

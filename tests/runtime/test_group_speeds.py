@@ -99,6 +99,11 @@ def test_a_group_that_is_not_there_has_the_speed_of_the_device() -> None:
     assert fxwrap.compile_graph(graph, [x], options=Options(compile_cache=False)).program.lines()
 
 
+@pytest.mark.parametrize("text", ["", "1e-5", "0.0,1e9", "nan,1e9", "1e-5,inf", "1e200,1e200", "1,2,3", "-1,-1"])
+def test_damaged_numbers_are_no_speed(text: str) -> None:
+    assert GroupSpeed.parse(SPEED.text()) == SPEED and GroupSpeed.parse(text) is None
+
+
 @pytest.mark.parametrize("speed", [(1.0,), (1.0, -1.0), ("1", 2.0)])
 def test_bad_speeds(speed: object) -> None:
     with pytest.raises(OptionError, match=r"takes \(seconds, bytes per second\), not .* for '0'"):
