@@ -366,6 +366,21 @@ def test_a_warp_has_whole_rows_that_are_not_aligned(dtype: torch.dtype) -> None:
         assert first.num_warps == 1 and first.y_block * first.r_block <= 1024, size
     for size in (64, 256, 1000):
         assert configurations(layer_norm_kernel(65536, size, dtype))[0].num_warps == 4, size
+    for size, warps in ((257, 1), (256, 4)):
+        assert configurations(distance_kernel(3000, 77, size, dtype))[0].num_warps == warps, "rows of two tensors"
+
+
+def distance_kernel(rows: int, others: int, size: int, dtype: torch.dtype) -> Kernel:
+    """The sum of absolute differences of each row and each of other rows."""
+    p0, p1, r = Axis("p0", rows), Axis("p1", others), Axis("r0", size)
+
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([p0, r], [rows, size]), dtype).to(F32)
+        y = body.load("y", linearize_index([p1, r], [others, size]), dtype).to(F32)
+        body.store("out", linearize_index([p0, p1], [rows, others]), body.reduce("sum", abs(x - y))[0])
+
+    inputs = {"x": (dtype, rows * size), "y": (dtype, others * size)}
+    return build([p0, p1], [r], inputs, {"out": (F32, rows * others)}, write)
 
 
 def column_kernel(kind: str, rows: int, columns: int) -> Kernel:

@@ -32,8 +32,8 @@ def kernel(x_ptr, out_ptr, R_BLOCK: tl.constexpr):
     exponentials = tl.where(largest == float("-inf"), 0.0, exponentials)
     sub = x - largest
     exp = tl.exp(sub)
-    div = exp / exponentials
-    tl.store(out_ptr + p0 * 4096 + r0, div.to(tl.bfloat16))
+    quotient = exp * (1.0 / exponentials)
+    tl.store(out_ptr + p0 * 4096 + r0, quotient.to(tl.bfloat16))
 """
     )
 
@@ -64,13 +64,17 @@ def test_fast_math_only_where_half_precision_hides_it() -> None:
         x, y = [body.load(name, as_index(axis), BF16).to(F32) for name in "xy"]
         body.store("product", as_index(axis), (x.exp() * y).to(BF16))
         body.store("difference", as_index(axis), ((x + 1.0).exp() - y).to(BF16))
+        body.store("logarithm", as_index(axis), body.compute("log", (x + 2.0).exp() + 1.0).to(BF16))
         body.store("quotient", as_index(axis), (x / y).to(BF16))
+        body.store("silu", as_index(axis), (x / ((-x).exp() + 1.0) + y).to(BF16))
+        body.store("rest", as_index(axis), (1.0 - x / (y * y + 1.0)).to(BF16))
 
-    outputs = dict.fromkeys(("product", "difference", "quotient"), (BF16, 64))
+    outputs = dict.fromkeys(("product", "difference", "logarithm", "quotient", "silu", "rest"), (BF16, 64))
     text = check(build([axis], [], dict.fromkeys("xy", (BF16, 64)), outputs, write))
-    assert text.count("tl.exp(") == 1, "a product keeps relative errors"
-    assert text.count("libdevice.exp(") == 1, "a difference does not"
-    assert "div_rn" in text, "fast division gives 0 for the largest divisors"
+    assert text.count("tl.exp(") == 3, "sums amplify the rounding of the exact form, too"
+    assert text.count("libdevice.exp(") == 1, "a logarithm does not keep relative errors"
+    assert text.count(" / ") == 2, "a quotient by itself, and one that exponentials have rounded"
+    assert text.count("div_rn(") == 1, "1 - x / x is 0"
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -95,8 +99,14 @@ def test_gelu_of_half_precision() -> None:
         gelu = x * 0.5 * ((x * 0.7071067811865476).erf() + 1.0)
         body.store("out", as_index(axis), gelu.to(BF16))
 
+    def write_gradient(body: KernelBuilder) -> None:
+        x = body.load("x", as_index(axis), BF16).to(F32)
+        tanh = x.tanh()
+        body.store("out", as_index(axis), ((tanh + 1.0) * 0.5 + (1.0 - tanh * tanh)).to(BF16))
+
     def exact(body: KernelBuilder) -> None:
-        body.store("out", as_index(axis), body.load("x", as_index(axis), BF16).to(F32).erf().to(BF16))
+        x = body.load("x", as_index(axis), BF16).to(F32)
+        body.store("out", as_index(axis), (x.erf() * x.tanh()).to(BF16))
 
     operand = torch.cat([torch.linspace(-6, 6, 507), torch.tensor([0.0, -0.0, float("inf"), -200.0, float("nan")])]).to(
         BF16
@@ -104,8 +114,10 @@ def test_gelu_of_half_precision() -> None:
     kernel = build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, write)
     text = check(kernel, inputs={"x": operand}, tolerance=8e-3)
     assert "fast_erf(" in text
+    tanh = build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, write_gradient)
+    assert check(tanh, inputs={"x": operand}, tolerance=8e-3).count("fast_tanh(") == 2, "the helper, and one call"
     alone = check(build([axis], [], {"x": (BF16, 512)}, {"out": (BF16, 512)}, exact), inputs={"x": operand})
-    assert "fast_erf(" not in alone, "by itself it keeps its relative precision"
+    assert "fast_" not in alone, "by themselves they keep their relative precision"
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, BF16])

@@ -218,9 +218,12 @@ class _MaterialisationPlanner:
         )  # fmt: skip
         if not isinstance(definition, Pointwise):
             return plan
-        if self._needs_memory(plan) or not self._should_inline(use, plan):
-            return replace(plan, materialised=True)
-        return plan
+        if not self._needs_memory(plan):
+            if self._should_inline(use, plan):
+                return plan
+            if self._is_computed_once_a_row(use, plan):
+                return replace(plan, cost=0)
+        return replace(plan, materialised=True)
 
     def _needs_memory(self, plan: DefinitionPlan) -> bool:
         """Whether a definition must be materialised.
@@ -345,6 +348,37 @@ class _MaterialisationPlanner:
         if not expensive or reads_per_element < _MIN_TABLE_READS or after_reduction:
             return False
         return spec is not None and spec.instructions_per_byte > 0
+
+    def _is_computed_once_a_row(self, use: DefUse, plan: DefinitionPlan) -> bool:
+        """Whether each element is read along one row of a later reduction that shares a tensor with a consumer.
+
+        Their kernel computes the element once for the row.
+        """
+        elements = self._count(plan.definition.sizes)
+        consumers = [consumer.definition for consumer in self.consumers[use.definition]]
+        widest = max([self._iterations(consumer) for consumer in self.consumers[use.definition]], default=elements)
+        if plan.cost > _CHEAP_BROADCAST or not self._is_lookup_table(use, plan, widest / elements):
+            return False
+        tensors = self._read_through(consumers, widest)
+        return any(
+            isinstance(item, Reduced)
+            and other.position > use.position
+            and self._count(item.sizes) == elements
+            and elements * self._count(item.source.reduced) == widest
+            and not tensors.isdisjoint(self._read_through([item], widest))
+            for item, other in self.chains.uses.items()
+        )
+
+    def _read_through(self, definitions: Sequence[Definition], elements: int) -> set[Definition]:
+        """Returns the tensors of at least so many elements that definitions read, also through pointwise ones."""
+        pending, tensors = [*definitions], set[Definition]()
+        while pending:
+            for other, _ in self.chains.tracer.trace(pending.pop()).reads:
+                if other not in tensors and self._count(other.sizes) >= elements:
+                    tensors.add(other)
+                    if isinstance(other, Pointwise):
+                        pending.append(other)
+        return tensors
 
     def _is_normalised_operand(self, use: DefUse, plan: DefinitionPlan) -> bool:
         """Whether a definition has several rows that contractions read, and reads the results of reductions of them.

@@ -182,16 +182,21 @@ _TANH_SCALE = math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
+def _gelu_tanh(x: Scalar, square: Scalar) -> Scalar:
+    """One form in gelu and its backward: a kernel with both computes it once."""
+    return (_TANH_SCALE * (x + _CUBIC * square * x)).tanh()
+
+
 def _gelu(x: Scalar, approximate: str = "none") -> Scalar:
     if approximate == "tanh":
-        return 0.5 * x * (1.0 + (_TANH_SCALE * (x + _CUBIC * x * x * x)).tanh())
+        return 0.5 * x * (1.0 + _gelu_tanh(x, x * x))
     return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
 
 
 def _gelu_backward(gradient: Scalar, x: Scalar, approximate: str = "none") -> Scalar:
     if approximate == "tanh":
         square = x * x
-        inner = (_TANH_SCALE * (x + _CUBIC * square * x)).tanh()
+        inner = _gelu_tanh(x, square)
         slope = _TANH_SCALE * (1.0 + 3 * _CUBIC * square)
         return gradient * (0.5 * (1.0 + inner) + 0.5 * x * (1.0 - inner * inner) * slope)
     cumulative = 0.5 * (1.0 + (x * math.sqrt(0.5)).erf())
@@ -209,7 +214,7 @@ def _hard_gate(x: Scalar) -> Scalar:
 
 
 def _hardswish_backward(gradient: Scalar, x: Scalar) -> Scalar:
-    middle = (x <= -3.0).where(0.0, gradient * (x / 3.0 + 0.5))
+    middle = (x <= -3.0).where(0.0, gradient * (x * (1.0 / 3.0) + 0.5))
     return (x >= 3.0).where(gradient, middle)
 
 
@@ -221,9 +226,9 @@ register_elementwise("aten.gelu.default", _gelu, dtypes="float")
 register_elementwise("aten.gelu_backward.default", _gelu_backward, operands=2, dtypes="equal float")
 register_elementwise("aten.silu.default", lambda x: x / (1.0 + (-x).exp()), dtypes="float")
 register_elementwise("aten.silu_backward.default", _silu_backward, operands=2, dtypes="equal float")
-register_elementwise("aten.hardswish.default", lambda x: x * _hard_gate(x) / 6.0, dtypes="float")
+register_elementwise("aten.hardswish.default", lambda x: x * _hard_gate(x) * (1.0 / 6.0), dtypes="float")
 register_elementwise("aten.hardswish_backward.default", _hardswish_backward, operands=2, dtypes="float")
-register_elementwise("aten.hardsigmoid.default", lambda x: _hard_gate(x) / 6.0, dtypes="float")
+register_elementwise("aten.hardsigmoid.default", lambda x: _hard_gate(x) * (1.0 / 6.0), dtypes="float")
 register_elementwise("aten.hardsigmoid_backward.default", _hardsigmoid_backward, operands=2, dtypes="float")
 register_elementwise("aten.sigmoid_backward.default", lambda g, y: g * (1.0 - y) * y, operands=2, dtypes="float")
 register_elementwise("aten.tanh_backward.default", lambda g, y: g * (1.0 - y * y), operands=2, dtypes="float")

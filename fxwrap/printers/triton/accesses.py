@@ -56,7 +56,7 @@ def full_tile_loads(kernel: Kernel) -> list[Load]:
 def vector_elements(kernel: Kernel, inner: Axis) -> int | None:
     """Returns the elements along an axis that a thread loads at once where rows are not aligned to whole vectors."""
     elements = None
-    for load in full_tile_loads(kernel):
+    for load in [item for item in kernel.operations if isinstance(item, Load)]:
         whole = max(VECTOR_BYTES // load.dtype.itemsize, 1)
         strides = [load.index.stride(axis) for axis in load.index.axes() - {inner}]
         aligned = math.gcd(whole, *[(stride.constant if stride is not None else None) or 1 for stride in strides])

@@ -2,66 +2,107 @@
 
 from __future__ import annotations
 
-from fxwrap.loop_ir import HALF_PRECISION, Compute, Constant, Kernel, Load, Operation, Reduce, ReductionResult, operands
+from fxwrap.loop_ir import HALF_PRECISION, Compute, Constant, Kernel, Load, Reduce, Store, operands
 
-_ERROR_PRESERVING = frozenset({"mul", "div", "neg", "abs", "where", "reciprocal", "sqrt", "rsqrt"})
+_ERROR_PRESERVING = frozenset({
+    "mul", "div", "neg", "abs", "where", "reciprocal", "sqrt", "rsqrt", "maximum", "minimum", "fmax", "fmin",
+})  # fmt: skip
 """Operations that do not amplify the relative error of their operands."""
+
+_SUMS = frozenset({"add", "sub"})
+"""Operations that amplify relative errors where leading bits cancel."""
+
+_TRANSCENDENTAL = frozenset({"exp", "exp2", "sigmoid"})
+"""Operations whose results are rounded anyway: sums amplify the error of the exact form too, which is little smaller.
+
+Quotients and roots may be exact, so that a difference is 0 (`1 - a / b` of equals).
+"""
+
+_BOUNDED = frozenset({"erf", "tanh"})
+"""Such operations whose fast forms have an absolute error of 1e-7."""
 
 
 def fast_math_operations(kernel: Kernel) -> frozenset[int]:
     """Returns the operations whose results need at most about 20 correct bits."""
+    exact_sums = _precision_hidden(kernel, _ERROR_PRESERVING)
+    rounded = {position for position in _precision_hidden(kernel) if _is_transcendental(kernel, position)}
+    return exact_sums | rounded
+
+
+def _precision_hidden(kernel: Kernel, passing: frozenset[str] = _ERROR_PRESERVING | _SUMS) -> frozenset[int]:
+    """Returns the operations whose results only reach memory in half precision, through operations of these names.
+
+    Sums of elements in half precision, in registers or in memory, hide as much.
+    """
+    users, half = _users(kernel), reads_half_precision(kernel)
+    hidden: set[int] = set()
+
+    def hides(user: int) -> bool:
+        operation = kernel.operations[user]
+        if isinstance(operation, Reduce):
+            return operation.kind == "sum" and half
+        if isinstance(operation, Store):
+            return operation.mode == "add" and half
+        if not isinstance(operation, Compute):
+            return False
+        is_narrowed = operation.name == "cast" and operation.dtype in HALF_PRECISION
+        return is_narrowed or (user in hidden and operation.name in passing)
+
+    for position in reversed(range(len(kernel.operations))):
+        if users.get(position) and all(map(hides, users[position])):
+            hidden.add(position)
+    return frozenset(hidden)
+
+
+def _is_transcendental(kernel: Kernel, position: int) -> bool:
+    """Whether an operation is transcendental, or the quotient of a sum with an exponential, as in silu."""
+    operation = kernel.operations[position]
+    if not isinstance(operation, Compute):
+        return False
+    if operation.name != "div":
+        return operation.name in _TRANSCENDENTAL
+    divisor = kernel.operations[operation.operands[1]]
+    summed = operands(divisor) if isinstance(divisor, Compute) and divisor.name == "add" else ()
+    return any(isinstance(item := kernel.operations[at], Compute) and item.name == "exp" for at in summed)
+
+
+def fast_bounded_operations(kernel: Kernel) -> frozenset[int]:
+    """Returns the erf and tanh operations that need no relative precision where they are small.
+
+    They, or their squares, are only added to constants of about 1 where half precision hides the sum, as in gelu and
+    its gradient. These sums have an absolute error of 1e-7 themselves.
+    """
+    names = [item.name if isinstance(item, Compute) else "" for item in kernel.operations]
+    candidates = [position for position, name in enumerate(names) if name in _BOUNDED]
+    if not candidates:
+        return frozenset()
+    users, hidden = _users(kernel), _precision_hidden(kernel)
+
+    def is_summed(position: int) -> bool:
+        return all(user in hidden and allows(position, user) for user in users.get(position, []))
+
+    def allows(position: int, user: int) -> bool:
+        beside = [kernel.operations[other] for other in operands(kernel.operations[user]) if other != position]
+        if names[user] in _SUMS:
+            return any(isinstance(item, Constant) and abs(item.value) >= 0.5 for item in beside)
+        return names[user] == "mul" and not beside and is_summed(user)
+
+    return frozenset(filter(is_summed, candidates))
+
+
+def _users(kernel: Kernel) -> dict[int, list[int]]:
+    """Returns the operations that use each operation's result."""
     users: dict[int, list[int]] = {}
     for position, operation in enumerate(kernel.operations):
         for used in operands(operation):
             users.setdefault(used, []).append(position)
-    half = reads_half_precision(kernel)
-    fast: set[int] = set()
-    for position, operation in reversed(list(enumerate(kernel.operations))):
-        using = [(user, kernel.operations[user]) for user in users.get(position, [])]
-        if using and all(_allows_fast_math(item, user in fast, operation, half) for user, item in using):
-            fast.add(position)
-    return frozenset(fast)
-
-
-def _allows_fast_math(user: Operation, fast_math: bool, operation: Operation, half: bool) -> bool:
-    if isinstance(user, Compute):
-        return (user.name == "cast" and user.dtype in HALF_PRECISION) or (fast_math and user.name in _ERROR_PRESERVING)
-    exponential = isinstance(operation, Compute) and operation.name == "exp"
-    return isinstance(user, Reduce) and user.kind == "sum" and exponential and half
-
-
-def fast_erf_operations(kernel: Kernel, fast_math: frozenset[int]) -> frozenset[int]:
-    """Returns the erf operations that are only added to constants of about 1 in fast-math operations, as in gelu.
-
-    These sums have an absolute error of 1e-7 themselves.
-    """
-    erfs = {p for p, item in enumerate(kernel.operations) if isinstance(item, Compute) and item.name == "erf"}
-    if not erfs:
-        return frozenset()
-    for position, operation in enumerate(kernel.operations):
-        for used in erfs.intersection(operands(operation)):
-            beside = [kernel.operations[other] for other in operands(operation) if other != used]
-            constant = any(isinstance(item, Constant) and abs(item.value) >= 0.5 for item in beside)
-            if not (isinstance(operation, Compute) and operation.name == "add" and constant and position in fast_math):
-                erfs.discard(used)
-    return frozenset(erfs)
-
-
-def is_sum_of_exponentials(kernel: Kernel, position: int) -> bool:
-    """Whether an operation is the divisor of a softmax, which is in the range of fast division."""
-    operation = kernel.operations[position]
-    if isinstance(operation, ReductionResult):
-        source = kernel.operations[operation.operation]
-        return isinstance(source, Reduce) and source.kind == "softmax" and operation.position == 1
-    if not isinstance(operation, Reduce) or operation.kind != "sum":
-        return False
-    summed = kernel.operations[operation.operands[0]]
-    return isinstance(summed, Compute) and summed.name == "exp"
+    return users
 
 
 def reads_half_precision(kernel: Kernel) -> bool:
-    """Whether all floating-point loads that vary along rows have half precision."""
-    loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies]
+    """Whether all floating-point loads, those that vary along rows if there are any, have half precision."""
+    rows = bool(kernel.reduced)
+    loads = [item for item, varies in zip(kernel.operations, kernel.varying, strict=True) if varies or not rows]
     types = [item.dtype for item in loads if isinstance(item, Load) and item.dtype.is_floating_point]
     return bool(types) and all(dtype in HALF_PRECISION for dtype in types)
 

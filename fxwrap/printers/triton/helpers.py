@@ -165,6 +165,11 @@ def fast_erf(x):
     return tl.where(x < 0, -found, found)
 
 
+def fast_tanh(x):
+    """The hyperbolic tangent to 1e-7, absolutely: for sums with 1 that half precision keeps little of."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
 def digamma(x):
     """The logarithmic derivative of the gamma function, as torch computes it: reflection, recurrence, asymptotics."""
     whole = libdevice.trunc(x)

@@ -26,12 +26,14 @@ from fxwrap.loop_ir import (
     Kernel,
     Load,
     Operation,
+    Reduce,
+    ReductionResult,
     Store,
     float8_format,
     operation_dtype,
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.printers.triton.fast_math import fast_erf_operations, fast_math_operations, is_sum_of_exponentials
+from fxwrap.printers.triton.fast_math import fast_bounded_operations, fast_math_operations
 from fxwrap.printers.triton.helpers import HELPERS
 
 TRITON_DTYPES = {
@@ -82,13 +84,14 @@ _FLOAT: dict[str, str] = {
 _FLOAT32: dict[str, str] = {
     "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
     "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "fast_erf": "fast_erf({0})",
+    "fast_tanh": "fast_tanh({0})",
     "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",
     "trunc_divide": "libdevice.trunc(tl.div_rn({0}, {1}))",
 }  # fmt: skip
 
 _FAST_MATH: dict[str, str] = {
     "div": "{0} / {1}", "sqrt": "tl.sqrt({0})", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})",
-    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
+    "sigmoid": "1.0 / (1.0 + tl.exp({0} * -1.0))",  # the exponential of silu, if a kernel has both
 }  # fmt: skip
 
 _EQUALITIES = (("eq", "=="), ("ne", "!="))
@@ -276,7 +279,7 @@ class Arithmetic:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.fast_math = fast_math_operations(kernel)
-        self.fast_erfs = fast_erf_operations(kernel, self.fast_math)
+        self.fast_bounded = fast_bounded_operations(kernel)
 
     def __call__(
         self, position: int, operation: Compute, value: Callable[[int], str], text: Callable[[int], str]
@@ -295,13 +298,14 @@ class Arithmetic:
         factor = self._reciprocal_factor(position, operation) if operation.name == "div" else None
         if factor is not None:
             return PrintedExpression("quotient", f"{text(used[0])} * {factor}")
+        if operation.name == "div" and self._is_softmax_quotient(operation):
+            form = "(1.0 / {})" if position in self.fast_math else "tl.div_rn(1.0, {})"
+            return PrintedExpression("quotient", f"{value(used[0])} * {form.format(value(used[1]))}")
         narrow = self._narrow_comparison(operation, value)
         if narrow is not None:
             return narrow
         fast_math = position in self.fast_math
-        if operation.name == "div":  # the fast form returns 0 for the largest divisors
-            fast_math = fast_math and is_sum_of_exponentials(self.kernel, used[1])
-        name = "fast_erf" if position in self.fast_erfs else operation.name
+        name = f"fast_{operation.name}" if position in self.fast_bounded else operation.name
         form = template(name, self.dtype(used[-1]), fast_math)
         typed = used[1:] if operation.name == "where" else used
         literal = form.literals and not all(isinstance(self.kernel.operations[item], Constant) for item in typed)
@@ -325,6 +329,19 @@ class Arithmetic:
         if operation.dtype is not torch.float32:
             factor = f"tl.full((), {factor}, {TRITON_DTYPES[operation.dtype]})"
         return factor
+
+    def _is_softmax_quotient(self, operation: Compute) -> bool:
+        """Whether elements of a row are divided by the row's sum of exponentials, which is in the range of reciprocals.
+
+        One reciprocal a row and a product an element have an error of 1 unit in the last place.
+        """
+        dividend, divisor = operation.operands
+        result, varying = self.kernel.operations[divisor], self.kernel.varying
+        if not isinstance(result, ReductionResult) or operation.dtype is not torch.float32:
+            return False
+        source = self.kernel.operations[result.operation]
+        is_sum = isinstance(source, Reduce) and source.kind == "softmax" and result.position == 1
+        return is_sum and varying[dividend] and not varying[divisor]
 
     def _narrow_comparison(self, operation: Compute, value: Callable[[int], str]) -> PrintedExpression | None:
         """Returns the comparison of indices with a value that does not vary in 32 bits, as in a one-hot.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
-from fxwrap.lines import Alloc
+from fxwrap.lines import Alloc, Launch
 from tests.lowering.planned_programs import check_graph
 
 FAST = dataclasses.replace(CPU, massively_parallel=True, instructions_per_byte=4)
@@ -40,6 +40,21 @@ def test_expensive_values_with_many_reads_are_materialised() -> None:
     assert allocated(lowered(function, few, angles)) == [(4, 32, 128)]
     rounded = lowered(lambda x, angles: x * angles.sin().to(torch.bfloat16), x, angles)
     assert allocated(rounded) == [(32, 128), (64, 32, 128)]
+
+
+def test_gates_of_rows_are_computed_in_the_kernel_that_reduces_the_rows() -> None:
+    def gated(x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        return x * gate.sigmoid()[..., None], x.square().sum(-1)
+
+    def squeezed(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.sum(-1) @ weight).sigmoid()[..., None]
+
+    def launches(program: fxwrap.Program) -> list[str]:
+        return [line.kernel for line in program.body.lines if isinstance(line, Launch)]
+
+    x = torch.zeros(64, 32, 128)
+    assert launches(lowered(gated, x, torch.zeros(64, 32))) == ["sigmoid_mul_pow_sum_0"]
+    assert launches(lowered(squeezed, x, torch.zeros(32, 32))) == ["sum_0", "sigmoid_0", "mul_0"], "of an earlier sum"
 
 
 def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None:
