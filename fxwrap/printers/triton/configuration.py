@@ -54,6 +54,9 @@ MAX_PERSISTENT_ELEMENTS = 16384
 _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 """The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
 
+_MIN_PROGRAM_BYTES = 4096
+"""The bytes that a program moves at least: an H200 starts no more than 1.6 programs in a nanosecond."""
+
 _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 
@@ -199,6 +202,9 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     has_windows = overlaps or max(loads.values(), default=0) >= _MANY_LOADS
     if loads.total() >= _MANY_LOADS and (gathers or has_windows):
         elements = max(_MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
+    if 128 * elements * moved_bytes < _MIN_PROGRAM_BYTES:
+        elements *= 2
     block = 128 * elements
     total = hint(kernel.count)
     while block > 128 and total < block * wave:
@@ -273,7 +279,8 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         vector = vector_elements(kernel, kernel.reduced[-1])
         if rows > 1 and vector is not None and LANES * vector < block:
             # Warps would share out each row, and combine their sums in shared memory.
-            candidates.append(replace(whole, y_block=min(rows, max(_ROW_TILE // block, 1)), num_warps=1))
+            tile = _ROW_TILE if _bytes_of_row_elements(kernel) * _ROW_TILE >= _MIN_PROGRAM_BYTES else 2 * _ROW_TILE
+            candidates.append(replace(whole, y_block=min(rows, max(tile // block, 1)), num_warps=1))
         candidates += [
             whole,
             *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16],
@@ -301,6 +308,12 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
     looped.append(replace(looped[-1], num_stages=3))
     return [*candidates, *looped] if not candidates or block > 2048 else candidates
+
+
+def _bytes_of_row_elements(kernel: Kernel) -> int:
+    """Returns the bytes that are loaded and stored for each element of the iteration space."""
+    stores = [store for store in kernel.stores if {*kernel.axes, *kernel.reduced} <= store.index.axes()]
+    return bytes_per_element(kernel) + sum(itemsize(kernel, store) for store in stores)
 
 
 def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
@@ -433,12 +446,16 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
-    elements to shared memory are slow.
+    elements to shared memory are slow. Several loads with masks of their own, as in parts of which the last is shorter, wait
+    for each other less if a warp has all columns.
     """
     width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
+    loads = full_tile_loads(kernel)
+    if len(loads) > 1 and any(load.mask is not None for load in loads):
+        width = min(width, LANES)
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = LANES * (_STEP_ELEMENTS if len(full_tile_loads(kernel)) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
+    step = LANES * (_STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
