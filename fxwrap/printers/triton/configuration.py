@@ -446,8 +446,8 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
-    elements to shared memory are slow. Several loads with masks of their own, as in parts of which the last is shorter, wait
-    for each other less if a warp has all columns.
+    elements to shared memory are slow. Several loads with masks of their own, as in parts of which the last is shorter,
+    wait for each other less if a warp has all columns.
     """
     width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
     loads = full_tile_loads(kernel)
