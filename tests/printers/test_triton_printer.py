@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -366,8 +367,9 @@ def test_a_warp_has_whole_rows_that_are_not_aligned(dtype: torch.dtype) -> None:
         assert first.num_warps == 1 and first.y_block * first.r_block <= 1024, size
     for size in (64, 256, 1000):
         assert configurations(layer_norm_kernel(65536, size, dtype))[0].num_warps == 4, size
-    for size, warps in ((257, 1), (256, 4)):
-        assert configurations(distance_kernel(3000, 77, size, dtype))[0].num_warps == warps, "rows of two tensors"
+    for size, warps, tile in ((257, 1, 2048), (256, 4, 2048)):
+        first = configurations(distance_kernel(3000, 77, size, dtype))[0]
+        assert (first.num_warps, first.y_block * first.r_block) == (warps, tile), "rows of two tensors"
 
 
 def distance_kernel(rows: int, others: int, size: int, dtype: torch.dtype) -> Kernel:
@@ -381,6 +383,38 @@ def distance_kernel(rows: int, others: int, size: int, dtype: torch.dtype) -> Ke
 
     inputs = {"x": (dtype, rows * size), "y": (dtype, others * size)}
     return build([p0, p1], [r], inputs, {"out": (F32, rows * others)}, write)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_programs_move_at_least_4_kib(dtype: torch.dtype) -> None:
+    """A device starts programs at a limited rate."""
+    axis = Axis("p0", 10_000_000)
+
+    def fill(body: KernelBuilder) -> None:
+        body.store("out", as_index(axis), body.constant(0.0, dtype))
+
+    def copy(body: KernelBuilder) -> None:
+        body.store("out", as_index(axis), body.load("x", as_index(axis), dtype))
+
+    outputs = {"out": (dtype, 10_000_000)}
+    filled = configurations(build([axis], [], {}, outputs, fill))[0]
+    copied = configurations(build([axis], [], {"x": (dtype, 10_000_000)}, outputs, copy))[0]
+    assert filled.x_block * dtype.itemsize == 4096 and copied.x_block * dtype.itemsize * 2 == 4096
+
+
+def test_several_masked_loads_of_columns_have_a_warp_s_columns() -> None:
+    p0, part, r = Axis("p1", 3001), Axis("p0", 12), Axis("r0", 371)
+    row = as_index(part) * 371 + r
+
+    def write(body: KernelBuilder, masked: bool) -> None:
+        with body.masked(body.index(row) < 4451) if masked else nullcontext():
+            x, y = [body.load(name, row * 3001 + p0, BF16).to(F32) for name in "xy"]
+        body.store("out", as_index(part) * 3001 + p0, body.reduce("sum", x.exp().erf() * y)[0])
+
+    for masked, width in ((True, 32), (False, 64)):
+        inputs = dict.fromkeys("xy", (BF16, 12 * 371 * 3001))
+        kernel = build([part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, functools.partial(write, masked=masked))
+        assert configurations(kernel)[0].x_block == width
 
 
 def column_kernel(kind: str, rows: int, columns: int) -> Kernel:

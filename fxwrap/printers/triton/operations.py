@@ -299,8 +299,9 @@ class Arithmetic:
         if factor is not None:
             return PrintedExpression("quotient", f"{text(used[0])} * {factor}")
         if operation.name == "div" and self._is_softmax_quotient(operation):
-            form = "(1.0 / {})" if position in self.fast_math else "tl.div_rn(1.0, {})"
-            return PrintedExpression("quotient", f"{value(used[0])} * {form.format(value(used[1]))}")
+            total = value(used[1])
+            reciprocal = f"(1.0 / {total})" if position in self.fast_math else f"tl.div_rn(1.0, {total})"
+            return PrintedExpression("quotient", f"{value(used[0])} * {reciprocal}")
         narrow = self._narrow_comparison(operation, value)
         if narrow is not None:
             return narrow
