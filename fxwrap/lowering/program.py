@@ -18,6 +18,7 @@ from fxwrap.fx_passes.effects import attribute_of, is_token
 from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
+from fxwrap.garbage_collection import gc_paused
 from fxwrap.lines import CheckLayout, Return
 from fxwrap.lines.frees import insert_frees
 from fxwrap.lowering.builder import (
@@ -94,7 +95,8 @@ def lower(
         example_inputs = None
     elif example_kwargs:
         raise GraphError("", "a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
-    return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
+    with gc_paused():
+        return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,8 @@ class _GroupBuilder:
     def _try_add(self, more: Sequence[int]) -> bool:
         """Adds spans if the larger pool fits the free bytes; returns whether it did."""
         self.tries += 1
+        if len(more) == 1 and self.members:
+            return self._try_add_one(more[0])
         spans = [self.spans[index] for index in more]
         if max([size for _, _, size in spans]) > self.max_size:
             return False
@@ -285,6 +287,33 @@ class _GroupBuilder:
         self.own[start - self.first : end - self.first] = own
         self.end, self.size = end, size
         self.members += more
+        return True
+
+    def _try_add_one(self, index: int) -> bool:
+        """Adds a span as `_try_add` does, from the lines that it changes: most attempts are of one span, and fail.
+
+        `_is_closed` has settled the lines before it.
+        """
+        first, end, size = self.spans[index]
+        shared = min(end, self.end)
+        total = max(self.size, size)
+        if first < shared:
+            total = max(total, int(self.own[first - self.first : shared - self.first].max()) + size)
+        if total > self.max_size:
+            return False
+        room = self.own[first - self.first : self.end - self.first] + self.free[first : self.end]
+        after = max(first, self.end)
+        if (
+            (first < shared and total > int(room[: shared - first].min()) + size)
+            or (after < end and total > int(self.free[after:end].min()) + size)
+            or (end < self.end and total > int(room[end - first :].min()))
+            or (self.end < first and total > int(self.free[self.end : first].min()))
+        ):
+            return False
+        self.end, self.size = max(self.end, end), total
+        self._reserve(self.end - self.first)
+        self.own[first - self.first : end - self.first] += size
+        self.members.append(index)
         return True
 
     def _reserve(self, count: int) -> None:
