@@ -128,9 +128,9 @@ class CallResults:
         text = call_text(node, fakes)
         if text is None:
             return run_on_fakes(node, fakes)
-        if text in self._known:
-            result, mode = self._known[text]
-            return tree_map(partial(_fresh, mode), result)
+        known = self._known.get(text)
+        if known is not None:
+            return tree_map(partial(_fresh, known[1]), known[0])
         result = run_on_fakes(node, fakes)
         mode = _mode_among([fakes[operand] for operand in node.all_input_nodes])
         if mode is not None and _owns_storages(result, node, fakes):

@@ -146,7 +146,7 @@ class DefinitionBuilder:
         elif node in self.reinplacing.written:
             self._define_reinplaced(node, position, fake)
             for key, operand in self.reinplacing.written[node].items():
-                self._share_storage(operand, fake if key is None else fake[key])  # type: ignore[index]
+                self._share_storage(operand, fake if key is None else fake[key])
         elif not self._define_copy(node, position):
             self._define_operator(node, position, fake)
 

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from fxwrap.errors import ArgumentError, FusionWarning, GraphError
 from fxwrap.fx_passes.effects import attribute_of, is_token
+from fxwrap.fx_passes.fake_propagation import check_example_inputs
 from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
@@ -95,6 +96,8 @@ def lower(
         example_inputs = None
     elif example_kwargs:
         raise GraphError("", "a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
+    else:
+        check_example_inputs(graph, example_inputs)
     with gc_paused():
         return lower_with_coverage(graph, example_inputs, options=options, ownership=ownership, name=name).program
 

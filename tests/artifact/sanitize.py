@@ -24,7 +24,7 @@ import fxwrap
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
 from fxwrap.runtime.native.runtime_library import project_sources, runtime_sources, write_runtime_target
-from tests.artifact.native_host import SOURCE, described, tensor_commands
+from tests.artifact.native_host import SOURCE, described, driver, tensor_commands
 from tests.artifact.programs import batch
 from tests.artifact.test_native_host import compile_affine
 
@@ -77,9 +77,10 @@ def build(sanitizer: str) -> Path:
 
 
 def run(sanitizer: str, words: Sequence[object], folder: Path) -> tuple[str, str]:
-    """Runs commands of the driver; returns its first line of output, and a failure or ""."""
+    """Runs commands of the driver, compiled with a sanitizer or, for "", without; returns its first line of output, and
+    a failure or ""."""
     file = folder / "suppressions"
-    file.write_text("\n".join(SUPPRESSIONS[sanitizer]))
+    file.write_text("\n".join(SUPPRESSIONS.get(sanitizer, ())))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -87,7 +88,7 @@ def run(sanitizer: str, words: Sequence[object], folder: Path) -> tuple[str, str
         "ASAN_OPTIONS": "detect_leaks=1:exitcode=66",
         "LSAN_OPTIONS": f"suppressions={file}:print_suppressions=0:exitcode=66",
     }
-    command = [build(sanitizer), *map(str, words)]
+    command = [build(sanitizer) if sanitizer else driver(), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     is_right = done.returncode == 3 or (done.returncode == 0 and " wrong 0" in done.stdout)
     is_silent = is_right and "Sanitizer" not in done.stderr

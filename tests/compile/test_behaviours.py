@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -216,20 +214,6 @@ def test_a_backward_runs_twice_when_the_graph_is_retained(emitter: str) -> None:
 
 
 # --- the backend by name, its options -------------------------------------------------------------------------------
-
-
-def test_the_backend_is_found_by_name_without_an_import() -> None:
-    code = (
-        "import sys, torch\n"
-        "model = torch.nn.Linear(4, 4)\n"
-        "assert 'fxwrap' not in sys.modules\n"
-        "compiled, x = torch.compile(model, backend='fxwrap'), torch.randn(2, 4)\n"
-        "with torch.no_grad():\n"
-        "    torch.testing.assert_close(compiled(x), model(x))\n"
-        "assert 'fxwrap' in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.sampled(2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +27,7 @@ from fxwrap.devices import CPU, CUDA, scoped_registration
 from fxwrap.runtime.devices import CUDA_RUNTIME
 from fxwrap.wrapper_ir import Ownership
 from tests.compile_cache.graphs import CALLS, dynamic_layer, hand_written_graph, key_of, plain_layer
-from tests.support.child_processes import child_environment
+from tests.support.child_processes import run_python
 from tests.support.long_form import sample_size
 
 _ATEN = torch.ops.aten
@@ -303,20 +301,19 @@ SCRIPT = """
 import torch, fxwrap
 from tests.compile_cache.graphs import CALLS, hand_written_graph, dynamic_layer, graph, key_of, plain_layer
 compiled = plain_layer()
-print(compiled.cached, compiled.key, compiled.source == open("SOURCE").read())
+print(compiled.cached, compiled.key, compiled.source == open("SOURCE").read(), hash("seed"))
 """
 
 
 def test_another_process_hits_this_ones_entry(cache_folder: Path) -> None:
-    """It has another hash seed, and does not import torch's tracing."""
+    """It has another hash seed, as each process that Python starts: the forked one has that of its server."""
     program = plain_layer()
     (cache_folder / "source").write_text(program.source)
-    root = str(Path(__file__).parents[2])
-    environment_ = child_environment(PYTHONHASHSEED="123")
-    command = [sys.executable, "-c", SCRIPT.replace("SOURCE", str(cache_folder / "source"))]
-    done = subprocess.run(command, env=environment_, cwd=root, capture_output=True, text=True, check=False)
+    done = run_python(["-c", SCRIPT.replace("SOURCE", str(cache_folder / "source"))])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", program.key, "True"]
+    *result, seed = done.stdout.split()
+    assert result == ["True", program.key, "True"]
+    assert int(seed) != hash("seed") or "PYTHONHASHSEED" in os.environ
 
 
 @pytest.mark.usefixtures("cache_folder")

@@ -97,13 +97,14 @@ def assert_agrees(verdicts: Verdicts, called: str) -> None:
     assert verdicts.kinds["fused"] + verdicts.kinds["view"] > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("module", FUNCTIONS)
 def test_operators(module: str) -> None:
     options = Options(fallback="error", matmul_kernels="generated")
     assert_agrees(run_and_compare(calls_of(FUNCTIONS[module]), options), CALLED.get(module, ""))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_gradients(kind: str) -> None:
     verdicts = run_and_compare(calls_of(GRADIENTS[kind], "gradient"), Options(fallback="error"))

@@ -13,7 +13,7 @@ from fxwrap.printers.triton import print_triton
 from fxwrap.runtime.kernels import load_kernel
 from tests.printers.test_triton_printer_compile import compiled
 from tests.printers.triton_kernels import check
-from tests.support.long_form import sampled
+from tests.support.long_form import LONG, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -135,4 +135,5 @@ def test_tensor_cores_multiply_float8_where_they_can(dtype: str) -> None:
     printed = print_triton(kernel)
     other = {"f8e4m3fn": "f32.e4m3.e4m3", "f8e5m2": "e5m2", "f8e4m3fnuz": "f32.f16.f16"}[dtype]
     assert re.search(rf"wgmma\.mma_async\S*{other}", compiled(printed, 90).asm["ptx"])
-    assert "f32.f16.f16" in compiled(printed, 80).asm["ptx"]
+    if LONG or dtype == "f8e5m2":  # older GPUs multiply all of them in half precision
+        assert "f32.f16.f16" in compiled(printed, 80).asm["ptx"]

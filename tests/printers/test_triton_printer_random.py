@@ -17,6 +17,8 @@ from tests.support.long_form import sample_size
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 UNARY = ("neg", "abs", "exp", "sigmoid", "tanh", "erf", "sqrt", "reciprocal", "floor", "sign")
+STEPS = ("floor", "sign")
+"""Of loaded values only: the rounding error of others, as of the mean of equal elements less one, decides the step."""
 BINARY = ("add", "sub", "mul", "maximum", "minimum", "fmax")
 REDUCTIONS = ("sum", "max", "min", "welford", "softmax")
 
@@ -32,6 +34,7 @@ class KernelDraw:
     inputs: list[Buffer]
     outputs: list[Buffer]
     values: list[Scalar]
+    loaded: list[Scalar]
 
     def index(self, axes: list[Axis]) -> tuple[Index, int]:
         """A position in a tensor over some of the axes, in any order, one of them perhaps walked backwards."""
@@ -50,7 +53,7 @@ class KernelDraw:
         dtype = self.draw(st.sampled_from((BF16, F32)))
         name = f"in{len(self.inputs)}"
         self.inputs.append(Buffer(name, dtype, count))
-        self.values.append(self.body.load(name, position, dtype).to(F32))
+        self.add_loaded(self.body.load(name, position, dtype).to(F32))
 
     def gather(self) -> None:
         position, count = self.index(self.axes)
@@ -58,13 +61,21 @@ class KernelDraw:
         self.inputs += [Buffer(index, I64, count), Buffer(table, F32, 7)]
         chosen = self.body.load(index, position, I64)
         chosen = self.body.compute("integer_remainder", chosen, chosen.coerce(7))
-        self.values.append(self.body.load(table, self.body.indirect_index(chosen, 7), F32))
+        self.add_loaded(self.body.load(table, self.body.indirect_index(chosen, 7), F32))
+
+    def add_loaded(self, value: Scalar) -> None:
+        self.values.append(value)
+        self.loaded.append(value)
 
     def compute(self) -> None:
         name = self.draw(st.sampled_from((*UNARY, *BINARY)))
         value, other = [self.draw(st.sampled_from(self.values)) for _ in range(2)]
-        if name in UNARY:
-            value = value.apply("abs") if name == "sqrt" else value
+        if name in STEPS:
+            self.values.append(self.draw(st.sampled_from(self.loaded)).apply(name))
+        elif name in UNARY:
+            value = value.apply("abs") if name in ("sqrt", "reciprocal") else value
+            # Where the exact value is zero, the reciprocal of its rounding error is any number.
+            value = value.maximum(0.5) if name == "reciprocal" else value
             self.values.append(value.apply(name))
         elif self.draw(st.booleans()):
             self.values.append(value.apply(name, other))
@@ -97,7 +108,7 @@ def cases(draw: st.DrawFn) -> tuple[Kernel, Configuration]:
     sizes = st.sampled_from((1, 2, 3, 4, 7, 8, 13))
     axes = [Axis(f"p{number}", draw(sizes)) for number in range(draw(st.integers(0, 3)))]
     reduced = [Axis(f"r{number}", draw(sizes)) for number in range(draw(st.integers(0, 2)))]
-    building = KernelDraw(draw, KernelBuilder(), axes, reduced, [], [], [])
+    building = KernelDraw(draw, KernelBuilder(), axes, reduced, [], [], [], [])
     building.load()
     for _ in range(draw(st.integers(1, 8))):
         steps = [building.load, building.gather, building.compute, building.compute]

@@ -21,7 +21,9 @@ DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint
 # --- arguments that are no tensors: by overload and name, or by name alone -------------------------------------------
 
 BY_OVERLOAD: dict[str, dict[str, list[Any]]] = {
-    "aten.pow.Tensor_Scalar": {"exponent": [0, 1, 2, 3, 4, 7, -1, -2, 0.5, -0.5, 0.75, 1.5, 0.1007, 2.0, 3.0, math.inf]},
+    "aten.pow.Tensor_Scalar": {
+        "exponent": [0, 1, 2, 3, 4, 7, -1, -2, 0.5, -0.5, 0.75, 1.5, 0.1007, 2.0, 3.0, math.inf]
+    },
     "aten.float_power.Tensor_Scalar": {"exponent": [0, 2, -1, 0.5, 0.1007]},
     "aten.pow.Scalar": {"self": [1, 2, 3, 0.1007, -2]},
     "aten.float_power.Scalar": {"self": [1, 2, 0.3]},
