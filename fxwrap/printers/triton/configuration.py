@@ -35,6 +35,9 @@ _ROW_TILE = 1024
 _STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
 
+_LONG_ROW_STEP = 4
+"""The same of long rows of several tensors that are read twice: more warps then hide each other's latency."""
+
 _STEP_LOADS = 16
 """The elements of several tensors that a thread loads in such a step."""
 
@@ -56,6 +59,9 @@ _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 
 _MIN_PROGRAM_BYTES = 4096
 """The bytes that a program moves at least: an H200 starts no more than 1.6 programs in a nanosecond."""
+
+_WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
+"""The loads of one tensor, as of a window, beyond which a thread has at most so many elements that take long."""
 
 _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
@@ -194,11 +200,12 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
     gathers, overlaps = any(map(_is_gather, moved)), _has_overlapping_loads(kernel)
+    loads = Counter([item.buffer for item in moved if isinstance(item, Load)])
     if gathers:
         elements = min(4 * elements, _ROW_ELEMENTS) if _gathers_rows(kernel, inner) else _GATHERED_ELEMENTS
     elif _is_costly(kernel) or overlaps:
-        elements *= 2
-    loads = Counter([item.buffer for item in moved if isinstance(item, Load)])
+        is_window = max(loads.values(), default=0) > _WINDOW_LOADS
+        elements = min(2 * elements, _WINDOW_ELEMENTS) if is_window else 2 * elements
     has_windows = overlaps or max(loads.values(), default=0) >= _MANY_LOADS
     if loads.total() >= _MANY_LOADS and (gathers or has_windows):
         elements = max(_MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
@@ -306,6 +313,9 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     if is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
         looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
+    is_uneven = loads > 2 and is_unaligned(kernel, kernel.reduced[-1])
+    if is_multi_pass(kernel) and count >= 2 * wave and block > limit and is_uneven:
+        looped.insert(0, replace(looped[0], r_block=_LONG_ROW_STEP * LANES * _MOST_WARPS, num_warps=_MOST_WARPS))
     looped.append(replace(looped[-1], num_stages=3))
     return [*candidates, *looped] if not candidates or block > 2048 else candidates
 
@@ -389,6 +399,9 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         candidates += _column_scan_configurations(inner, kernel, hint)
     elif is_stepwise:
         candidates += _column_configurations(kernel, inner, hint, spec)
+    if not is_stepwise and len(full_tile_loads(kernel)) > 1 and is_unaligned(kernel, inner):
+        if _has_masked_elements(kernel) and widest >= LANES:
+            candidates.append(Configuration((inner,), (), LANES, 1, LANES, looped=True, num_warps=4))
     for width, height, stages in shapes:
         block = min(width, _widest_columns(kernel, inner, hint, spec))
         rows = min(height * (width // block), next_power_of_2(hint(size)))
@@ -413,6 +426,11 @@ def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
         return True
     is_half = bool(loads) and all(load.dtype.itemsize <= 2 for load in loads)
     return _cost(kernel) >= _MIN_COST or (is_half and _stores_elements(kernel) and not is_multi_pass(kernel))
+
+
+def _has_masked_elements(kernel: Kernel) -> bool:
+    """Whether a load of elements has a mask of its own, as in parts of which the last is shorter."""
+    return any(load.mask is not None for load in full_tile_loads(kernel))
 
 
 def _stores_elements(kernel: Kernel) -> bool:
@@ -446,12 +464,12 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
-    elements to shared memory are slow. Several loads with masks of their own, as in parts of which the last is shorter,
-    wait for each other less if a warp has all columns.
+    elements to shared memory are slow. Loads with masks of their own, as in parts of which the last is shorter, wait
+    for each other less if a warp has all columns.
     """
     width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
     loads = full_tile_loads(kernel)
-    if len(loads) > 1 and any(load.mask is not None for load in loads):
+    if _has_masked_elements(kernel) and (len(loads) > 1 or is_unaligned(kernel, inner)):
         width = min(width, LANES)
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
