@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from contextlib import nullcontext
 
@@ -402,19 +403,29 @@ def test_programs_move_at_least_4_kib(dtype: torch.dtype) -> None:
     assert filled.x_block * dtype.itemsize == 4096 and copied.x_block * dtype.itemsize * 2 == 4096
 
 
-def test_several_masked_loads_of_columns_have_a_warp_s_columns() -> None:
+@pytest.mark.parametrize("is_costly", [True, False])
+@pytest.mark.parametrize("names", ["x", "xy"])
+def test_masked_loads_of_uneven_columns_have_a_warp_s_columns(names: str, is_costly: bool) -> None:
     p0, part, r = Axis("p1", 3001), Axis("p0", 12), Axis("r0", 371)
     row = as_index(part) * 371 + r
 
     def write(body: KernelBuilder, masked: bool) -> None:
         with body.masked(body.index(row) < 4451) if masked else nullcontext():
-            x, y = [body.load(name, row * 3001 + p0, BF16).to(F32) for name in "xy"]
-        body.store("out", as_index(part) * 3001 + p0, body.reduce("sum", x.exp().erf() * y)[0])
+            x, *others = [body.load(name, row * 3001 + p0, BF16).to(F32) for name in names]
+        value = math.prod(others, start=x.exp().erf() if is_costly else x)
+        body.store("out", as_index(part) * 3001 + p0, body.reduce("sum", value)[0])
 
     for masked, width in ((True, 32), (False, 64)):
-        inputs = dict.fromkeys("xy", (BF16, 12 * 371 * 3001))
+        inputs = dict.fromkeys(names, (BF16, 12 * 371 * 3001))
         kernel = build([part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, functools.partial(write, masked=masked))
-        assert configurations(kernel)[0].x_block == width
+        first = configurations(kernel)[0]
+        assert first.x_block == width and first.num_warps == 4
+
+
+def test_long_uneven_rows_of_several_tensors_have_many_warps() -> None:
+    chosen = {size: configurations(layer_norm_kernel(3000, size))[0] for size in (12288, 12289, 18003)}
+    assert [(item.r_block, item.num_warps) for item in chosen.values()][1:] == [(2048, 16)] * 2
+    assert chosen[12288].r_block == 4096
 
 
 def column_kernel(kind: str, rows: int, columns: int) -> Kernel:
