@@ -1,5 +1,5 @@
 """Random graphs under random options in random emitters beside eager: static, dynamic, control flow, training, layers,
-attention.
+attention; and functions as models write them, in training: attention, experts, norms, optimizers.
 
     python -m tests.fuzz --graphs 2000 --jobs 2          # `make fuzz`
     python -m tests.fuzz --seconds 600 --jobs 16 --record
@@ -24,17 +24,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchRuntimeError
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import PendingUnbackedSymbolNotFound, free_unbacked_symbols
 
@@ -43,19 +43,25 @@ from benchmarks.results import add_record_option, environment, result_path, writ
 from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.devices import CPU, CUDA, TRITON, scoped_registration
 from fxwrap.errors import GraphError, InputError
+from fxwrap.lowering.fusion import fusion
 from fxwrap.options import PLANNERS, Options
 from fxwrap.printers import KernelRequest, PrintedKernel, triton_configurations
 from fxwrap.printers.languages import TRITON_KERNEL_COMBINER
 from fxwrap.runtime.devices import CUDA_RUNTIME
 from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import close
+from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.agreement import Agreement, in_float64, promote
 from tests.support.fuzzing import Drawn, Failure, Outcome, Task, drawn_example, run_seeds
-from tests.support.strategies.attention import attention
+from tests.support.strategies.attention import attention, attention_functions
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
+from tests.support.strategies.experts import experts
+from tests.support.strategies.functions import Compile, RandomFunction, gradients
 from tests.support.strategies.graphs import FAMILIES, graphs
 from tests.support.strategies.layers import layers
+from tests.support.strategies.norms import norms
+from tests.support.strategies.optimizers import optimizers
 
 FRESH_RUNS, SPECIAL_RUNS = 12, 8
 """Inputs for each graph: random elements, and those with infinities, NaN, zeros of both signs and extreme numbers.
@@ -86,16 +92,28 @@ VARIANTS = {
     "layers": 4,
     "layers in training": 1,
     "attention": 3,
+    "experts": 2,
+    "norms": 2,
+    "optimizers": 1,
+    "attention in training": 1,
 }
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
 
 CPP_SHARE = 1 / 60
 """How many graphs are emitted as C++, which takes a C++ compiler, and have kernels of C++."""
 
-KERNELS = ("abacus", "cpp", "triton")
-KERNEL_SHARES = {"layers": (2, 1, 2), "layers in training": (2, 1, 2), "attention": (1, 2, 2)}
-OTHER_KERNEL_SHARES = (48, 1, 1)
-"""How many graphs have kernels of each of these kinds: C++ takes a compiler, Triton's interpreter is slow."""
+KERNELS = ("abacus", "cpp", "triton", "graphs")
+KERNEL_SHARES = {
+    "layers": (2, 1, 2, 0), "layers in training": (2, 1, 2, 0), "attention": (1, 2, 2, 0),
+    "attention in training": (1, 2, 2, 0), "experts": (2, 1, 2, 0), "norms": (1, 1, 4, 0), "optimizers": (4, 1, 4, 3),
+}  # fmt: skip
+OTHER_KERNEL_SHARES = (48, 1, 1, 0)
+"""How many graphs have kernels of each of these kinds: C++ takes a compiler, Triton's interpreter is slow.
+
+Programs with "graphs" have C++ kernels, and are captured as CUDA graphs are; each run of them is repeated.
+"""
+
+GRAPH_REPEATS = 3
 
 GPU = replace(
     CPU,
@@ -119,10 +137,21 @@ FAILURES_OF_TORCH = {
 """Texts of errors of torch with which a graph is discarded, and the reasons."""
 
 TRAINING = graphs(FAMILIES, writes=0, sizes=(3, 4, 2, 1, 5), dtypes=(torch.float32, torch.float64, torch.float32))
-SHARES = {"static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1, "attention": 1}
+DYNAMO_SETTINGS = {"capture_dynamic_output_shape_ops": True, "recompile_limit": 64}
+"""Settings of Dynamo, under which sizes that depend on data break no graph."""
+
+TRACED = ("training", "layers in training", "experts", "norms", "optimizers", "attention in training")
+"""The kinds that Dynamo traces."""
+
+SHARES = {
+    "static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1, "attention": 1,
+    "experts": 1, "norms": 1, "optimizers": 1, "attention in training": 1,
+}  # fmt: skip
 STRATEGIES = {
     "static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING,
     "layers": layers(), "layers in training": layers(), "attention": attention(),
+    "experts": experts(), "norms": norms(), "optimizers": optimizers(),
+    "attention in training": attention_functions(),
 }  # fmt: skip
 
 
@@ -167,6 +196,8 @@ class Case:
         kernels = "cpp" if emitter == "cpp" else choose.choices(KERNELS, shares)[0]
         if kernels == "triton":
             options |= {"cpu_kernels": "triton", "devices": (GPU,)}
+        if kernels == "graphs":
+            options["cuda_graphs"] = True
         drawn = [(letter, _draw_range(choose, size)) for letter, size in LETTERS.items() if choose.random() < 0.2]
         hints = {letter: choose.choice(HINTS) for letter in LETTERS if choose.random() < 0.2}
         return cls(kind, seed, variant, emitter, kernels, options, dict(drawn), hints)
@@ -210,9 +241,9 @@ class Subject:
         self.cases = tuple([Case.draw(self.kind, seed, variant) for variant in range(VARIANTS[self.kind])])
 
     @property
-    def is_training(self) -> bool:
-        """Whether gradients are compared too."""
-        return self.kind in ("training", "layers in training")
+    def is_traced(self) -> bool:
+        """Whether Dynamo traces it, and gradients may be compared too."""
+        return self.kind in TRACED
 
     @cached_property
     def drawn(self) -> Drawn:
@@ -225,15 +256,23 @@ class Subject:
         return self.drawn.example
 
     @cached_property
+    def function(self) -> RandomFunction:
+        """That which Dynamo traces."""
+        graph = self.graph
+        return graph if isinstance(graph, RandomFunction) else RandomFunction(lambda *inputs: graph.module(*inputs), ())
+
+    @cached_property
     def inputs(self) -> list[Sequence[Tensor]]:
         """The inputs that the graph was drawn with, and fresh ones."""
+        if isinstance(self.graph, RandomFunction):
+            return list(self.graph.runs)
         if isinstance(self.graph, DynamicGraph):
             return [run.inputs for run in self.sizes_that_hold]
         torch.manual_seed(self.seed)
         inputs = self.graph.inputs
-        fresh = TRAINING_RUNS if self.is_training else ATTENTION_RUNS if self.kind == "attention" else FRESH_RUNS
+        fresh = TRAINING_RUNS if self.is_traced else ATTENTION_RUNS if self.kind == "attention" else FRESH_RUNS
         # gradients at infinities are NaN, whatever computes them
-        special = 0 if self.is_training or self.kind in ("layers", "attention") else SPECIAL_RUNS
+        special = 0 if self.is_traced or self.kind in ("layers", "attention") else SPECIAL_RUNS
         numbers = SPECIAL_NUMBERS if _computes_variances(self.graph.module) else (*SPECIAL_NUMBERS, *INFINITIES)
         return [
             inputs,
@@ -261,23 +300,27 @@ class Subject:
         wanted: list[Agreement | RuntimeError | IndexError] = []
         for inputs in self.inputs:
             try:
-                results = self._run(self.graph.module, [item.clone() for item in inputs])
+                results = self._run_in_eager_mode(inputs)
             except (RuntimeError, IndexError) as error:
-                if self.is_training:
-                    raise
                 wanted.append(error)
             else:
-                wanted.append(
-                    Agreement(results, partial(self._run_in_float64, inputs), [item.dtype for item in inputs])
-                )
+                dtypes = [item.dtype for item in inputs if isinstance(item, Tensor)]
+                wanted.append(Agreement(results, partial(self._run_in_float64, inputs), dtypes))
         return wanted
 
+    def _run_in_eager_mode(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(self.graph, RandomFunction):
+            return self.graph.results(inputs)
+        return self._run(self.graph.module, [item.clone() for item in inputs])
+
     def _run_in_float64(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if isinstance(self.graph, RandomFunction):
+            return self.graph.exact_results(inputs)
         return self._run(in_float64(self.graph.module), [promote(item) for item in inputs])
 
     def _run(self, module: GraphModule, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.is_training:
-            return _gradients(module, inputs)
+        if self.is_traced:
+            return gradients(module, inputs)
         with torch.no_grad():
             return [*module(*inputs), *inputs]
 
@@ -289,8 +332,9 @@ def run_case(case: Case, subject: Subject) -> CaseResult:
     except PendingUnbackedSymbolNotFound:
         return _discarded("make_fx fails on slices of slices of unbacked lengths (torch 2.11)")
     try:
-        with _kernel_scope(case):
-            result = _train(case, subject) if subject.is_training else _infer(case, subject)
+        settings = {**DYNAMO_SETTINGS, "specialize_float": case.kind == "attention in training"}
+        with _kernel_scope(case), torch._dynamo.config.patch(settings):
+            result = _train(case, subject) if subject.is_traced else _infer(case, subject)
     except Exception as error:
         raise AssertionError(f"{case}\n{graph}") from error
     if case.variant:
@@ -299,21 +343,31 @@ def run_case(case: Case, subject: Subject) -> CaseResult:
     return replace(result, discarded={**result.discarded, **rejected})
 
 
-def _kernel_scope(case: Case) -> AbstractContextManager[None]:
-    """Returns a scope with the kernels of a case: those of Triton are printed in any of their configurations."""
+def _kernel_scope(case: Case) -> AbstractContextManager[Any]:
+    """Returns a scope with the kernels of a case.
+
+    Those of Triton are printed in any of their configurations, and reduce rows and columns also of small tensors.
+    """
     if case.kernels == "abacus":
         return on_abacus()
     if case.kernels == "cpp":
         return nullcontext()
+    if case.kernels == "graphs":
+        return cpu_with_graph_capture()
 
     def printer(request: KernelRequest) -> Sequence[Callable[[], PrintedKernel]]:
         candidates = list(triton_configurations(request))
         random.Random(f"{case.seed}.{case.variant}.{request.kernel}").shuffle(candidates)
         return candidates
 
-    return scoped_registration(
-        CUDA, printer=printer, combiner=TRITON_KERNEL_COMBINER, runtime=CUDA_RUNTIME, language=TRITON
+    scope = ExitStack()
+    scope.enter_context(
+        scoped_registration(
+            CUDA, printer=printer, combiner=TRITON_KERNEL_COMBINER, runtime=CUDA_RUNTIME, language=TRITON
+        )
     )
+    scope.enter_context(mock.patch.multiple(fusion, _MIN_PART_ELEMENTS=0, _MIN_ROWS_PER_COLUMN=0))
+    return scope
 
 
 def _discarded(reason: str) -> CaseResult:
@@ -409,27 +463,37 @@ def _same_layout(tensor: Tensor) -> Tensor:
 def _train(case: Case, subject: Subject) -> CaseResult:
     """Compares results and gradients under torch.compile."""
     options = {name: value for name, value in vars(case.make_options()).items() if value != getattr(Options(), name)}
-    expected = subject.wanted
-    compiled = _with_backend(subject, "fxwrap", options=options)
-    for inputs, wanted in zip(subject.inputs, expected, strict=True):
+    expected, function = subject.wanted, subject.function
+    compiled = _compile(subject, backend="fxwrap", options=options)
+    errors, repeats = 0, GRAPH_REPEATS if case.kernels == "graphs" else 1
+    for inputs, wanted in repeats * list(zip(subject.inputs, expected, strict=True)):
+        if isinstance(wanted, Exception):
+            _check_raises(lambda *items: function.results(items, compiled), inputs, wanted)
+            errors += 1
+            continue
         try:
-            results = _gradients(compiled, inputs)
-            _check(wanted, results)
-        except TorchRuntimeError:
+            results = function.results(inputs, compiled)
+        except Exception:
             if _fails_in_torch(subject, inputs, None):
                 return _discarded("aot_eager fails too")
             raise
+        try:
+            _check(wanted, results)
         except AssertionError:
             if _fails_in_torch(subject, inputs, results):
                 return _discarded("aot_eager has the same results, which are not eager's")
             raise
-    return CaseResult(len(subject.inputs))
+    return CaseResult(repeats * len(subject.inputs), errors)
 
 
-def _with_backend(subject: Subject, backend: str, **keywords: Any) -> Callable[..., Any]:
+def _compile(subject: Subject, **keywords: Any) -> Compile:
+    """Returns torch.compile with some arguments; all functions that it returns for one function share its compiles.
+
+    The lengths of attention become symbols when they change: of symbolic heads no kernel computes it.
+    """
     torch._dynamo.reset()
-    is_dynamic = subject.seed % 2 == 0
-    return torch.compile(lambda *inputs: subject.graph.module(*inputs), backend=backend, dynamic=is_dynamic, **keywords)
+    dynamic = None if subject.kind == "attention in training" else subject.seed % 2 == 0
+    return cache(partial(torch.compile, dynamic=dynamic, **keywords))
 
 
 def _fails_in_torch(subject: Subject, inputs: Sequence[Tensor], results: Sequence[Tensor] | None) -> bool:
@@ -439,25 +503,10 @@ def _fails_in_torch(subject: Subject, inputs: Sequence[Tensor], results: Sequenc
     dimension of size 0.
     """
     try:
-        others = _gradients(_with_backend(subject, "aot_eager"), inputs)
-    except TorchRuntimeError:
+        others = subject.function.results(inputs, _compile(subject, backend="aot_eager"))
+    except Exception:  # noqa: BLE001  it is torch's, whatever it is
         return results is None
     return results is not None and all(itertools.starmap(close, zip(results, others, strict=True)))
-
-
-def _gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [item.clone().requires_grad_(item.dtype.is_floating_point) for item in inputs]
-    results = [item for item in function(*leaves) if isinstance(item, Tensor)]
-    generator = torch.Generator().manual_seed(1)
-    total: Any = sum(
-        [
-            (item * torch.randn(item.shape, generator=generator).to(item.dtype)).sum()
-            for item in results if item.requires_grad
-        ]
-    )  # fmt: skip
-    if isinstance(total, Tensor):
-        total.backward()
-    return [*[item.detach() for item in results], *[item.grad for item in leaves if item.grad is not None]]
 
 
 def _eager_layouts(module: GraphModule) -> set[int]:

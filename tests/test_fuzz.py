@@ -22,8 +22,10 @@ from tests.fuzz import SHARES, VARIANTS, Case, CaseResult, Subject, fuzz, run_ca
 from tests.support.fuzzing import Failure, Task, drawn_example, run_seeds
 from tests.support.long_form import long_only
 
+LONG = ("layers in training", "experts", "norms", "optimizers", "attention in training")
 
-@pytest.mark.parametrize("kind", [long_only(kind) if kind == "layers in training" else kind for kind in SHARES])
+
+@pytest.mark.parametrize("kind", [long_only(kind) if kind in LONG else kind for kind in SHARES])
 def test_every_kind_of_graph_runs(kind: str) -> None:
     subjects = map(Subject, range(40), itertools.repeat([kind]))
     pairs = ((case, subject) for subject in subjects for case in subject.cases if case.kernels == "abacus")

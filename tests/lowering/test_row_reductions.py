@@ -16,6 +16,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import Alloc, ExternCall, Launch
+from tests.devices.test_devices import on_abacus
 from tests.lowering.planned_programs import STRICT, plan
 from tests.lowering.test_matmul_fusion import GENERATED, lowered
 
@@ -204,3 +205,21 @@ def test_dynamic_rows_and_columns() -> None:
         x, weight = torch.randn(rows, WIDTH), torch.randn(columns, WIDTH)
         for want, result in zip(statistics(x, weight), compiled(x, weight), strict=True):
             torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_of_one_element() -> None:
+    """A reduction of rows of one element is not one over the axis that the matmul reduces."""
+
+    def attention(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+        scores = query @ key.mT * 0.25 - torch.arange(40)[:, None] * 0.125
+        largest = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - torch.where(largest == -torch.inf, 0.0, largest))
+        total = torch.where(weights < 1e-38, 0.0, weights).sum(-1)
+        return weights, total.log() + largest.view(total.shape)
+
+    operands = torch.randn(2, 1, 40, 16), torch.randn(2, 1, 1, 16)
+    with on_abacus():
+        compiled = fxwrap.compile_graph(make_fx(attention)(*operands), operands, options=GENERATED)
+        results = compiled(*operands)
+    for want, result in zip(attention(*operands), results, strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)

@@ -213,7 +213,7 @@ def _mappings_to_rows_and_columns(kernel: KernelPlan, trace: Trace) -> Iterator[
         own, reduced = axes_of(at[:rank]), axes_of(at[rank:])
         is_row_reduction = bool(reduced) and reduced <= columns and own <= rows
         is_inner = reduced <= set(kernel.reduced) - columns and own <= rows | columns
-        if (is_row_reduction or is_inner) and _is_bijective(at, trace.axes):
+        if (is_row_reduction or is_inner) and _is_bijective(at, trace.axes) and _has_reduced_axes(trace, at):
             spanned = rows if not (own | reduced) & columns else rows | columns
             if reduced and not is_row_reduction:
                 spanned = spanned | set(kernel.reduced)
@@ -230,6 +230,8 @@ def _mappings_across(kernel: KernelPlan, definition: Definition, trace: Trace) -
     for at in _maps_to_kernel_axes(kernel, trace):
         own, reduced = axes_of(at[:rank]), axes_of(at[rank:])
         if own != _wide(kernel.reduced) or reduced != _wide(kernel.axes) or not _is_bijective(at, trace.axes):
+            continue
+        if not _has_reduced_axes(trace, at):
             continue
         last = {axis for points in kernel.reads.values() for point in points if point for axis in point[-1].axes()}
         rows = kernel.axes if not last.isdisjoint(kernel.reduced) else kernel.reduced
@@ -249,11 +251,18 @@ def _mappings_to_rows_or_columns(
     none = set[Axis]()
     spaces = ((rows, columns), (columns, rows), (rows | columns, none), (rows, none), (columns, none))
     for at in _maps_to_kernel_axes(kernel, trace):
-        if (axes_of(at[:rank]), axes_of(at[rank:])) in spaces and _is_bijective(at, trace.axes):
+        is_known = (axes_of(at[:rank]), axes_of(at[rank:])) in spaces
+        if is_known and _is_bijective(at, trace.axes) and _has_reduced_axes(trace, at):
             mapping = IterationMapping((), kernel.reduced, {}, at, rows=kernel.rows)
             joined = joined_plan(kernel, mapping, DefinitionPlan(definition, 0), trace)
             if _reduces_columns_last(joined.members, rows):
                 yield mapping
+
+
+def _has_reduced_axes(trace: Trace, at: IndexTuple) -> bool:
+    """Whether a definition that reduces does so over an axis of the kernel: no other tells which axis it reduces."""
+    rank = trace.parallel_rank
+    return rank == len(trace.axes) or bool(axes_of(at[rank:]))
 
 
 def _reduces_columns_last(members: Sequence[Member], rows: Collection[Axis]) -> bool:

@@ -139,15 +139,18 @@ class _PlannedKernelBuilder:
                 if isinstance(definition, Scanned):
                     self.combined[key] = reader.body.scan(kind, operand)
                 else:
-                    axes = self._reduced_axes(at[member.trace.parallel_rank :])
+                    axes = self._reduced_axes(member)
                     self.combined[key] = reader.body.reduce(kind, operand, axes, definition.source.operand_precision)
         return self.combined[key][definition.part].to(definition.compute_dtype)
 
-    def _reduced_axes(self, at: IndexTuple) -> tuple[Axis, ...]:
-        """Returns the axes that a reduction at these indices reduces; () for all, in kernels with one kind of these."""
+    def _reduced_axes(self, member: Member) -> tuple[Axis, ...]:
+        """Returns the axes that a reduction reduces; () for all, in kernels with one kind of these."""
         if not self.plan.columns and not self.plan.rows:
             return ()
-        return tuple([axis for axis in self.plan.reduced if axis in axes_of(at)])
+        reduced = axes_of(member.at[member.trace.parallel_rank :])
+        axes = tuple([axis for axis in self.plan.reduced if axis in reduced])
+        assert axes, "a reduction of another axis of size 1 is no member"
+        return axes
 
     def _store(self, member: Member) -> None:
         definition, body = member.definition, self.reader.body
