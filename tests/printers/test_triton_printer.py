@@ -406,15 +406,23 @@ def test_several_masked_loads_of_columns_have_a_warp_s_columns() -> None:
     p0, part, r = Axis("p1", 3001), Axis("p0", 12), Axis("r0", 371)
     row = as_index(part) * 371 + r
 
-    def write(body: KernelBuilder, masked: bool) -> None:
+    def write(body: KernelBuilder, masked: bool, dtype: torch.dtype) -> None:
         with body.masked(body.index(row) < 4451) if masked else nullcontext():
-            x, y = [body.load(name, row * 3001 + p0, BF16).to(F32) for name in "xy"]
+            x, y = [body.load(name, row * 3001 + p0, dtype).to(F32) for name in "xy"]
         body.store("out", as_index(part) * 3001 + p0, body.reduce("sum", x.exp().erf() * y)[0])
 
-    for masked, width in ((True, 32), (False, 64)):
-        inputs = dict.fromkeys("xy", (BF16, 12 * 371 * 3001))
-        kernel = build([part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, functools.partial(write, masked=masked))
-        assert configurations(kernel)[0].x_block == width
+    for dtype, masked, tile in (
+        (BF16, True, (32, 32)),
+        (BF16, False, (64, 16)),
+        (F32, True, (32, 16)),
+        (F32, False, (32, 16)),
+    ):
+        inputs = dict.fromkeys("xy", (dtype, 12 * 371 * 3001))
+        kernel = build(
+            [part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, functools.partial(write, masked=masked, dtype=dtype)
+        )
+        first = configurations(kernel)[0]
+        assert (first.x_block, first.r_block) == tile, (dtype, masked)
 
 
 def column_kernel(kind: str, rows: int, columns: int) -> Kernel:

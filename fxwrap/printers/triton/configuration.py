@@ -446,16 +446,17 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
-    elements to shared memory are slow. Several loads with masks of their own, as in parts of which the last is shorter,
-    wait for each other less if a warp has all columns.
+    elements to shared memory are slow. Several loads of single elements, or with masks of their own, as in parts of
+    which the last is shorter, wait for each other less if a warp has all columns, and fewer elements of four bytes.
     """
-    width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
-    loads = full_tile_loads(kernel)
-    if len(loads) > 1 and any(load.mask is not None for load in loads):
-        width = min(width, LANES)
+    width, loads = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec)), full_tile_loads(kernel)
+    elements = _STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4
+    is_wide, is_masked = all(load.dtype.itemsize >= 4 for load in loads), any(load.mask is not None for load in loads)
+    if len(loads) > 1 and (is_masked or (is_wide and is_unaligned(kernel, inner))):
+        width, elements = min(width, LANES), 4 if is_wide else elements
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = LANES * (_STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
+    step = LANES * elements
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
