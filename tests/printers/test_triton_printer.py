@@ -409,17 +409,22 @@ def test_masked_loads_of_uneven_columns_have_a_warp_s_columns(names: str, is_cos
     p0, part, r = Axis("p1", 3001), Axis("p0", 12), Axis("r0", 371)
     row = as_index(part) * 371 + r
 
-    def write(body: KernelBuilder, masked: bool) -> None:
+    def write(body: KernelBuilder, masked: bool, dtype: torch.dtype) -> None:
         with body.masked(body.index(row) < 4451) if masked else nullcontext():
-            x, *others = [body.load(name, row * 3001 + p0, BF16).to(F32) for name in names]
+            x, *others = [body.load(name, row * 3001 + p0, dtype).to(F32) for name in names]
         value = math.prod(others, start=x.exp().erf() if is_costly else x)
         body.store("out", as_index(part) * 3001 + p0, body.reduce("sum", value)[0])
 
-    for masked, width in ((True, 32), (False, 64)):
-        inputs = dict.fromkeys(names, (BF16, 12 * 371 * 3001))
-        kernel = build([part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, functools.partial(write, masked=masked))
-        first = configurations(kernel)[0]
-        assert first.x_block == width and first.num_warps == 4
+    for dtype, masked, width in (
+        (BF16, True, 32),
+        (BF16, False, 64),
+        (F32, True, 32),
+        (F32, False, 96 - 32 * len(names)),
+    ):
+        inputs = dict.fromkeys(names, (dtype, 12 * 371 * 3001))
+        function = functools.partial(write, masked=masked, dtype=dtype)
+        first = configurations(build([part, p0], [r], inputs, {"out": (F32, 12 * 3001)}, function))[0]
+        assert first.x_block == width, (dtype, masked)
 
 
 def test_long_uneven_rows_of_several_tensors_have_many_warps() -> None:

@@ -465,15 +465,18 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
     elements to shared memory are slow. Loads with masks of their own, as in parts of which the last is shorter, wait
-    for each other less if a warp has all columns.
+    for each other less if a warp has all columns; so do several loads of single elements of four bytes, fewer a thread.
     """
-    width = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec))
-    loads = full_tile_loads(kernel)
-    if _has_masked_elements(kernel) and (len(loads) > 1 or is_unaligned(kernel, inner)):
+    width, loads = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec)), full_tile_loads(kernel)
+    elements = _STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4
+    is_masked, is_uneven = _has_masked_elements(kernel), is_unaligned(kernel, inner)
+    if len(loads) > 1 and all(load.dtype.itemsize >= 4 for load in loads) and (is_masked or is_uneven):
+        width, elements = min(width, LANES), 4
+    elif is_masked and (len(loads) > 1 or is_uneven):
         width = min(width, LANES)
     programs = _column_programs(kernel, inner, hint, width)
     size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = LANES * (_STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4)
+    step = LANES * elements
     while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
