@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
-from fxwrap.compile_cache import compile_counts
 from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.devices import DeviceSpec, find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
@@ -45,13 +44,9 @@ class KernelFailure:
 
 
 def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
-    """Starts the kernel compilers while a graph is lowered, if the graph is large enough to have many kernels.
-
-    They also start for small graphs after the first of the process: a model with graph breaks has many, one by one.
-    """
+    """Starts the kernel compilers while a graph is lowered, if the graph is large enough to have many kernels."""
     nodes = graph.graph.nodes
-    is_large = sum([node.op == "call_function" for node in nodes]) >= _MANY_CALLS
-    if not options.fuse or not (is_large or compile_counts().compiled > 1):  # this graph is counted
+    if not options.fuse or sum([node.op == "call_function" for node in nodes]) < _MANY_CALLS:
         return
     values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     specs = options.device_specs()
