@@ -6,11 +6,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from fxwrap.loop_ir import Constant, IndexValue, Reduce, Scan, Store
+from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Constant, IndexValue, Reduce, Scan, Store
 from fxwrap.printers.cpp.axis_tables import choose_tables
 from fxwrap.printers.cpp.loop_plan import (
     COLUMN_BLOCK,
@@ -21,11 +22,35 @@ from fxwrap.printers.cpp.loop_plan import (
     split_reduction,
 )
 from fxwrap.printers.cpp.loops import loop_head
-from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
+from fxwrap.printers.cpp.operations import CPP_TYPES, parenthesize, print_size
 from fxwrap.printers.cpp.reductions import ReductionPrinter, RowPrinter
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues
+from fxwrap.symbolic import Size
+
+ELEMENTS_TOGETHER = 4
+"""Elements of a column that are summed before they are added to its accumulator."""
+
+MAX_TOGETHER_COST = 128
+"""The most instructions for these elements together: their code is repeated."""
 
 _COMBINE: Final[Mapping[str, str]] = {"cumsum": "sum", "cumprod": "prod", "logcumsumexp": "logaddexp"}
+
+
+@dataclass(frozen=True)
+class LoopRange:
+    """The part of an axis that a loop goes through, as texts; all of it by default."""
+
+    axis: Axis
+    start: str = "0"
+    end: str = ""
+
+    def stop(self) -> str:
+        """Returns the end of the loop."""
+        return self.end or print_size(self.axis.size)
+
+    def head(self) -> str:
+        """Returns the head of the loop."""
+        return loop_head(self.axis, self.start, self.end)
 
 
 def _accumulator_type(operation: Scan, dtype: torch.dtype) -> str:
@@ -234,8 +259,7 @@ class ColumnPrinter(ScanPrinterBase):
             self.print_parts(reductions, stores, known, self.parallel() if is_parallel else "")
         else:
             self.declare_lanes(reductions, self.block)
-            with self.writer.nest([loop_head(axis) for axis in self.kernel.reduced]):
-                self.column_body(reductions, stores, known)
+            self.reduce_columns(reductions, stores, known, [LoopRange(axis) for axis in self.kernel.reduced])
         for position in reductions:
             if self.plan.group > 1:
                 name, combine = self.statements.name(position), self.combine(position)
@@ -276,6 +300,80 @@ class ColumnPrinter(ScanPrinterBase):
         """Returns the text of a column's complete result."""
         return f"{self.statements.name(position)}_lanes[lane]"
 
+    def reduce_columns(
+        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, ranges: Sequence[LoopRange]
+    ) -> None:
+        """Writes the loops over elements of columns, several at a time where that makes sums shorter."""
+        *outer, inner = ranges
+        with self.writer.nest([item.head() for item in outer]):
+            together = self.elements_together(reductions, stores, known, inner.axis.size)
+            if together == 1:
+                with self.writer.nest([inner.head()]):
+                    self.column_body(reductions, stores, known)
+                return
+            name, size = inner.axis.name, inner.axis.size
+            rest = size % together if isinstance(size, int) and not inner.end else None
+            with self.writer.block(""):
+                self.writer.line(f"int64_t {name}_0 = {inner.start};")
+                with self.writer.nest([f"for (; {name}_0 + {together} <= {inner.stop()}; {name}_0 += {together})"]):
+                    self.combine_elements(reductions, known, name, together)
+                if rest is None:
+                    with self.writer.nest([loop_head(inner.axis, f"{name}_0", inner.stop())]):
+                        self.column_body(reductions, stores, known)
+                elif rest:
+                    self.combine_elements(reductions, known, name, rest)
+
+    def elements_together(
+        self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues, size: Size
+    ) -> int:
+        """Returns the number of elements of a column whose sum is added to an accumulator at once, 1 for no sums.
+
+        An accumulator then combines a fourth of the terms, which makes its sum more exact, and is loaded and stored a
+        fourth as often.
+        """
+        targets = self.targets(reductions, stores)
+        is_sum = [
+            self.reduction(item).kind == "sum" and self.statements.dtype(self.reduction(item).operands[0]).is_floating_point
+            for item in reductions
+        ]
+        if stores or self.plan.serial or not any(is_sum) or any(self.is_arg_reduction(item) for item in reductions):
+            return 1
+        if self.needed_scans(targets, known) or self.work(targets, known) * ELEMENTS_TOGETHER > MAX_TOGETHER_COST:
+            return 1
+        return size if isinstance(size, int) and size < 2 * ELEMENTS_TOGETHER else ELEMENTS_TOGETHER
+
+    def work(self, targets: Sequence[int], known: EmittedValues) -> int:
+        """Returns the estimated number of instructions for an element of a column."""
+        used = [self.statements.kernel.operations[item] for item in self.kernel.backward_slice(targets, known)]
+        return sum([OPERATIONS[item.name].cost if isinstance(item, Compute) else 1 for item in used])
+
+    def combine_elements(self, reductions: Sequence[int], known: EmittedValues, name: str, together: int) -> None:
+        """Writes the vectorised loop over a block's columns for some adjacent elements, from `name`_0 on."""
+        with self.columns():
+            terms = {item: [f"{self.statements.name(item)}_{k}" for k in range(together)] for item in reductions}
+            for item, names in terms.items():
+                self.writer.line(f"{self.value_type(item)} {', '.join(names)};")
+            for k in range(together):
+                with self.writer.block(""):
+                    self.writer.line(f"const int64_t {name} = {name}_0 + {k};")
+                    inner = dict(known)
+                    self.statements.write(self.targets(reductions, []), inner)
+                    for item in reductions:
+                        self.writer.line(f"{terms[item][k]} = {inner[self.reduction(item).operands[0]]};")
+            for item in reductions:
+                value = {self.reduction(item).operands[0]: self.pairwise(item, terms[item])}
+                self.accumulate_lane(item, value, f"{self.statements.name(item)}_lanes")
+
+    def pairwise(self, position: int, terms: Sequence[str]) -> str:
+        """Returns the combination of a reduction's terms, of halves of them first."""
+        if len(terms) == 1:
+            return terms[0]
+        middle = (len(terms) + 1) // 2
+        first, second = self.pairwise(position, terms[:middle]), self.pairwise(position, terms[middle:])
+        if self.reduction(position).kind == "sum":
+            return f"{parenthesize(first)} + {parenthesize(second)}"
+        return f"{self.combine(position)}({first}, {second})"
+
     def column_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the vectorised loop over a block's columns for one element of the reduced axes."""
         inner = dict(known)
@@ -299,5 +397,6 @@ class ColumnPrinter(ScanPrinterBase):
     def print_parts(self, reductions: list[int], stores: list[Store], known: EmittedValues, pragma: str) -> None:
         """Writes a pass over long columns in parts of fixed size."""
         split = split_reduction(self.kernel.reduced, MAX_LANE_ELEMENTS)
-        with self.parts(reductions, self.block, split, pragma), self.writer.nest(self.part_heads(split, split.inner)):
-            self.column_body(reductions, stores, known)
+        ranges = [LoopRange(split.axis, "start", "start + count"), *[LoopRange(axis) for axis in split.inner]]
+        with self.parts(reductions, self.block, split, pragma):
+            self.reduce_columns(reductions, stores, known, ranges)
