@@ -224,8 +224,8 @@ def check_any_order() -> None:
         raise Declined("deterministic algorithms are enabled, and kernels write in any order")
 
 
-MIN_SCATTERED_COLUMNS = 16
-"""The least number of columns of scattered rows that threads of a CPU divide among them."""
+MIN_SCATTERED_COLUMNS = 4
+"""The least number of columns of scattered rows that a CPU updates as vectors; threads divide blocks of 16 among them."""
 
 
 def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: Size = 1) -> None:

@@ -52,7 +52,10 @@ TILE_CACHE_BYTES = 16384
 """Largest size in bytes of the tiles of transposed loads, a part of the L1 cache."""
 
 SCATTER_BLOCK = 16
-"""Smallest number of columns of rows that threads divide among them when they scatter."""
+"""Smallest number of columns of rows that a thread updates when threads divide them to scatter."""
+
+MIN_SCATTERED_COLUMNS = 4
+"""Smallest number of columns of rows that are updated as vectors. Rows of one block are updated by one thread."""
 
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together, as in `kernel.h`."""
@@ -158,7 +161,7 @@ class LoopPlan:
     def scatters_are_disjoint(self) -> bool:
         """Whether iterations at different positions along the vectorised axis never update the same element."""
         vector_axis = self.vector_axis
-        if vector_axis is None or not isinstance(vector_axis.size, int) or vector_axis.size < SCATTER_BLOCK:
+        if vector_axis is None or not isinstance(vector_axis.size, int) or vector_axis.size < MIN_SCATTERED_COLUMNS:
             return False
         return all(_is_disjoint_along(store.index, vector_axis, vector_axis.size) for store in self.kernel.stores)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +24,8 @@ from fxwrap.loop_ir import (
     split_loop,
 )
 from fxwrap.printers.cpp.axis_tables import AxisTable, choose_tables
-from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, LoopPlan
+from fxwrap.printers.cpp.half_blocks import HALF_BLOCK, HalfBlocks, HalfBlockWriter, find_half_blocks
+from fxwrap.printers.cpp.loop_plan import MIN_PARALLEL_WORK, SCATTER_BLOCK, LoopPlan
 from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
@@ -133,13 +136,44 @@ class LoopPrinter(ABC):
         """Returns the pragma of the vectorised loop."""
         return "" if self.in_order else f"#pragma omp simd{self.clause}"
 
-    def write_stores(self, stores: Sequence[Store], known: EmittedValues) -> None:
-        """Writes the statements of stores, then the stores."""
-        values = [store.value for store in stores]
-        targets = [item for store in stores for item in operands(store)]
+    def write_stores(
+        self, stores: Sequence[Store], known: EmittedValues, halves: HalfBlockWriter | None = None
+    ) -> None:
+        """Writes the statements of stores, then the stores, into blocks of `halves` where it has them."""
+        blocks = HalfBlocks() if halves is None else halves.blocks
+        values = [blocks.stored(store) for store in stores]
+        targets = blocks.targets([item for store in stores for item in operands(store)])
         self.statements.write(targets, known, named=values if len(stores) > 1 else ())
         for store in stores:
-            self.statements.store(store, known)
+            if halves is not None and store in blocks.stores:
+                halves.store(store, known)
+            else:
+                self.statements.store(store, known)
+
+    def write_store_loop(
+        self, stores: Sequence[Store], known: EmittedValues, start: str, end: str, pragma: str = ""
+    ) -> None:
+        """Writes the vectorised loop of stores along a part of the axis; `pragma` is that of a parallel loop."""
+        lane, kernel, known = self.vector_axis, self.statements.kernel, dict(known)
+        blocks = HalfBlocks()
+        if not self.in_order:
+            targets = [item for store in stores for item in operands(store)]
+            blocks = find_half_blocks(kernel, lane, targets, stores, known)
+        if not blocks:
+            with self.writer.nest([loop_head(lane, start, end)], pragma or self.simd()):
+                self.write_stores(stores, known)
+            return
+        first, end = f"{lane.name}_0", end or print_size(lane.size)
+        halves = HalfBlockWriter(self.statements, blocks, lane, first, "lanes")
+        head = f"for (int64_t {first} = {start}; {first} < {end}; {first} += {HALF_BLOCK})"
+        call = f"for_lane_block<{HALF_BLOCK}>({end} - {first}, [&](auto lanes)"
+        with self.writer.nest([head], pragma.replace(" simd", "")), self.writer.block(call, "});"):
+            halves.widen(known, HALF_BLOCK)
+            halves.declare_stores(HALF_BLOCK)
+            with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], self.simd()):
+                self.writer.line(f"const int64_t {lane.name} = {first} + lane;")
+                self.write_stores(stores, dict(known), halves)
+            halves.narrow(known)
 
     def identity_element(self, operation: Reduce | Scan) -> str:
         """Returns the initial value of a reduction."""
@@ -168,9 +202,7 @@ class PointwisePrinter(LoopPrinter):
         elif self.plan.transposed_loads[1]:
             self.print_tiles(known)
         elif not heads:
-            with self.writer.nest([loop_head(vector_axis)], self.parallel(" simd")):
-                self.write_device_asserts(self.device_asserts, known)
-                self.write_stores(stores, known)
+            self.print_flat(known)
         else:
             with self.writer.nest(heads, self.parallel()):
                 cases = {} if inner else find_cases(self.kernel, self.outer_axes(), vector_axis)
@@ -186,6 +218,22 @@ class PointwisePrinter(LoopPrinter):
                 else:
                     self.print_segments(known)
 
+    def print_flat(self, known: EmittedValues) -> None:
+        """Writes the loops of a kernel of one axis, in segments where conditions on it change."""
+        lane, kernel = self.vector_axis, self.kernel
+        if self.device_asserts:
+            with self.writer.nest([loop_head(lane)], self.parallel(" simd")):
+                self.write_device_asserts(self.device_asserts, known)
+                self.write_stores(kernel.stores, known)
+            return
+        for segment in split_loop(kernel, lane):
+            self.statements.kernel = specialise(kernel, lane, segment.start)
+            if stores := self.statements.kernel.stores:
+                self.write_store_loop(stores, known, str(segment.start), str(segment.end), self.parallel(" simd"))
+        if self.statements.kernel is kernel:
+            self.write_store_loop(kernel.stores, known, "0", "", self.parallel(" simd"))
+        self.statements.kernel = kernel
+
     def outer_axes(self) -> list[Axis]:
         """Returns the axes of the loops around the vectorised one."""
         return [axis for axis in self.kernel.axes if axis is not self.vector_axis]
@@ -196,18 +244,33 @@ class PointwisePrinter(LoopPrinter):
         `inner` are the assertions that depend on the vectorised axis.
         """
         lane, first, work = self.vector_axis, f"{self.vector_axis.name}_0", self.plan.work
+        if isinstance(lane.size, int) and lane.size <= SCATTER_BLOCK:
+            self.print_scattered_rows(inner, "0", "")
+            return
         is_large = not isinstance(work, int) or work >= MIN_PARALLEL_WORK
         pragma = f"#pragma omp parallel for schedule(static){self.clause}" if is_large else ""
         self.writer.line(f"const int64_t block = {f'scattered_columns({lane.size})' if is_large else lane.size};")
         with self.writer.nest([f"for (int64_t {first} = 0; {first} < {lane.size}; {first} += block)"], pragma):
             self.writer.line(f"const int64_t end = fxwrap::min<int64_t>({first} + block, {lane.size});")
-            with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
-                known: EmittedValues = {}
-                self.hoist(known)
-                self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
-                with self.writer.nest([loop_head(lane, first, "end")], f"#pragma omp simd{self.clause}"):
+            self.print_scattered_rows(inner, first, "end")
+
+    def print_scattered_rows(self, inner: Collection[int], start: str, end: str) -> None:
+        """Writes the loops over all rows that update a part of their columns. A row's condition is around its loop."""
+        lane, stores = self.vector_axis, self.kernel.stores
+        masks = {store.mask for store in stores}
+        mask = masks.pop() if len(masks) == 1 and not inner else None
+        with self.writer.nest([loop_head(axis) for axis in self.outer_axes()]):
+            known: EmittedValues = {}
+            self.hoist(known)
+            self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
+            condition = None if mask is None or lane in self.plan.dependent_axes[mask] else known[mask]
+            if condition is not None:
+                stores = tuple([replace(store, mask=None) for store in stores])
+            with nullcontext() if condition is None else self.writer.block(f"if ({condition})"):
+                pragma = f"#pragma omp simd{self.clause if inner else ''}"
+                with self.writer.nest([loop_head(lane, start, end)], pragma):
                     self.write_device_asserts(inner, known)
-                    self.write_stores(self.kernel.stores, known)
+                    self.write_stores(stores, known)
 
     def print_cases(self, cases: Mapping[Axis, Sequence[Segment]], known: EmittedValues) -> None:
         """Writes the vectorised loop for each case of other axes, in which their conditions are constant."""
@@ -235,13 +298,11 @@ class PointwisePrinter(LoopPrinter):
         kernel, lane = self.statements.kernel, self.vector_axis
         segments = split_loop(kernel, lane)
         if not segments:
-            with self.writer.nest([loop_head(lane)], self.simd()):
-                self.write_stores(kernel.stores, known)
+            self.write_store_loop(kernel.stores, known, "0", "")
         for segment in segments:
             self.statements.kernel = specialise(kernel, lane, segment.start)
             if stores := self.statements.kernel.stores:
-                with self.writer.nest([loop_head(lane, str(segment.start), str(segment.end))], self.simd()):
-                    self.write_stores(stores, dict(known))
+                self.write_store_loop(stores, known, str(segment.start), str(segment.end))
         self.statements.kernel = kernel
 
     def print_tiles(self, known: EmittedValues) -> None:

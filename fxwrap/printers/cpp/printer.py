@@ -42,10 +42,14 @@ _VECTOR_MATH = '#include "vector_math.h"\n'
 _VECTOR_MATH_CALLS = ("op::fmod(", "op::remainder(", "op::floor_divide(")
 """Calls with vector forms that the C library lacks, which only kernels with such calls compile."""
 
+_HALF_BLOCKS = '#include "half_blocks.h"\n'
+_HALF_BLOCK_CALLS = ("widen(", "narrow(")
+"""Calls that convert blocks of float16."""
+
 _RESERVED_WORDS = """
 kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
 count offset block place is_new height op combine part largest total visible fxwrap to update bitcast literal infinity
-nan for_lanes for_overlapping_lanes zero alignas alignof and asm auto bool break case catch char class const continue
+nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated offset zero alignas alignof and asm auto bool break case catch char class const continue
 default delete do double else enum explicit export extern false float for friend goto if inline int long mutable
 namespace new noexcept not operator or private protected public register return short signed sizeof static struct
 switch template this throw true try typedef typename union unsigned using virtual void volatile while xor int8_t
@@ -71,7 +75,8 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
         *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],
         *[types[0] for types, _ in symbols],
     )
-    includes = INCLUDE + (_VECTOR_MATH if any(call in body for call in _VECTOR_MATH_CALLS) else "")
+    headers = ((_VECTOR_MATH, _VECTOR_MATH_CALLS), (_HALF_BLOCKS, _HALF_BLOCK_CALLS))
+    includes = INCLUDE + "".join([header for header, calls in headers if any(call in body for call in calls)])
     return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fxwrap.loop_ir import Axis, Load, Reduce, Store
+from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
     MAX_LANE_ELEMENTS,
@@ -335,6 +336,10 @@ class RowPrinter(ReductionPrinter):
     ) -> None:
         """Writes the vectorised loop over `count` elements of the vectorised axis from `start` on."""
         vector_axis = self.vector_axis
+        blocks = self.half_blocks(reductions, stores, known)
+        if blocks:
+            self.half_loop(reductions, stores, known, start, count, blocks)
+            return
         if self.overlaps:
             arguments = f"int64_t {vector_axis.name}, int lane, int64_t place, bool is_new"
             loop = f"for_overlapping_lanes<{self.lanes()}, {self.block_width()}>"
@@ -352,21 +357,72 @@ class RowPrinter(ReductionPrinter):
                 self.writer.line(f"const int64_t {vector_axis.name} = {start} + offset;")
             self.lane_body(reductions, stores, known)
 
-    def lane_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
+    def half_blocks(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> HalfBlocks:
+        """Returns the accesses of a pass that are converted in blocks, none in loops in order."""
+        if self.in_order or self.lanes() < MIN_HALF_LANES:
+            return HalfBlocks()
+        row_values = dict.fromkeys(self.filled_row_buffers, "")
+        new = self.row_buffers - self.filled_row_buffers
+        targets = [*self.targets(reductions, stores), *new]
+        return find_half_blocks(self.kernel, self.vector_axis, targets, self.block_stores(stores), {**known, **row_values})
+
+    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Returns the stores whose elements go to memory in the order of the row."""
+        return stores
+
+    def half_loop(
+        self,
+        reductions: Sequence[int],
+        stores: Sequence[Store],
+        known: EmittedValues,
+        start: str,
+        count: str,
+        blocks: HalfBlocks,
+    ) -> None:
+        """Writes the loop over blocks of float16 elements: their conversions, and the vectorised loop of a block."""
+        lane, lanes = self.vector_axis, self.lanes()
+        halves = HalfBlockWriter(self.statements, blocks, lane, "first", "lanes")
+        loop, arguments = f"for_blocks<{lanes}>", "int64_t offset, auto lanes"
+        if self.overlaps:
+            loop = f"for_overlapping_blocks<{lanes}, {self.block_width()}>"
+            arguments += ", int64_t first_place, int repeated"
+        with self.writer.block(f"{loop}({count}, [&]({arguments})", "});"):
+            self.writer.line(f"const int64_t first = {'offset' if start == '0' else f'{start} + offset'};")
+            halves.widen(known, lanes)
+            halves.declare_stores(lanes)
+            with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], "#pragma omp simd"):
+                self.writer.line(f"const int64_t {lane.name} = first + lane;")
+                if self.overlaps:
+                    self.writer.line("const int64_t place = first_place + lane;")
+                    self.writer.line("const bool is_new = lane >= repeated;")
+                self.lane_body(reductions, stores, dict(known), halves)
+            halves.narrow(known)
+
+    def lane_body(
+        self,
+        reductions: Sequence[int],
+        stores: Sequence[Store],
+        known: EmittedValues,
+        halves: HalfBlockWriter | None = None,
+    ) -> None:
         """Writes the iteration for one element: statements, row buffers, accumulation, stores."""
         row, name = self.row_place(), self.statements.name
+        blocks = HalfBlocks() if halves is None else halves.blocks
         for position in self.filled_row_buffers:
             known[position] = f"{name(position)}_row[{row}]"
-        targets = self.targets(reductions, stores)
+        targets = blocks.targets(self.targets(reductions, stores))
         new = sorted((self.row_buffers - self.filled_row_buffers) & self.kernel.backward_slice(targets, known))
-        values = [store.value for store in stores]
+        values = [blocks.stored(store) for store in stores]
         self.statements.write([*targets, *new], known, named=[*new, *(values if len(values) > 1 else ())])
         for position in new:
             self.writer.line(f"{name(position)}_row[{row}] = {known[position]};")
         for position in reductions:
             self.accumulate_lane(position, known, f"{name(position)}_lanes")
         for store in stores:
-            self.store(store, known)
+            if halves is not None and store in blocks.stores:
+                halves.store(store, known)
+            else:
+                self.store(store, known)
 
     def store(self, store: Store, known: EmittedValues) -> None:
         """Writes the store of an element of the row."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +13,7 @@ import torch
 
 from fxwrap.loop_ir import OPERATIONS, Axis, Compute, Constant, IndexValue, Reduce, Scan, Store
 from fxwrap.printers.cpp.axis_tables import choose_tables
+from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
     COLUMN_BLOCK,
     MAX_LANE_ELEMENTS,
@@ -349,20 +350,23 @@ class ColumnPrinter(ScanPrinterBase):
 
     def combine_elements(self, reductions: Sequence[int], known: EmittedValues, name: str, together: int) -> None:
         """Writes the vectorised loop over a block's columns for some adjacent elements, from `name`_0 on."""
-        with self.columns():
-            terms = {item: [f"{self.statements.name(item)}_{k}" for k in range(together)] for item in reductions}
-            for item, names in terms.items():
-                self.writer.line(f"{self.value_type(item)} {', '.join(names)};")
-            for k in range(together):
-                with self.writer.block(""):
-                    self.writer.line(f"const int64_t {name} = {name}_0 + {k};")
-                    inner = dict(known)
-                    self.statements.write(self.targets(reductions, []), inner)
-                    for item in reductions:
-                        self.writer.line(f"{terms[item][k]} = {inner[self.reduction(item).operands[0]]};")
-            for item in reductions:
-                value = {self.reduction(item).operands[0]: self.pairwise(item, terms[item])}
-                self.accumulate_lane(item, value, f"{self.statements.name(item)}_lanes")
+        halves = self.half_writer(self.targets(reductions, []), [], known)
+        with self.half_block(halves):
+            rows = halves.widen_rows(known, self.block, name, together)
+            with self.columns():
+                terms = {item: [f"{self.statements.name(item)}_{k}" for k in range(together)] for item in reductions}
+                for item, names in terms.items():
+                    self.writer.line(f"{self.value_type(item)} {', '.join(names)};")
+                for k in range(together):
+                    with self.writer.block(""):
+                        self.writer.line(f"const int64_t {name} = {name}_0 + {k};")
+                        inner = {**known, **rows[k]}
+                        self.statements.write(self.targets(reductions, []), inner)
+                        for item in reductions:
+                            self.writer.line(f"{terms[item][k]} = {inner[self.reduction(item).operands[0]]};")
+                for item in reductions:
+                    value = {self.reduction(item).operands[0]: self.pairwise(item, terms[item])}
+                    self.accumulate_lane(item, value, f"{self.statements.name(item)}_lanes")
 
     def pairwise(self, position: int, terms: Sequence[str]) -> str:
         """Returns the combination of a reduction's terms, of halves of them first."""
@@ -377,13 +381,38 @@ class ColumnPrinter(ScanPrinterBase):
     def column_body(self, reductions: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> None:
         """Writes the vectorised loop over a block's columns for one element of the reduced axes."""
         inner = dict(known)
-        with self.columns():
-            values = [store.value for store in stores]
-            self.statements.write(self.targets(reductions, stores), inner, named=values if len(values) > 1 else ())
-            for position in reductions:
-                self.accumulate_lane(position, inner, f"{self.statements.name(position)}_lanes")
-            for store in stores:
-                self.store(store, inner)
+        halves = self.half_writer(self.targets(reductions, stores), stores, known)
+        with self.half_block(halves):
+            halves.widen(inner, self.block)
+            halves.declare_stores(self.block)
+            with self.columns():
+                element = dict(inner)
+                values = [halves.blocks.stored(store) for store in stores]
+                targets = halves.blocks.targets(self.targets(reductions, stores))
+                self.statements.write(targets, element, named=values if len(values) > 1 else ())
+                for position in reductions:
+                    self.accumulate_lane(position, element, f"{self.statements.name(position)}_lanes")
+                for store in stores:
+                    if store in halves.blocks.stores:
+                        halves.store(store, element)
+                    else:
+                        self.store(store, element)
+            halves.narrow(inner)
+
+    def half_writer(self, targets: Sequence[int], stores: Sequence[Store], known: EmittedValues) -> HalfBlockWriter:
+        """Returns the writer of the conversions of a block of columns."""
+        lane, blocks = self.vector_axis, HalfBlocks()
+        if not self.in_order and self.block >= MIN_HALF_LANES:
+            blocks = find_half_blocks(self.statements.kernel, lane, targets, self.block_stores(stores), known)
+        return HalfBlockWriter(self.statements, blocks, lane, f"{lane.name}_0", self.lane_count)
+
+    def half_block(self, halves: HalfBlockWriter) -> AbstractContextManager[None]:
+        """Opens a block for the conversions of columns, if there are some."""
+        return self.writer.block("") if halves.blocks else nullcontext()
+
+    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Returns the stores whose elements go to memory in the order of columns."""
+        return stores
 
     def running(self, position: int) -> str:
         """Returns the running value of a column."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.loop_ir import Axis, Index, Load, Scan, Store, as_index
@@ -79,6 +80,11 @@ class TransposedColumnPrinter(ColumnPrinter):
                 self.writer.line(f"transpose({arguments});{self.statements.comment(operation)}")
                 known[position] = f"{name}_tile[{row.name}][lane]"
         return known
+
+    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Returns the stores across rows: tiles of the others are transposed first."""
+        (row,) = self.kernel.reduced
+        return [store for store in stores if not _is_row(store.index, row, self.vector_axis)]
 
     def rows(self, access: Load | Store) -> tuple[str, str]:
         """Returns the texts of the address of a block's first row, and of the distance of rows."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxwrap.loop_ir import Axis, Store, operation_dtype
 from fxwrap.printers.cpp.loop_plan import LoopPlan, is_transposed
 from fxwrap.printers.cpp.loops import loop_head
@@ -62,6 +64,10 @@ class TransposedRowPrinter(RowPrinter):
     def tile(self, store: Store) -> str:
         """Returns the name of the tile of a store."""
         return f"{store.buffer}_tile"
+
+    def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Returns no stores: tiles are transposed first."""
+        return ()
 
     def store(self, store: Store, known: EmittedValues) -> None:
         """Writes the store of an element of the row into its tile."""

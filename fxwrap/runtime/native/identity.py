@@ -31,7 +31,7 @@ KERNEL_FLAGS = (
 )
 INTERFACE_HEADERS = ("bridge.h", "kernel_failure.h")
 KERNEL_HEADER = "kernel.h"
-KERNEL_HEADERS = ("kernel_failure.h", KERNEL_HEADER, "contractions.h", "vector_math.h")
+KERNEL_HEADERS = ("kernel_failure.h", KERNEL_HEADER, "contractions.h", "vector_math.h", "half_blocks.h")
 PLATFORM = (platform.system(), platform.machine())
 
 
