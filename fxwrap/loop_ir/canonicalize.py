@@ -169,7 +169,7 @@ def _merge_axes(kernel: Kernel) -> Kernel:
             or inner.size == 0
             or not _reduced_together(kernel, outer, inner)
             or not all(
-                _can_merge_axes(index, outer, inner) for operation in kernel.operations for index in indices(operation)
+                can_merge_axes(index, outer, inner) for operation in kernel.operations for index in indices(operation)
             )
         ):
             position += 1
@@ -190,7 +190,8 @@ def _reduced_together(kernel: Kernel, outer: Axis, inner: Axis) -> bool:
     return all((outer in kernel.reduced_by(item)) == (inner in kernel.reduced_by(item)) for item in reductions)
 
 
-def _can_merge_axes(index: Index, outer: Axis, inner: Axis) -> bool:
+def can_merge_axes(index: Index, outer: Axis, inner: Axis) -> bool:
+    """Whether an index is contiguous over two axes, or varies along neither."""
     present = index.axes()
     if outer not in present and inner not in present:
         return True

@@ -166,6 +166,41 @@ def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inne
     assert source.split("for (int64_t ")[-1].startswith(inner)
 
 
+def half_precision(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    normalised = torch.nn.functional.layer_norm(x, (100,), weight, weight)
+    return normalised, x.sum(0), x[rows] + weight, torch.cat([x.abs(), x * 2], 1)
+
+
+def test_float16_is_converted_in_blocks_of_whole_rows_columns_and_segments() -> None:
+    """Compilers convert elements one by one."""
+    inputs = [torch.randn(70, 100).half(), torch.randn(100).half(), torch.randint(70, (9,))]
+    compiled = compile_graph(make_fx(half_precision)(*inputs), inputs, options=Options(emitter="interpreter"))
+    sources = [kernel.source for kernel in compiled.program.kernels]
+    assert all("widen(" in source and "to<float>" not in source for source in sources)
+    assert sum("narrow(" in source for source in sources) == len(sources) - 1  # but the sum
+    wide = [item.double() if item.is_floating_point() else item for item in inputs]
+    for result, expected in zip(compiled(*inputs), half_precision(*wide), strict=True):
+        torch.testing.assert_close(result.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def short_sums(rows: torch.Tensor, columns: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.sum(1), columns.sum(0), torch.cat([half, half[:40].neg()])
+
+
+def test_short_sums_are_not_in_order_and_short_rows_of_a_concatenation_are_one_loop() -> None:
+    """In order, errors would be larger than those of eager's sums."""
+    inputs = [torch.randn(900, 31), torch.randn(63, 900), torch.randn(90, 5).bfloat16()]
+    compiled = compile_graph(make_fx(short_sums)(*inputs), inputs, options=Options(emitter="interpreter"))
+    *sums, joined = compiled(*inputs)
+    for result, terms in zip(sums, (inputs[0].t(), inputs[1]), strict=True):
+        exact, in_order = terms.double().sum(0), torch.zeros(900)
+        for term in terms:
+            in_order = in_order + term
+        assert (result - exact).norm() < 0.85 * (in_order - exact).norm()
+    assert torch.equal(joined, torch.cat([inputs[2], -inputs[2][:40]]))
+    assert any("p0 = 450; p0 < 650" in kernel.source for kernel in compiled.program.kernels)
+
+
 def sum_of_halves(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 
@@ -204,7 +239,7 @@ def test_gcc_vectorises_loops_over(
     vectorised = {(file, int(line)) for file, line in reported}
     simd_loops = lines_of(tmp_path / "kernel.cpp", r"#pragma omp.* simd")
     for file, line in simd_loops:
-        assert {(file, line + 1), (file, line + 2)} & vectorised, "the head of the loop, or its body"
+        assert {(file, line + number) for number in (1, 2, 3)} & vectorised, "the head of the loop, or its body"
     header = PROGRAM_HEADERS / "kernel.h"
     calls = {"for_lanes<": r"body\(start \+ lane, lane\)", "for_overlapping_lanes<": r"body\(first \+ lane, lane"}
     lane_loops = [lines_of(header, body) for call, body in calls.items() if call in kernel.source]

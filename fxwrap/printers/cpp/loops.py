@@ -30,6 +30,9 @@ from fxwrap.printers.cpp.operations import CPP_TYPES, print_size
 from fxwrap.printers.cpp.segments import find_cases
 from fxwrap.printers.cpp.statements import CppSourceWriter, EmittedValues, StatementPrinter
 
+MIN_PARALLEL_SEGMENT = 8192
+"""Smallest number of elements of a segment of a loop that threads share."""
+
 _IDENTITIES = {"sum": "0", "prod": "1", "any": "false", "all": "true"}
 
 
@@ -228,8 +231,9 @@ class PointwisePrinter(LoopPrinter):
             return
         for segment in split_loop(kernel, lane):
             self.statements.kernel = specialise(kernel, lane, segment.start)
+            pragma = self.parallel(" simd") if segment.end - segment.start >= MIN_PARALLEL_SEGMENT else ""
             if stores := self.statements.kernel.stores:
-                self.write_store_loop(stores, known, str(segment.start), str(segment.end), self.parallel(" simd"))
+                self.write_store_loop(stores, known, str(segment.start), str(segment.end), pragma)
         if self.statements.kernel is kernel:
             self.write_store_loop(kernel.stores, known, "0", "", self.parallel(" simd"))
         self.statements.kernel = kernel

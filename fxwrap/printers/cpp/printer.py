@@ -21,6 +21,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.cpp.contractions import ContractionPrinter, plan_contraction
 from fxwrap.printers.cpp.few_rows_streaming import FewRowsPrinter, has_few_rows
+from fxwrap.printers.cpp.flat_rows import flatten_rows
 from fxwrap.printers.cpp.grouped_columns import plan_grouped_columns
 from fxwrap.printers.cpp.loop_plan import LoopPlan, decompose_reductions, make_loop_plan
 from fxwrap.printers.cpp.loops import LoopPrinter, PointwisePrinter
@@ -62,7 +63,7 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
     """Returns a kernel as C++ source. `name` describes its computation; `origin_comments` prints origins."""
     kernel = decompose_reductions(_sanitize_names(kernel))
     writer = CppSourceWriter()
-    _make_loop_printer(make_loop_plan(kernel), writer, origin_comments).print_kernel()
+    _make_loop_printer(make_loop_plan(flatten_rows(kernel)), writer, origin_comments).print_kernel()
     symbols = [(SYMBOL_TYPES[symbol_kind(symbol.name)], symbol.name) for symbol in kernel.symbols]
     parameters = [
         *[f"const {CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.inputs],
