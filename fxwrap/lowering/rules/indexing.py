@@ -225,7 +225,7 @@ def check_any_order() -> None:
 
 
 MIN_SCATTERED_COLUMNS = 4
-"""The least number of columns of scattered rows that a CPU updates as vectors; threads divide blocks of 16 among them."""
+"""The least number of columns of scattered rows that a CPU updates together; threads divide blocks of 16 among them."""
 
 
 def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: Size = 1) -> None:

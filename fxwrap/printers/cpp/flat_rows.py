@@ -1,4 +1,4 @@
-"""Short rows under conditions on their number, as those of a concatenation along the first dimension, as one long row."""
+"""Short rows under conditions on their number, as those of a concatenation along dimension 0, as one long row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from fxwrap.loop_ir import (
     Atom,
     Axis,
     AxisComparison,
-    Compute,
     DeviceAssert,
     IndexLike,
     IndexValue,

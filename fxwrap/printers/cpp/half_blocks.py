@@ -1,7 +1,7 @@
 """Blocks of float16 elements that are converted together.
 
-Processors convert vectors of such elements in one instruction, for which compilers have no vectorised form: in a loop over
-elements they convert them one by one, or by a dozen instructions for integers.
+Processors convert vectors of such elements in one instruction, which compilers do not use in loops over elements:
+they convert them one by one, or by a dozen instructions for integers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HalfBlocks:
 def find_half_blocks(
     kernel: Kernel, lane: Axis, targets: Sequence[int], stores: Sequence[Store], known: Collection[int]
 ) -> HalfBlocks:
-    """Returns the accesses of a loop along `lane` to adjacent float16 elements that are converted from or to float32."""
+    """Returns the accesses of a loop along `lane` to adjacent float16 elements that are cast from or to float32."""
     if isinstance(lane.size, int) and lane.size < MIN_HALF_LANES:
         return HalfBlocks()
     loads: dict[int, int] = {}
@@ -96,7 +96,9 @@ class HalfBlockWriter:
         """Writes the loads of blocks of so many elements, which become known values."""
         for cast, source in self.blocks.loads.items():
             load = self._load(source)
-            known[cast] = self._widen(source, self.statements.index(known)(load.index.substitute(self.at)), size, "wide")
+            known[cast] = self._widen(
+                source, self.statements.index(known)(load.index.substitute(self.at)), size, "wide"
+            )
 
     def widen_rows(self, known: EmittedValues, size: int, axis: str, count: int) -> list[EmittedValues]:
         """Writes the loads of blocks at so many places along another axis; returns the elements of each place."""

@@ -170,7 +170,8 @@ class LoopPrinter(ABC):
         halves = HalfBlockWriter(self.statements, blocks, lane, first, "lanes")
         head = f"for (int64_t {first} = {start}; {first} < {end}; {first} += {HALF_BLOCK})"
         call = f"for_lane_block<{HALF_BLOCK}>({end} - {first}, [&](auto lanes)"
-        with self.writer.nest([head], pragma.replace(" simd", "")), self.writer.block(call, "});"):
+        outer = pragma.replace(" simd", "") if "parallel" in pragma else ""
+        with self.writer.nest([head], outer), self.writer.block(call, "});"):
             halves.widen(known, HALF_BLOCK)
             halves.declare_stores(HALF_BLOCK)
             with self.writer.nest(["for (int lane = 0; lane < lanes; ++lane)"], self.simd()):
@@ -229,13 +230,14 @@ class PointwisePrinter(LoopPrinter):
                 self.write_device_asserts(self.device_asserts, known)
                 self.write_stores(kernel.stores, known)
             return
-        for segment in split_loop(kernel, lane):
+        segments = split_loop(kernel, lane)
+        if not segments:
+            self.write_store_loop(kernel.stores, known, "0", "", self.parallel(" simd"))
+        for segment in segments:
             self.statements.kernel = specialise(kernel, lane, segment.start)
             pragma = self.parallel(" simd") if segment.end - segment.start >= MIN_PARALLEL_SEGMENT else ""
             if stores := self.statements.kernel.stores:
                 self.write_store_loop(stores, known, str(segment.start), str(segment.end), pragma)
-        if self.statements.kernel is kernel:
-            self.write_store_loop(kernel.stores, known, "0", "", self.parallel(" simd"))
         self.statements.kernel = kernel
 
     def outer_axes(self) -> list[Axis]:

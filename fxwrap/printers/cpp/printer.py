@@ -50,11 +50,12 @@ _HALF_BLOCK_CALLS = ("widen(", "narrow(")
 _RESERVED_WORDS = """
 kernel lane lanes key keys rows columns run width first i j scores maxima factors next weights tile part start end
 count offset block place is_new height op combine part largest total visible fxwrap to update bitcast literal infinity
-nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated offset zero alignas alignof and asm auto bool break case catch char class const continue
-default delete do double else enum explicit export extern false float for friend goto if inline int long mutable
-namespace new noexcept not operator or private protected public register return short signed sizeof static struct
-switch template this throw true try typedef typename union unsigned using virtual void volatile while xor int8_t
-int16_t int32_t int64_t uint8_t uint16_t bfloat16 float16
+nan for_lanes for_overlapping_lanes for_lane_block for_blocks for_overlapping_blocks widen narrow repeated offset zero
+alignas alignof and asm auto bool break case catch char class const continue default delete do double else enum
+explicit export extern false float for friend goto if inline int long mutable namespace new noexcept not operator or
+private protected public register return short signed sizeof static struct switch template this throw true try typedef
+typename union unsigned using virtual void volatile while xor int8_t int16_t int32_t int64_t uint8_t uint16_t bfloat16
+float16
 """
 _RESERVED = frozenset(_RESERVED_WORDS.split())
 

@@ -364,7 +364,9 @@ class RowPrinter(ReductionPrinter):
         row_values = dict.fromkeys(self.filled_row_buffers, "")
         new = self.row_buffers - self.filled_row_buffers
         targets = [*self.targets(reductions, stores), *new]
-        return find_half_blocks(self.kernel, self.vector_axis, targets, self.block_stores(stores), {**known, **row_values})
+        return find_half_blocks(
+            self.kernel, self.vector_axis, targets, self.block_stores(stores), {**known, **row_values}
+        )
 
     def block_stores(self, stores: Sequence[Store]) -> Sequence[Store]:
         """Returns the stores whose elements go to memory in the order of the row."""

@@ -334,7 +334,8 @@ class ColumnPrinter(ScanPrinterBase):
         """
         targets = self.targets(reductions, stores)
         is_sum = [
-            self.reduction(item).kind == "sum" and self.statements.dtype(self.reduction(item).operands[0]).is_floating_point
+            self.reduction(item).kind == "sum"
+            and self.statements.dtype(self.reduction(item).operands[0]).is_floating_point
             for item in reductions
         ]
         if stores or self.plan.serial or not any(is_sum) or any(self.is_arg_reduction(item) for item in reductions):
