@@ -56,11 +56,11 @@ def find_half_blocks(
     for position in sorted(kernel.backward_slice(targets, known)):
         item = kernel.operations[position]
         if isinstance(item, Compute) and item.name == "cast" and item.dtype is torch.float32:
-            source = item.operands[0]
+            (source,) = item.operands
             load = kernel.operations[source]
-            is_half = isinstance(load, Load) and load.dtype is torch.float16 and source not in known
-            if is_half and load.mask is None and _is_adjacent(load.index, lane, known):
-                loads[position] = source
+            if isinstance(load, Load) and load.dtype is torch.float16 and load.mask is None and source not in known:
+                if _is_adjacent(load.index, lane, known):
+                    loads[position] = source
     narrowed: dict[Store, int] = {}
     for store in stores:
         value = kernel.operations[store.value]

@@ -40,6 +40,9 @@ MIN_PARALLEL_WORK = 32768
 MIN_PARALLEL_ITERATIONS = 16
 """A long reduction with fewer parallel iterations is split into parts that run in parallel."""
 
+MAX_SPLIT_BLOCKS = 2
+"""Blocks of columns up to which the work of one counts as that of its columns together: each is split by itself."""
+
 MAX_LANE_ELEMENTS = 32
 """Elements of a part of a long reduction that one accumulator combines. More would make float32 sums of nearly equal
 elements inexact."""
@@ -135,7 +138,11 @@ class LoopPlan:
             count = count // self.vector_axis.size * -(-self.vector_axis.size // COLUMN_BLOCK)
         if count >= MIN_PARALLEL_ITERATIONS:
             return False
-        columns = 1 if self.group == 1 or self.vector_axis is None else self.vector_axis.size
+        columns: Size = 1
+        if self.vector_axis is not None and self.group > 1:
+            columns = self.vector_axis.size
+        elif not self.vector_axis_is_reduced and count <= MAX_SPLIT_BLOCKS and self.vector_axis is not None:
+            columns = min(self.vector_axis.size, COLUMN_BLOCK) if isinstance(self.vector_axis.size, int) else 1
         length = product([self.kernel.reduced_count, columns])
         return not isinstance(length, int) or length >= MIN_PARALLEL_WORK
 
