@@ -223,6 +223,16 @@ template <> INLINE float rounded<bfloat16>(float value) {
   const float nearest = bitcast<float>((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000);
   return value != value ? value : nearest;
 }
+#ifndef __AVX512FP16__
+template <> INLINE float rounded<float16>(float value) {
+  const uint32_t bits = bitcast<uint32_t>(value), magnitude = bits & 0x7fffffff;
+  const float subnormal = (bitcast<float>(magnitude) + 0.5f) - 0.5f;
+  const uint32_t nearest = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & 0xffffe000;
+  const uint32_t normal = nearest < (143u << 23) ? nearest : 0x7f800000;
+  const uint32_t result = magnitude < (113u << 23) ? bitcast<uint32_t>(subnormal) : normal;
+  return value != value ? value : bitcast<float>((bits & 0x80000000) | result);
+}
+#endif
 
 // --- integer sizes and indices --------------------------------------------------------------------------------------
 
