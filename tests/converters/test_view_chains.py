@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -135,6 +136,17 @@ def test_chains_have_the_layout_of_the_view(case: tuple[TensorType, TensorType, 
 def typed(sizes: str, strides: str, offset: str = "0") -> TensorType:
     """A type of numbers as texts, which `; ` separates."""
     return tensor_type(map(parse_expr, sizes.split("; ")), map(parse_expr, strides.split("; ")), parse_expr(offset))
+
+
+@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (1, 3, 1, 4)])
+def test_orders_of_dimensions_have_the_strides_of_those_of_size_1(sizes: tuple[int, ...]) -> None:
+    """Grouped matmuls check them: the transpose of one row is not a column of a new layout."""
+    tensor = torch.arange(product(sizes)).view(sizes)
+    base = tensor_type(tensor.shape, tensor.stride())
+    for order in itertools.permutations(range(len(sizes))):
+        view = tensor.permute(order)
+        result = apply_chain(tensor, base, tensor_type(view.shape, view.stride()), {})
+        assert torch.equal(result, view) and result.stride() == view.stride(), order
 
 
 def test_slices_that_maxima_bound_have_chains() -> None:

@@ -70,11 +70,18 @@ def load_indirect_index(
 
 
 def load_list_index(
-    reader: ElementReader, x: Definition, dim: int, index: Definition, indices: Indices, *, writes: bool = False
+    reader: ElementReader,
+    x: Definition,
+    dim: int,
+    index: Definition,
+    indices: Indices,
+    *,
+    error: str = "index",
+    writes: bool = False,
 ) -> Indices:
     """Returns indices with the one at `dim` replaced by the element of an index tensor of rank 0 or 1."""
     position = [indices[dim] if indices else 0] if index.sizes else []
-    row = load_indirect_index(reader, index, position, x.sizes[dim] if x.sizes else 1, writes=writes)
+    row = load_indirect_index(reader, index, position, x.sizes[dim] if x.sizes else 1, error=error, writes=writes)
     return replace_index(indices, dim, row) if x.sizes else ()
 
 
@@ -359,9 +366,11 @@ def _scatter_slices(
     call: OperatorCall, x: Definition, dim: int, index: Definition, space: Sequence[Size], mode: str, value: ElementBody
 ) -> LoweringResult:
     """Writes `value(reader, indices)`, for each element of the space, to the slices that an index tensor selects."""
+    error = "runtime" if mode == "add" else "index"  # eager's of index_add, and of the others
 
     def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        return load_list_index(reader, x, dim, index, indices, writes=True), value(reader, indices)
+        target = load_list_index(reader, x, dim, index, indices, error=error, writes=True)
+        return target, value(reader, indices)
 
     return lower_scatter(call, x, space, mode, write, of_rows=dim + 1 < len(x.sizes))
 
