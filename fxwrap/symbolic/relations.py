@@ -96,10 +96,13 @@ def _divide_exactly(dividend: Size, divisor: Size) -> Size | None:
 def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
     """Returns `(quotient, rest)` with `size = quotient * divisor + rest`: of each term, the multiples of the divisor.
 
-    For constants it is the floor division; the rest of a symbolic size may be larger than the divisor.
+    For constants it is the floor division, for sums that of polynomials if it leaves a number; the rest of a symbolic
+    size may be larger than the divisor.
     """
     if isinstance(size, int) and isinstance(divisor, int):
         return divmod(size, divisor)
+    if isinstance(divisor, sympy.Add) and (parts := _divide_by_sum(size, divisor)) is not None:
+        return parts
     quotients: list[Size] = []
     rest: list[Size] = []
     for term in sympy.Add.make_args(sympy.expand(_without_maximum(size))):
@@ -113,6 +116,17 @@ def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
         if quotient is not None:
             quotients.append(quotient)
     return total(quotients), total(rest)
+
+
+@bounded_cache(16384)
+def _divide_by_sum(size: Size, divisor: sympy.Add) -> tuple[Size, Size] | None:
+    """Returns the quotient and rest of polynomials with whole coefficients, if the rest is a number from 0 on."""
+    try:
+        parts = sympy.div(sympy.expand(_without_maximum(size)), sympy.expand(_without_maximum(divisor)), domain="ZZ")
+    except sympy.PolynomialError:  # functions that are no variables of polynomials
+        return None
+    quotient, rest = map(canonicalize, parts)
+    return (quotient, rest) if isinstance(rest, int) and rest >= 0 else None
 
 
 def simplify_by_ranges(size: Size, infos: Mapping[str, SymbolInfo]) -> Size:

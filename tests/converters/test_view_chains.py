@@ -157,6 +157,13 @@ def test_slices_that_maxima_bound_have_chains() -> None:
     assert [step.operator.kind for step in view_chain(base, view, infos)] == ["slice", "permute", "expand"]
 
 
+@pytest.mark.parametrize("column", ["0", "2"])
+def test_rows_of_a_length_that_is_a_sum_are_sliced(column: str) -> None:
+    base, view = typed("6; s1 + 1", "s1 + 1; 1"), typed("3", "s1 + 1", f"3*s1 + 3 + {column}")
+    steps = [step.operator for step in view_chain(base, view, INFOS)]
+    assert steps == [ViewOperator("slice", (0, 3, 6, 1)), ViewOperator("select", (1, int(column)))]
+
+
 def test_a_part_of_unknown_length_does_not_leave_a_dense_base() -> None:
     """The second and third of the parts that `split_with_sizes` makes of 64 rows."""
     base = typed("64; 8", "8; 1")
