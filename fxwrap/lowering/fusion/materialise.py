@@ -355,11 +355,11 @@ class _MaterialisationPlanner:
         Their kernel computes the element once for the row.
         """
         elements = self._count(plan.definition.sizes)
-        consumers = [consumer.definition for consumer in self.consumers[use.definition]]
-        widest = max([self._iterations(consumer) for consumer in self.consumers[use.definition]], default=elements)
+        consumers = self.consumers[use.definition]
+        widest = max([self._iterations(consumer) for consumer in consumers], default=elements)
         if plan.cost > _CHEAP_BROADCAST or not self._is_lookup_table(use, plan, widest / elements):
             return False
-        tensors = self._read_through(consumers, widest)
+        tensors = self._read_through([consumer.definition for consumer in consumers], widest)
         return any(
             isinstance(item, Reduced)
             and other.position > use.position

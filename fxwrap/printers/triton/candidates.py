@@ -29,12 +29,11 @@ from fxwrap.loop_ir import (
     sum_groups,
 )
 from fxwrap.printers.triton.accesses import Hint, full_tile_loads
+from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
 from fxwrap.printers.triton.configuration import (
     Configuration,
     inner_reduction_configurations,
-    is_outer_reduction,
     next_power_of_2,
-    outer_reduction_configurations,
     pointwise_configurations,
     row_part_configurations,
 )

@@ -17,7 +17,6 @@ from fxwrap.printers.triton.accesses import (
     VECTOR_BYTES,
     Hint,
     bytes_per_element,
-    contiguity_scores,
     contiguous_axes,
     count_varying_loads,
     full_tile_loads,
@@ -32,24 +31,14 @@ from fxwrap.symbolic import product
 _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
 
-_STEP_ELEMENTS = 8
+STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
 
 _LONG_ROW_STEP = 4
 """The same of long rows of several tensors that are read twice: more warps then hide each other's latency."""
 
-_STEP_LOADS = 16
-"""The elements of several tensors that a thread loads in such a step."""
-
-_MOST_COLUMNS = 64
-_FEWEST_COLUMNS = 16
-"""The columns of a program: at most, and at least, so that its loads are of whole sectors of memory."""
-
 _MIN_COST = 20
 """The instructions of an element from which on a thread has registers for few elements in a step of a loop."""
-
-_BUSY_WARPS = 16
-"""The warps of a multiprocessor that hide each other's latency, if programs load few elements at a time."""
 
 MAX_PERSISTENT_ELEMENTS = 16384
 """Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
@@ -65,15 +54,6 @@ _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 
 _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
-
-_FEW_ROWS = 8
-"""The most rows of an outer reduction whose elements of a column one thread has in registers."""
-
-_FEW_COLUMNS = 64
-"""The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
-
-_NARROW_BLOCK = 16
-"""The columns of such a program, which waits once for all rows, not for one block of them after another."""
 
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
@@ -237,9 +217,10 @@ def _is_costly(kernel: Kernel) -> bool:
     return sum(costs) >= 15 and max(costs) >= 12
 
 
-def _cost(kernel: Kernel) -> int:
-    """Returns the instructions of an iteration, about."""
-    return sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
+def has_long_iterations(kernel: Kernel) -> bool:
+    """Whether an element takes so many instructions that a thread has registers for few in a step of a loop."""
+    cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
+    return cost >= _MIN_COST
 
 
 def _has_overlapping_loads(kernel: Kernel) -> bool:
@@ -281,7 +262,7 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
         while rows > 1 and count < rows * wave:
             rows //= 2
         tile = rows * block
-        warps = _num_warps(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
+        warps = warps_of_tile(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
         whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
         vector = vector_elements(kernel, kernel.reduced[-1])
         if rows > 1 and vector is not None and LANES * vector < block:
@@ -303,12 +284,12 @@ def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
         shapes[:2] = shapes[1::-1]
     looped = [
-        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, _num_warps(r, 8))) for r, w in shapes
+        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, warps_of_tile(r, 8))) for r, w in shapes
     ]
-    is_stepwise = is_unaligned(kernel, kernel.reduced[-1]) or _cost(kernel) >= _MIN_COST
+    is_stepwise = is_unaligned(kernel, kernel.reduced[-1]) or has_long_iterations(kernel)
     warps = 8 if count >= 4 * wave else 16
-    if is_stepwise and not is_multi_pass(kernel) and loop >= _STEP_ELEMENTS * LANES * warps:
-        step = _STEP_ELEMENTS * LANES * warps
+    if is_stepwise and not is_multi_pass(kernel) and loop >= STEP_ELEMENTS * LANES * warps:
+        step = STEP_ELEMENTS * LANES * warps
         looped.insert(0, Configuration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
     if is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
         # few rows at a time, so that the second pass reads from the cache
@@ -364,145 +345,6 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
     return [*plain, *chunked] if vector is None else [*chunked, *plain]
 
 
-def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
-    """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded.
-
-    A few rows are summed within threads, which have whole vectors of columns.
-    """
-    inner, _ = contiguous_axes(kernel, hint, reduced=False)
-    size = kernel.reduced_count
-    widest = next_power_of_2(hint(inner.size))
-    candidates = []
-    if isinstance(size, int) and size <= _FEW_ROWS:
-        elements = 8 if next_power_of_2(size) * max(len(full_tile_loads(kernel)), 1) <= 2 * _FEW_ROWS else 4
-        width = min(128 * elements, widest)
-        while width > 64 and hint(kernel.count) < width * programs_of_a_wave(spec):
-            width //= 2
-        if width > 64:
-            rows = next_power_of_2(size)
-            candidates.append(
-                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (LANES * elements), 1))
-            )
-    if isinstance(size, int):
-        height = next_power_of_2(size)
-        width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
-        if height * width <= MAX_PERSISTENT_ELEMENTS:
-            warps = _num_warps(height * width, 16)
-            candidates.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
-    whole, is_stepwise = list(candidates), _has_column_steps(kernel, inner)
-    shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
-    if len(full_tile_loads(kernel)) > 1:
-        shapes = [shapes[3], *shapes[:3]]
-        if vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
-            shapes.insert(0, (64, 32, 1))
-    if kernel.scans and is_stepwise:
-        candidates += _column_scan_configurations(inner, kernel, hint)
-    elif is_stepwise:
-        candidates += _column_configurations(kernel, inner, hint, spec)
-    if not is_stepwise and len(full_tile_loads(kernel)) > 1 and is_unaligned(kernel, inner):
-        if _has_masked_elements(kernel) and widest >= LANES:
-            candidates.append(Configuration((inner,), (), LANES, 1, LANES, looped=True, num_warps=4))
-    for width, height, stages in shapes:
-        block = min(width, _widest_columns(kernel, inner, hint, spec))
-        rows = min(height * (width // block), next_power_of_2(hint(size)))
-        warps = min(_num_warps(block * rows, 16), 4)
-        candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
-    is_padded = hint(size) > 32 and 3 * hint(size) <= 2 * next_power_of_2(hint(size))
-    is_looped = hint(size) > 128 or (is_padded and is_stepwise and not _stores_elements(kernel))
-    if whole and is_looped and not is_multi_pass(kernel):
-        candidates = [*candidates[len(whole) :], *whole]
-    height, width = next_power_of_2(hint(size)), min(_NARROW_BLOCK, widest)
-    has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
-    if has_few and 128 < height <= 1024 and not is_multi_pass(kernel):
-        tile = Configuration((inner,), (), width, 1, height, num_warps=_num_warps(height * width, 16))
-        candidates.insert(0, tile if isinstance(size, int) else replace(tile, looped=True))
-    return candidates
-
-
-def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
-    """Whether loops over columns should have few elements a thread in a step, without copies to shared memory."""
-    loads = full_tile_loads(kernel)
-    if is_unaligned(kernel, inner) and (len(loads) == 1 or kernel.scans):
-        return True
-    is_half = bool(loads) and all(load.dtype.itemsize <= 2 for load in loads)
-    return _cost(kernel) >= _MIN_COST or (is_half and _stores_elements(kernel) and not is_multi_pass(kernel))
-
-
-def _has_masked_elements(kernel: Kernel) -> bool:
-    """Whether a load of elements has a mask of its own, as in parts of which the last is shorter."""
-    return any(load.mask is not None for load in full_tile_loads(kernel))
-
-
-def _stores_elements(kernel: Kernel) -> bool:
-    """Whether a store depends on the reduced axes."""
-    pairs = zip(kernel.operations, kernel.varying, strict=True)
-    return any(isinstance(item, Store) and varies for item, varies in pairs)
-
-
-def _whole_columns(kernel: Kernel, inner: Axis, height: int, hint: Hint, spec: DeviceSpec) -> int:
-    """Returns the number of columns of a program that has all of their elements in registers."""
-    programs = _column_programs(kernel, inner, hint, 2 * _MOST_COLUMNS)
-    if height <= 32 and is_multi_pass(kernel) and programs >= 2 * programs_of_a_wave(spec):
-        return 2 * _MOST_COLUMNS
-    return _MOST_COLUMNS if height <= 128 else 32 if height <= 512 else 16
-
-
-def _column_programs(kernel: Kernel, inner: Axis, hint: Hint, width: int) -> int:
-    """Returns the number of programs with so many columns."""
-    return hint(kernel.count) // max(hint(inner.size), 1) * -(-hint(inner.size) // width)
-
-
-def _widest_columns(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> int:
-    """Returns the most columns of a program: fewer where programs would leave multiprocessors idle."""
-    width = next_power_of_2(hint(inner.size))
-    if _column_programs(kernel, inner, hint, _MOST_COLUMNS) >= spec.multiprocessors:
-        return width
-    return min(width, _FEWEST_COLUMNS)
-
-
-def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
-    """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
-
-    They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
-    elements to shared memory are slow. Loads with masks of their own, as in parts of which the last is shorter, wait
-    for each other less if a warp has all columns; so do several loads of single elements of four bytes, fewer a thread.
-    """
-    width, loads = min(_MOST_COLUMNS, _widest_columns(kernel, inner, hint, spec)), full_tile_loads(kernel)
-    elements = _STEP_ELEMENTS if len(loads) * _STEP_ELEMENTS <= _STEP_LOADS else 4
-    is_masked, is_uneven = _has_masked_elements(kernel), is_unaligned(kernel, inner)
-    if len(loads) > 1 and all(load.dtype.itemsize >= 4 for load in loads) and (is_masked or is_uneven):
-        width, elements = min(width, LANES), 4
-    elif is_masked and (len(loads) > 1 or is_uneven):
-        width = min(width, LANES)
-    programs = _column_programs(kernel, inner, hint, width)
-    size, warps = next_power_of_2(hint(kernel.reduced_count)), 4
-    step = LANES * elements
-    while warps < 16 and programs * warps < _BUSY_WARPS * spec.multiprocessors and warps * step < size * width:
-        warps *= 2
-    shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
-    tiles = [(max(min(step * count * times // width, size), 1), count) for count, times in shapes]
-    return [Configuration((inner,), (), width, 1, rows, looped=True, num_warps=count) for rows, count in tiles]
-
-
-def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[Configuration]:
-    """Returns loops over columns of which each thread has one by itself, and scans it without shared memory."""
-    size = next_power_of_2(hint(kernel.reduced_count))
-    shapes = ((LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4))
-    return [
-        Configuration((inner,), (), width, 1, min(rows, size), looped=True, num_warps=warps)
-        for width, rows, warps in shapes if width <= hint(inner.size)
-    ]  # fmt: skip
-
-
-def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
-    """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns."""
-    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
-    has_elements = any(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
-    scores = contiguity_scores(kernel, hint) if has_elements else {}
-    parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
-    return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
-
-
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
 
@@ -511,5 +353,6 @@ def next_power_of_2(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _num_warps(tile: int, elements: int) -> int:
+def warps_of_tile(tile: int, elements: int) -> int:
+    """Returns the warps of a program whose threads have so many elements of its tile."""
     return min(max(next_power_of_2(tile // (LANES * elements)), 1), 16)
