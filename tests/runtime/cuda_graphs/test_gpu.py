@@ -239,8 +239,9 @@ def test_synchronizing_operators_are_not_captured() -> None:
 
 
 def test_nothing_is_captured_without_the_caching_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     model, twin = _models()
+    # Only now: torch reads the variable once, when it first allocates, and would not cache in any later test either.
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     compiled = _compiled(model)
     with torch.no_grad(), pytest.warns(GraphCaptureWarning, match="caching allocator is off"):
         for seed in range(3):
