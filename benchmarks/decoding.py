@@ -210,12 +210,13 @@ def measure(chosen: argparse.Namespace, case: Case, report: Report, kernel_repor
     contenders[_COPY].run()
     times = interleaved_host_times(contenders, chosen.rounds, chosen.device)
     bandwidth = 2 * source.nbytes / times[_COPY].median
+    others = [name for name in chosen.sides if name.startswith("inductor")]
     for name, decode in sides.items():
         profile = None if kernel_report is None else profile_kernels(decode, tokens)
         median = times[name].median
         row: Row = {
             **case.row, "side": name, "us": round(1e6 * median, 1), "tokens/s": round(case.batch / median),
-            **{f"/ {other}": round(median / times[other].median, 3) for other in sides if other.startswith("inductor")},
+            **{f"/ {other}": round(median / times[other].median, 3) if other in sides else None for other in others},
             "bandwidth": round(bytes_read / median / bandwidth, 3),
             "matmuls": round(bytes_read / profile.matmul_seconds / bandwidth, 3)
             if profile is not None and profile.matmul_seconds else None,
