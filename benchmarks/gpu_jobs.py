@@ -2,7 +2,7 @@
 
 Each line of its output is a JSON object with one measurement, so that a process that is stopped has reported some:
 
-    {"side": ..., "measure": "error" | "memory" | "time" | "host" | "wrapper" | "classes" | "compile" | "failure", ...}
+    {"side": ..., "measure": "error" | "memory" | "time" | "host" | "wrapper" | "classes" | "plan" | "failure", ...}
 
     python benchmarks/gpu_jobs.py JOB_AS_JSON
 """
@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +40,11 @@ from benchmarks.measure_kernels import (
 )
 from benchmarks.model_jobs import INPUT_SETS, Job, call, call_results, exclusive_lock, observed
 from benchmarks.results import parse_backend
+from fxwrap.comparison.measure import peak_bytes
 from fxwrap.compile import Compiled, compile_graph, make_backend
-from fxwrap.lines import Alloc, ExternCall, Launch, Pool
+from fxwrap.lines import Return
 from fxwrap.options import Options
+from fxwrap.wrapper_ir import Block, live_bytes
 
 SECONDS_A_SAMPLE = 0.04
 PARTS = 3
@@ -179,6 +182,20 @@ def wrappers(job: Job) -> dict[str, Contender]:
     return contenders
 
 
+def _backend_around(job: Job, side: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Returns a side as a backend whose graph compiler is wrapped by `around`."""
+    name, chosen = parse_backend(side)
+    if name == "fxwrap":
+        options = Options.from_mapping({**(job.options or {}), **chosen})
+        return make_backend(options, around(compile_graph))
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return compile_fx(graph, inputs, inner_compile=around(compile_fx_inner), config_patches=chosen)
+
+    return backend
+
+
 class _CompilerRecorder:
     """Records the compiled graph, and the inputs of its last call."""
 
@@ -290,86 +307,85 @@ def _summary(work: Sequence[tuple[str, float, float]], calls: int) -> dict[str, 
     return {"seconds": dict(seconds), "kernels": kernels, "longest": longest, "span": span / calls if work else 0.0}
 
 
-# Compile time
+# Memory plans
 
 
-def measure_compile(job: Job) -> None:
-    """Reports the seconds of one backend's own part in this process, whose caches are empty.
+def measure_plans(job: Job) -> None:
+    """Reports, for sides of fxwrap, the largest plan's peak in bytes, and the worst of the programs' peaks over plans.
 
-    For fxwrap this is the whole backend, from AOTAutograd's graphs on; for Inductor its inner compiler, without its
-    passes over the joint graph. The whole first call is reported too. A small function is compiled before, to pay the
-    costs that a process pays once.
+    "all" includes a program's inputs and parameters in both; "own" excludes them, so that scratch memory of operators
+    and the allocator's rounding, which no plan contains, count more.
     """
-    (side,) = job.backends
-    timer = _Timer()
-    backend = _backend_around(job, side, timer.around)
-    small = torch.compile(lambda x: torch.softmax(x * 2 + 1, dim=-1), backend=backend)
-    with torch.set_grad_enabled(job.training):
-        output = small(torch.randn(64, 64, device=job.device, requires_grad=job.training))
-        if job.training:
-            output.sum().backward()
-    torch._dynamo.reset()
-    setup, timer.seconds = timer.seconds, 0.0
-    model, inputs = job.build(), job.inputs(0)
-    call(job, model, inputs)
-    synchronize(torch.device(job.device))
-    start = time.perf_counter()
-    call(job, torch.compile(model, backend=backend, fullgraph=True), inputs)
-    synchronize(torch.device(job.device))
-    whole = time.perf_counter() - start
-    report(side=side, measure="compile", seconds=timer.seconds, first_call=whole, setup=setup, **timer.counts)
+    for side in job.backends:
+        if not side.startswith("fxwrap") or side.endswith("+graphs"):
+            continue
+        recorder = _PeakRecorder(job.device)
+        try:
+            with torch._functorch.config.patch(enable_autograd_cache=False):  # a hit would not call the compiler
+                backend = _backend_around(job, side, recorder.around)
+                function = torch.compile(job.build(), backend=backend, fullgraph=True)
+                for index in range(3):
+                    recorder.is_on = index == 2
+                    call(job, function, job.inputs(index))
+        except Exception as problem:  # noqa: BLE001 - a side's failure is reported
+            report(side=side, measure="failure", text=first_line(problem))
+            continue
+        report(side=side, measure="plan", **recorder.worst())
 
 
-def _backend_around(job: Job, side: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Returns a side as a backend whose graph compiler is wrapped by `around`."""
-    name, chosen = parse_backend(side)
-    if name == "fxwrap":
-        options = Options.from_mapping({**(job.options or {}), **chosen})
-        return make_backend(options, around(compile_graph))
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+@dataclass(frozen=True)
+class _Peak:
+    """The peaks of one program in bytes: of its plan, of its inputs and parameters, of a call beyond those."""
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        return compile_fx(graph, inputs, inner_compile=around(compile_fx_inner), config_patches=chosen)
-
-    return backend
+    planned: int
+    inputs: int
+    measured: int
 
 
-class _Timer:
-    """Sums the time of wrapped functions, and counts the lines of the programs that they return."""
+class _PeakRecorder:
+    """Records the peak memory of each call of a compiled graph while `is_on`."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.counts: dict[str, int] = {}
-        self._inside = False
+    def __init__(self, device: str) -> None:
+        self.is_on = False
+        self._device = device
+        self._peaks: list[_Peak] = []
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the timed function; nested calls count once."""
+    def around(self, compiler: Callable[..., Compiled]) -> Callable[..., Any]:
+        """Returns the compiler with recording."""
 
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            if self._inside:
-                return function(*arguments, **keywords)
-            self._inside, start = True, time.perf_counter()
-            try:
-                result = function(*arguments, **keywords)
-            finally:
-                self._inside = False
-                self.seconds += time.perf_counter() - start
-            if isinstance(result, Compiled):
-                self.counts = counts(result)
-            return result
+        def compiled(*arguments: Any, **keywords: Any) -> Any:
+            result = compiler(*arguments, **keywords)
+            planned = live_bytes(result.program).peak
+            inputs = live_bytes(result.program.replace(body=Block((), (Return(()),)))).peak
 
-        return timed
+            def boxed(values: list[Any]) -> Any:
+                if not self.is_on:
+                    return result.boxed(values)
+                outputs, measured = self._measured(result.boxed, values)
+                self._peaks.append(_Peak(planned, inputs, measured))
+                return outputs
 
+            return SimpleNamespace(program=result.program, boxed=boxed)
 
-def counts(compiled: Compiled) -> dict[str, int]:
-    """Returns the numbers of kernels, launches, calls and allocations of a program."""
-    kinds = Counter(type(line) for line in compiled.program.body.lines)
-    return {
-        "kernels": len(compiled.program.kernels),
-        "launches": kinds[Launch],
-        "calls": kinds[ExternCall],
-        "allocations": kinds[Alloc] + kinds[Pool],
-    }
+        return compiled
+
+    def _measured(self, run: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, int]:
+        """Returns the results of a call and its peak in bytes."""
+        if self._device == "cuda":  # a backward runs in a thread of autograd's, where the profiler cannot start
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            return run(values), torch.cuda.max_memory_allocated() - before
+        outputs: list[Any] = []
+        peak = peak_bytes(lambda: values, lambda arguments: outputs.append(run(arguments)))
+        return outputs[0], peak
+
+    def worst(self) -> dict[str, float]:
+        """Returns the largest planned peak, and the worst ratio of each kind."""
+        return {
+            "planned": max([peak.planned for peak in self._peaks]),
+            "all": max([(peak.measured + peak.inputs) / peak.planned for peak in self._peaks]),
+            "own": max([peak.measured / max(peak.planned - peak.inputs, 1) for peak in self._peaks]),
+        }
 
 
 def main() -> None:
@@ -378,8 +394,6 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     tasks = job.task.split(",")
     with exclusive_lock(job.lock, shared=True):
-        if "compile" in tasks:
-            measure_compile(job)
         sides = prepare_runs(job) if {"run", "profile"} & set(tasks) else {}
         compiled_graphs = wrappers(job) if "run" in tasks else {}
     with exclusive_lock(job.lock):
@@ -390,6 +404,8 @@ def main() -> None:
                 measure_wrappers(job, compiled_graphs)
         if "profile" in tasks:
             measure_classes(job, sides)
+        if "plan" in tasks:
+            measure_plans(job)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Full-size models on a GPU beside Inductor: time, host time, memory, compile time, and where the time goes.
+"""Full-size models on a GPU beside Inductor: time, host time, memory, plans, and where the time goes.
 
 GPT-2 (12 layers, 8 x 512), a Llama of 8 layers (2048 wide, 4 x 512), BERT (12 layers, 8 x 512), T5 (6 and 6 layers,
-8 x 512), ViT-B (16 images), ResNet-50 (32), forward, and a forward and backward of GPT-2 and Llama, in bfloat16 with
-random weights. Sides: eager, Inductor (default, its C++ wrapper, `+graphs`, which is its mode "reduce-overhead") and
-fxwrap by emitter, with and without CUDA graphs.
+8 x 512), ViT-B (16 images), ResNet-50 (32), forward, and a forward and backward of GPT-2, Llama and ResNet-50, in
+bfloat16 with random weights. Sides: eager, Inductor (default, its C++ wrapper, `+graphs`, which is its mode
+"reduce-overhead") and fxwrap by emitter, with and without CUDA graphs.
 
     python benchmarks/gpu_models.py --record                                   # run times, about ten minutes
-    python benchmarks/gpu_models.py --measure compile --models gpt2,llama      # cold compile times
     python benchmarks/gpu_models.py --measure profile --sides inductor,fxwrap:cpp
+    python benchmarks/gpu_models.py --measure plan --models gpt2,llama,resnet --sides fxwrap:python,fxwrap:cpp
     python benchmarks/gpu_models.py --device cpu --small                       # the script itself, on any machine
 
 Each model runs in its own process, several at a time. Messages are printed as they arrive, and tables at the end or
@@ -21,7 +21,9 @@ a model are timed in one process in interleaved rounds. Measures:
 - error: norm(difference) / norm(reference in float64), of the worst output; or of loss, all gradients, all weights.
 - peak: most memory of a call beyond what was allocated before; held: memory after the compile and three calls.
 - profile: kernels and device time of a call by class, and idle time.
-- compile: the backend's own part of the first call in a process with empty caches (see `gpu_jobs.py`).
+- plan: the peak of each program's call over its plan's peak, the worst of a model's programs (see `gpu_jobs.py`).
+
+The dashboard has compile times.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -45,16 +46,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.full_models import FULL
 from benchmarks.model_jobs import Job
-from benchmarks.models import Processes
 from benchmarks.results import Cell, Report, add_record_option, geometric_mean, split_lists
 
 SCRIPT = Path(__file__).parent / "gpu_jobs.py"
-TRAINED = ("gpt2", "llama")
+TRAINED = ("gpt2", "llama", "resnet")
 SIDES = (
     "eager", "inductor", "inductor:cpp_wrapper", "inductor:+graphs", "fxwrap:python", "fxwrap:cpp", "fxwrap:fx",
     "fxwrap:python+graphs", "fxwrap:cpp+graphs", "fxwrap:fx+graphs",
 )  # fmt: skip
-COMPILED = ("inductor", "inductor:cpp_wrapper", "fxwrap:python", "fxwrap:cpp")
 CLASSES = ("matmul", "attention", "convolution", "generated", "copy", "other", "idle")
 NAME = 16
 
@@ -96,24 +95,21 @@ def inductor_side(side: str) -> str:
 class Runner:
     """Starts processes, prints their messages, and kills them at the time limit."""
 
-    processes: Processes
     until: float
     limit: float
     rows: dict[str, Row] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, title: str, job: Job, fresh: bool) -> None:
-        """Runs a job in a new process, with empty caches if `fresh`."""
+    def run(self, title: str, job: Job) -> None:
+        """Runs a job in a new process."""
         with self._lock:
             row = self.rows.setdefault(title, Row(title))
         seconds = min(self.limit, self.until - time.monotonic())
         if seconds <= 1:
             row.failure = "the time budget is used up"
             return
-        caches = self.processes.caches(warm=False) if fresh else {}
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
-            env=os.environ | {name: str(path) for name, path in caches.items()},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         timer = threading.Timer(seconds, process.kill)
@@ -181,14 +177,19 @@ def profile_cells(row: Row, side: str) -> dict[str, Cell]:
     cells: dict[str, Cell] = {"model": row.name, "side": LABELS[side]}
     for name in CLASSES:
         cells[f"{name}, us"] = 1e6 * classes["seconds"].get(name, 0.0)
-        cells[f"{name} kernels"] = classes["kernels"].get(name, 0)
+        if name != "idle":
+            cells[f"{name} kernels"] = classes["kernels"].get(name, 0)
     return cells
 
 
-def compile_cells(row: Row) -> dict[str, Cell]:
-    """Returns the seconds of each backend's own part of a cold compile."""
-    seconds = {f"{LABELS[side]}, s": row.scaled(side, "compile", "seconds") for side in COMPILED}
-    return {"step": row.name, **seconds}
+def plan_cells(row: Row) -> dict[str, Cell]:
+    """Returns the largest plan's peak, and the measured peaks over those of the plans."""
+    cells: dict[str, Cell] = dict(zip(("model", "step"), row.name.split()))
+    sides = [side for side, measures in row.results.items() if "plan" in measures]
+    for side in sides:
+        cells["plan, MB"] = row.scaled(side, "plan", "planned", 1e-6)
+        cells |= {f"{LABELS[side]}: {kind} / plan": row.value(side, "plan", kind) for kind in ("all", "own")}
+    return cells
 
 
 def report_rows(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
@@ -204,10 +205,10 @@ def report_rows(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
         for row in rows:
             for side in [side for side, measures in row.results.items() if "classes" in measures]:
                 report.add(profile_cells(row, side), row.results[side]["classes"])
-    if "compile" in chosen.measure:
-        report = Report("gpu_models-compile", chosen, chosen.device, f"{chosen.dtype}, empty caches")
-        for row in rows:
-            report.add(compile_cells(row), row.results)
+    if "plan" in chosen.measure:
+        report = Report("gpu_models-plan", chosen, chosen.device, chosen.dtype)
+        for row in [row for row in rows if row.results and not row.failure]:
+            report.add(plan_cells(row), row.results)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -215,7 +216,7 @@ def summary(rows: Sequence[Row]) -> str:
     lines = [""]
     for measure, name, title in (
         ("time", "seconds", "time"), ("host", "seconds", "host time"), ("wrapper", "seconds", "wrapper time"),
-        ("memory", "peak", "peak memory"), ("compile", "seconds", "compile time"),
+        ("memory", "peak", "peak memory"),
     ):  # fmt: skip
         for side in [side for side in SIDES if side.startswith("fxwrap")]:
             ratios = {row.name: ratio for row in rows if (ratio := row.ratio(side, measure, name))}
@@ -232,9 +233,9 @@ def parsed_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(FULL), help=f"some of {', '.join(FULL)}, with commas")
-    parser.add_argument("--steps", default="forward,training", help=f"training is of {' and '.join(TRAINED)} alone")
+    parser.add_argument("--steps", default="forward,training", help=f"training is of {', '.join(TRAINED)} alone")
     parser.add_argument("--sides", default=",".join(SIDES), help=f"some of {', '.join(SIDES)}, with commas")
-    parser.add_argument("--measure", default="run", help="run, profile, compile; several with commas")
+    parser.add_argument("--measure", default="run", help="run, profile, plan; several with commas")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and images")
     parser.add_argument("--small", action="store_true", help="tiny models: to try the script")
@@ -246,42 +247,31 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--options", type=json.loads, default={}, help="fxwrap's options, as JSON")
     add_record_option(parser)
     chosen = parser.parse_args()
-    steps, measures = ("forward", "training"), ("run", "profile", "compile")
+    steps, measures = ("forward", "training"), ("run", "profile", "plan")
     split_lists(parser, chosen, {"models": FULL, "steps": steps, "sides": SIDES, "measure": measures})
     return chosen
 
 
-def jobs(chosen: argparse.Namespace, lock: Path) -> list[tuple[str, Job, bool]]:
-    """Returns title and job of each process, and whether it needs empty caches."""
-    result = []
-    for model in chosen.models:
-        for step in chosen.steps:
-            if step == "training" and model not in TRAINED:
-                continue
-            job = Job(
-                ",".join(task for task in chosen.measure if task != "compile"), model, step == "training",
-                tuple(chosen.sides), chosen.device, None, chosen.threads, chosen.rounds, options=chosen.options,
-                lock=str(lock), size="small" if chosen.small else "full", dtype=chosen.dtype,
-            )  # fmt: skip
-            if "compile" in chosen.measure:
-                for side in [side for side in COMPILED if side in chosen.sides]:
-                    compile_job = dataclasses.replace(job, task="compile", backends=(side,), lock=None)
-                    result.append((f"{model} {step}", compile_job, True))
-            if job.task:
-                result.append((f"{model} {step}", job, False))
-    return result
+def jobs(chosen: argparse.Namespace, lock: Path) -> dict[str, Job]:
+    """Returns the job of each process by its title."""
+    steps = [(model, step) for model in chosen.models for step in chosen.steps if step == "forward" or model in TRAINED]
+    return {
+        f"{model} {step}": Job(
+            ",".join(chosen.measure), model, step == "training", tuple(chosen.sides), chosen.device, None,
+            chosen.threads, chosen.rounds, options=chosen.options, lock=str(lock),
+            size="small" if chosen.small else "full", dtype=chosen.dtype,
+        )
+        for model, step in steps
+    }  # fmt: skip
 
 
 def main() -> None:
     """Runs the processes and prints the tables."""
     chosen = parsed_arguments()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        runner = Runner(Processes(folder, True, None), time.monotonic() + chosen.budget, chosen.time_limit)
-        # compilers use all processors, so compile times are measured one after the other
-        workers = 1 if chosen.measure == ["compile"] else chosen.parallel
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(lambda item: runner.run(*item), jobs(chosen, folder / "lock")))
+        runner = Runner(time.monotonic() + chosen.budget, chosen.time_limit)
+        with ThreadPoolExecutor(chosen.parallel) as pool:
+            list(pool.map(lambda item: runner.run(*item), jobs(chosen, Path(name) / "lock").items()))
     rows = list(runner.rows.values())
     report_rows(rows, chosen)
     print(summary(rows))

@@ -2,7 +2,6 @@
 
 A result file is JSON: the script and its arguments, the commit, the date, the machine, the versions, a note, the rows
 of the table and, by row, the raw values that they were computed from. `tables.py` renders the files for the documents.
-Files marked `"transcribed"` were copied from an earlier text and have no raw values.
 """
 
 from __future__ import annotations
@@ -134,9 +133,7 @@ def describe(facts: Mapping[str, object]) -> str:
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
     text = f"{machine['device']}, {machine['cores']} cores{threads}, torch {versions['torch']}"
     text += f", {facts['date']}, commit {str(facts['commit'])[:8]}"
-    return (
-        text + (", transcribed" if facts.get("transcribed") else "") + (f". {facts['note']}" if "note" in facts else "")
-    )
+    return text + (f". {facts['note']}" if "note" in facts else "")
 
 
 def cell_text(value: Cell) -> str:

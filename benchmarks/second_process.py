@@ -11,7 +11,9 @@ Dynamo traces the model there. No backend can be faster than the floor. Both bac
 Each mechanism and backend has cache folders of its own, which its first process fills (the column "first process");
 fxwrap's bridge is there already, as in an installed wheel.
 The later processes run in turn, one of each, in every round. A result that differs from eager's ends the script.
-Run: `python benchmarks/second_process.py [--rounds 5] [--layers 12] [--modes caches,precompile,aot] [--record]`.
+Run:
+
+    python benchmarks/second_process.py [--device cuda] [--rounds 5] [--layers 12] [--modes caches,precompile,aot]
 """
 
 from __future__ import annotations
@@ -66,13 +68,15 @@ def save_weights(layers: int, folder: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=layers)).save_pretrained(folder)
 
 
-def run_job(mode: str, backend: str, folder: Path, first: bool) -> dict[str, float]:
+def run_job(mode: str, backend: str, folder: Path, first: bool, device: str) -> dict[str, float]:
     """Runs the model in this process; returns the error of the result and the time when it was there."""
-    model = Logits(folder.parent / WEIGHTS)
-    tokens = torch.randint(0, 50257, (1, 128), generator=torch.Generator().manual_seed(0))
+    model = Logits(folder.parent / WEIGHTS).to(device)
+    tokens = torch.randint(0, 50257, (1, 128), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():
         function = model if (mode, backend) == EAGER else prepared(mode, backend, model, tokens, folder, first)
         result = function(tokens)
+        if device == "cuda":
+            torch.cuda.synchronize()
         end = time.time()
         error = (result - model(tokens)).norm() / result.norm()
     if first and mode == "precompile":
@@ -107,13 +111,13 @@ def prepared(mode: str, backend: str, model: Any, tokens: Any, folder: Path, fir
     return lambda tokens: loaded(model, tokens)
 
 
-def measure(mode: str, backend: str, folder: Path, first: bool = False) -> float:
+def measure(mode: str, backend: str, folder: Path, device: str, first: bool = False) -> float:
     """Returns the seconds from the start of a process to its first result."""
     environment = {
         **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"), "FXWRAP_CACHE_DIR": str(folder / "fxwrap"),
-        "FXWRAP_COMPILE_CACHE": "1",
+        "TRITON_CACHE_DIR": str(folder / "triton"), "FXWRAP_COMPILE_CACHE": "1",
     }  # fmt: skip
-    job = json.dumps([mode, backend, str(folder), first])
+    job = json.dumps([mode, backend, str(folder), first, device])
     start = time.time()
     process = subprocess.run(
         [sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True, check=False
@@ -132,17 +136,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write benchmarks/results/NAME.json")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.job:
-        mode, backend, folder, first = json.loads(chosen.job)
-        print(json.dumps(run_job(mode, backend, Path(folder), first)))
+        mode, backend, folder, first, device = json.loads(chosen.job)
+        print(json.dumps(run_job(mode, backend, Path(folder), first, device)))
         return
     from benchmarks.results import Cell, Report
     from fxwrap.runtime.native import build_bridge
 
-    report = Report("second_process", chosen, note=f"medians of {chosen.rounds} rounds")
+    report = Report(f"second_process-{chosen.device}", chosen, chosen.device, f"medians of {chosen.rounds} rounds")
     modes = chosen.modes.split(",")
     with tempfile.TemporaryDirectory() as name:
         save_weights(chosen.layers, Path(name) / WEIGHTS)
@@ -152,11 +157,11 @@ def main() -> None:
         bridge = build_bridge().folder
         for folder in folders.values():
             shutil.copytree(bridge, folder / "fxwrap" / bridge.name)
-        first = {side: measure(*side, folders[side], first=True) for side in sides}
+        first = {side: measure(*side, folders[side], chosen.device, first=True) for side in sides}
         times: dict[tuple[str, str], list[float]] = {side: [] for side in sides}
         for _ in range(chosen.rounds):
             for side in sides:
-                times[side].append(measure(*side, folders[side]))
+                times[side].append(measure(*side, folders[side], chosen.device))
     medians = {side: statistics.median(samples) for side, samples in times.items()}
     for mode in modes:
         floor, inductor, ours = medians[FLOORS[mode]], medians[mode, "inductor"], medians[mode, "fxwrap"]
