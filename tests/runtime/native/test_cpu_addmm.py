@@ -31,9 +31,15 @@ def cases(dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 class Addmms(torch.nn.Module):
+    """Each triple's addmm, then the first one's with factors."""
+
+    def __init__(self, beta: complex = 2) -> None:
+        super().__init__()
+        self.beta = beta
+
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         triples = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
-        return [*[torch.addmm(*triple) for triple in triples], torch.addmm(*triples[0], beta=2, alpha=0.5)]
+        return [*[torch.addmm(*triple) for triple in triples], torch.addmm(*triples[0], beta=self.beta, alpha=0.5)]
 
 
 @pytest.mark.sampled(2)
@@ -59,3 +65,12 @@ def test_small_biases_are_neither_expanded_nor_copied() -> None:
     counts = {event.key: event.count for event in profiled.key_averages()}
     # The second call has factors, so the operator runs.
     assert counts["aten::addmm"] == 2 and counts.get("aten::copy_", 0) == 1 and counts.get("aten::expand", 0) == 1
+
+
+def test_factors_may_be_complex() -> None:
+    inputs = tuple([tensor.to(torch.complex64) for tensor in cases(torch.float32)[0]])
+    program = torch.export.export(Addmms(beta=2j), inputs)
+    compiled = fxwrap.compile_graph(program, options=OPTIONS)
+    with torch.no_grad():
+        for result, expected in zip(compiled.flat(*inputs), Addmms(beta=2j)(*inputs), strict=True):
+            assert torch.equal(result, expected)

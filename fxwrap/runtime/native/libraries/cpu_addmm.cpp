@@ -64,7 +64,7 @@ std::unique_ptr<PlannedCall> cpu_addmm_call(const c10::FunctionSchema& schema, c
   const auto at = [&](const char* name) { return schema.argumentIndexWithName(name).value_or(-1); };
   for (const char* factor : {"alpha", "beta"}) {
     const Value& value = arguments[at(factor)];
-    if (value.source != Value::Source::Constant || value.scalar.toDouble() != 1) return nullptr;
+    if (value.source != Value::Source::Constant || !value.scalar.equal(1)) return nullptr;
   }
   return std::make_unique<CpuAddmmCall>(at("self"), at("mat1"), at("mat2"), arguments, results);
 }

@@ -29,7 +29,7 @@ std::optional<MatmulSchema> matmul_schema(const c10::FunctionSchema& schema, con
   const auto at = [&](const char* name) { return schema.argumentIndexWithName(name).value_or(-1); };
   const auto is_one = [&](const char* name) {
     const Value& value = arguments[at(name)];
-    return value.source == Value::Source::Constant && value.scalar.toDouble() == 1;
+    return value.source == Value::Source::Constant && value.scalar.equal(1);
   };
   if (schema.name() == "aten::mm") return MatmulSchema{"aten::mm", Epilogue::none, at("self"), at("mat2"), -1, at("out")};
   const bool activated = schema.name() == "aten::_addmm_activation";
