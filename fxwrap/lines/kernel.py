@@ -10,8 +10,9 @@ class Launch(LineBase):
     """Launches a kernel definition of the program over a grid of one to three dimensions.
 
     The kernel's parameters are, in this order: the tensors among `arguments`, `outs`, the scalars among `arguments`.
-    The kernel may also read the tensors in `outs`. If the kernel has a signature, the numbers of tensors and scalars
-    match it. A `dependent` launch may start before the launch before it has ended, for which its kernel then waits
+    The kernel may also read the tensors in `outs`; none of its other tensors has elements of these, but for a kernel
+    that a user wrote (rule `overlap` of the verifier). If it has a signature, the numbers of tensors and scalars match
+    it. A `dependent` launch may start before the launch before it has ended, for which its kernel then waits
     (`wrapper_ir/dependent_launches.py`).
 
     Example: `kernel.launch @relu_0(%x, n0) outs=(%buf0) grid=(ceildiv(n0, 1024), 1, 1)`

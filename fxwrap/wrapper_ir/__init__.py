@@ -14,6 +14,7 @@ from fxwrap.wrapper_ir.kernel_calls_text import *
 from fxwrap.wrapper_ir.line import *
 from fxwrap.wrapper_ir.operators import *
 from fxwrap.wrapper_ir.origin import *
+from fxwrap.wrapper_ir.overlaps import *
 from fxwrap.wrapper_ir.parser import *
 from fxwrap.wrapper_ir.printer import *
 from fxwrap.wrapper_ir.program import *

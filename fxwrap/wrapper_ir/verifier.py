@@ -17,6 +17,8 @@ Rules, by the name in an error:
 - `bracket`: brackets that do not nest. `async`: memory used while a collective is in flight, or a missing wait.
 - `race`: memory used while work on another stream may use it, since no event orders the two; see streams.py.
 - `dependent`: a dependent launch that may run before what it needs; see dependent_launches.py.
+- `overlap`: a launch that writes one memory through two of its tensors, or reads through one what it writes through
+  another, as far as types decide it; see overlaps.py. Kernels that a user wrote may.
 - `kernel`, `function`: a target that is not defined or does not match. `line`: a line that is invalid by itself.
 """
 
@@ -27,8 +29,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NoReturn
 
+from fxwrap.devices import language_traits
 from fxwrap.errors import ValueKindError, VerifyError
-from fxwrap.symbolic import Size, expression_kind
+from fxwrap.symbolic import Size, expression_kind, total
 from fxwrap.wrapper_ir.analyses import is_release
 from fxwrap.wrapper_ir.dependent_launches import LaunchChain, early_reads, kernel_name
 from fxwrap.wrapper_ir.line import (
@@ -45,6 +48,7 @@ from fxwrap.wrapper_ir.line import (
     type_symbols,
     writes,
 )
+from fxwrap.wrapper_ir.overlaps import Access, certain_overlap
 from fxwrap.wrapper_ir.printer import line_text
 from fxwrap.wrapper_ir.program import Ownership, Program, check_program
 from fxwrap.wrapper_ir.roles import Role
@@ -103,6 +107,7 @@ class _Scope:
         self.uses_streams = uses_streams(program)
         self.has_dependent_launches = any(line.dependent for line in program.lines())
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.user_kernels = {kernel.name for kernel in program.kernels if language_traits(kernel.language).user_defined}
         self.functions: dict[str, FunctionSummary] = {}
         symbols = [item.name for item in program.inputs if not isinstance(item.value, Value)]
         for what, names in (
@@ -130,6 +135,7 @@ class _BlockVerifier:
         self.values: dict[str, Value] = {}
         self.root_of: dict[str, str] = {}
         self.memory_of: dict[str, str] = {}  # by value: the root, or the slice of a pool
+        self.slice_starts: dict[str, Size] = {}  # by slice of a pool: its first byte there
         self.ownership: dict[str, str] = {}  # by root
         self.consumed: set[str] = set()  # roots
         self.written: set[str] = set()  # as in memory_of
@@ -248,6 +254,8 @@ class _BlockVerifier:
             self._consume(line, value)
         if not line.alias_fields:  # a view does not read memory
             self._check_initialized(read, written)
+        if written and len(read) + len(written) > 1 and kernel_name(line) not in self.scope.user_kernels:
+            self._check_overlaps(line, read, written)
         self.written.update([self.memory_of[value.name] for value in written])
         if line.is_async_wait:
             for value in read:
@@ -293,6 +301,24 @@ class _BlockVerifier:
             memory = self.memory_of[value.name]
             if memory not in self.written and all(self.memory_of[other.name] != memory for other in written):
                 self._fail("uninitialized", f"%{value.name} is read before it is written")
+
+    def _check_overlaps(self, line: LineBase, read: list[Value], written: list[Value]) -> None:
+        """Checks that no tensor of a launch shares elements with one that its kernel writes."""
+        if not kernel_name(line):
+            return
+        accesses = [self._tensor_access(value, is_write=False) for value in read]
+        overlap = certain_overlap([*accesses, *[self._tensor_access(value, is_write=True) for value in written]])
+        if overlap is not None:
+            first, second = overlap
+            verb = "writes" if second.is_write else "reads"
+            reason = f"the kernel writes %{first.value.name} and {verb} the same memory through %{second.value.name}"
+            self._fail("overlap", f"{reason}; a tensor that a kernel updates is in `outs` alone, once")
+
+    def _tensor_access(self, value: Value, *, is_write: bool) -> Access:
+        type_, memory = value.tensor_type, self.memory_of[value.name]
+        offset = type_.storage_offset * type_.dtype.itemsize
+        start = total((offset, self.slice_starts[memory])) if memory in self.slice_starts else offset
+        return Access(value, self.root_of[value.name], start, is_write)
 
     def _finish_async(self, value: Value) -> None:
         memory = self.memory_of[value.name]
@@ -341,6 +367,8 @@ class _BlockVerifier:
                 self._define_root(value, _OWNED)
             else:
                 self._define(value, self.root_of[base.name], self.memory_of[base.name] if has_content else value.name)
+            if window is not None and base is not None and self.memory_of[value.name] == value.name:
+                self.slice_starts[value.name] = window[2]
             if isinstance(value.type, TensorType) and (window is None or self.memory_of[value.name] == value.name):
                 self._extend_memory(self.memory_of[value.name], value.type)
             if has_content:

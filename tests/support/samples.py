@@ -95,7 +95,7 @@ program @scale_add(%x: borrowed f32[4, 8]@cpu, %y: borrowed f32[4, 8]@cpu) {
   %b = memory.alloc() : f32[4, 8]@cpu
   kernel.launch @scale_add(%x, 32, 0.5, %y) outs=(%a, %b) grid=(1, 1, 1)
   %c = memory.alloc() : f32[4, 8]@cpu
-  kernel.launch @scale_add(%a, %b, 32, 2.0) outs=(%c, %b)
+  kernel.launch @scale_add(%a, %y, 32, 2.0) outs=(%c, %b)
   memory.free(%a)
   control.return(%b, %c)
 }
