@@ -168,36 +168,40 @@ def test_short_contiguous_rows_are_inner_loops(operation: str, stride: int, inne
 
 def half_precision(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     normalised = torch.nn.functional.layer_norm(x, (100,), weight, weight)
-    return normalised, x.sum(0), x[rows] + weight, torch.cat([x.abs(), x * 2], 1)
+    return normalised, x.sum(0), x[rows] + weight, torch.cat([x.abs(), x * 2], 1), torch.tanh(x @ x.t())
 
 
 def test_float16_is_converted_in_blocks_of_whole_rows_columns_and_segments() -> None:
-    """Compilers convert elements one by one."""
+    """Compilers convert elements one by one. The last result is in the memory of the operand that its kernel reads."""
     inputs = [torch.randn(70, 100).half(), torch.randn(100).half(), torch.randint(70, (9,))]
     compiled = compile_graph(make_fx(half_precision)(*inputs), inputs, options=Options(emitter="interpreter"))
     sources = [kernel.source for kernel in compiled.program.kernels]
     assert all("widen(" in source and "to<float>" not in source for source in sources)
     assert sum("narrow(" in source for source in sources) == len(sources) - 1  # but the sum
+    assert any("const float16*" not in source for source in sources)
     wide = [item.double() if item.is_floating_point() else item for item in inputs]
     for result, expected in zip(compiled(*inputs), half_precision(*wide), strict=True):
         torch.testing.assert_close(result.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def short_sums(rows: torch.Tensor, columns: torch.Tensor, half: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rows.sum(1), columns.sum(0), torch.cat([half, half[:40].neg()])
+def short_sums(
+    rows: torch.Tensor, columns: torch.Tensor, half: torch.Tensor, empty: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return rows.sum(1), columns.sum(0), torch.cat([half, half[:40].neg()]), empty.sum(0)
 
 
 def test_short_sums_are_not_in_order_and_short_rows_of_a_concatenation_are_one_loop() -> None:
     """In order, errors would be larger than those of eager's sums."""
-    inputs = [torch.randn(900, 31), torch.randn(63, 900), torch.randn(90, 5).bfloat16()]
+    inputs = [torch.randn(900, 31), torch.randn(63, 900), torch.randn(90, 5).bfloat16(), torch.randn(0, 900)]
     compiled = compile_graph(make_fx(short_sums)(*inputs), inputs, options=Options(emitter="interpreter"))
-    *sums, joined = compiled(*inputs)
+    *sums, joined, zeros = compiled(*inputs)
     for result, terms in zip(sums, (inputs[0].t(), inputs[1]), strict=True):
         exact, in_order = terms.double().sum(0), torch.zeros(900)
         for term in terms:
             in_order = in_order + term
         assert (result - exact).norm() < 0.85 * (in_order - exact).norm()
     assert torch.equal(joined, torch.cat([inputs[2], -inputs[2][:40]]))
+    assert torch.equal(zeros, torch.zeros(900))
     assert any("p0 = 450; p0 < 650" in kernel.source for kernel in compiled.program.kernels)
 
 

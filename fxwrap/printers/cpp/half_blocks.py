@@ -134,7 +134,7 @@ class HalfBlockWriter:
 
     def block(self, store: Store) -> str:
         """Returns the name of the block of a store."""
-        return f"{store.buffer}_{list(self.blocks.stores).index(store)}_wide"
+        return f"{store.buffer}_{list(self.blocks.stores).index(store)}_stored"
 
     def store(self, store: Store, known: EmittedValues) -> None:
         """Writes the store of an element into its block."""

@@ -342,7 +342,7 @@ class ColumnPrinter(ScanPrinterBase):
             return 1
         if self.needed_scans(targets, known) or self.work(targets, known) * ELEMENTS_TOGETHER > MAX_TOGETHER_COST:
             return 1
-        return size if isinstance(size, int) and size < 2 * ELEMENTS_TOGETHER else ELEMENTS_TOGETHER
+        return max(size, 1) if isinstance(size, int) and size < 2 * ELEMENTS_TOGETHER else ELEMENTS_TOGETHER
 
     def work(self, targets: Sequence[int], known: EmittedValues) -> int:
         """Returns the estimated number of instructions for an element of a column."""
