@@ -52,8 +52,8 @@ from benchmarks.dashboard_jobs import MODE_OPTIONS, DashboardJob
 from benchmarks.dashboard_models import Sizes, names
 from benchmarks.dashboard_rows import RowFile, exhausted_memory, is_complete, table_cells
 from benchmarks.dashboard_tables import INDUCTOR, OWN, summary, worst
-from benchmarks.models import Processes
-from benchmarks.results import REPOSITORY, add_record_option, cell_text, environment, result_path
+from benchmarks.processes import REPOSITORY, empty_caches
+from benchmarks.results import add_record_option, cell_text, environment, result_path
 from fxwrap.runtime.native import build_bridge, build_planner
 
 SCRIPT = Path(__file__).parent / "dashboard_jobs.py"
@@ -154,10 +154,9 @@ class Dashboard:
             model, step, precision, batch, tuple(sides), self.chosen.device, _sizes(self.chosen),
             self.chosen.rounds, self.chosen.threads, self.chosen.options, str(self.folder / f"lock-{gpu}"),
         )  # fmt: skip
-        caches = Processes(self.folder, True, None).caches(warm=False)
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
-            env=os.environ | {name: str(path) for name, path in caches.items()} | self.limits(gpu),
+            env={**os.environ, **empty_caches(self.folder), **self.limits(gpu)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         try:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.processes import CACHE_VARIABLES, output_of, result_of
 
 IMPORTS = """
 import time
@@ -69,26 +67,14 @@ def measure(backend: str, emitter: str, libraries: str) -> dict[str, float]:
 def measure_in_process(backend: str, emitter: str, libraries: Path | None, warm: bool) -> dict[str, float]:
     """Returns the result of `measure` in a new process with an empty cache folder; a warm one has `libraries` in it."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ, "FXWRAP_CACHE_DIR": f"{folder}/fxwrap", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
-            "TRITON_CACHE_DIR": f"{folder}/triton",
-        }  # fmt: skip
+        caches = dict(zip(CACHE_VARIABLES, (f"{folder}/fxwrap", f"{folder}/inductor", f"{folder}/triton")))
         if warm:
             build = "import sys; from pathlib import Path; from fxwrap.runtime.native import *\n"
             build += "with installed_libraries(Path(sys.argv[1])): build_bridge(); build_planner()"
-            run(["-c", build, str(libraries)], environment)
+            output_of(["-c", build, str(libraries)], caches)
         job = [__file__, "--job", backend, emitter, "" if libraries is None else str(libraries)]
-        result: dict[str, float] = json.loads(run(job, environment).splitlines()[-1])
+        result: dict[str, float] = result_of(job, caches)
     return result
-
-
-def run(arguments: list[str], environment: dict[str, str]) -> str:
-    """Runs Python with this checkout; returns its output."""
-    environment = {**environment, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout
 
 
 def medians(results: list[dict[str, float]]) -> dict[str, float]:
@@ -123,7 +109,7 @@ def report_imports(chosen: argparse.Namespace) -> None:
     from benchmarks.results import Report
 
     report = Report("first_compile-import", chosen, "cpu", f"medians of {chosen.imports} processes")
-    times = [list(map(float, run(["-c", IMPORTS], dict(os.environ)).split())) for _ in range(chosen.imports)]
+    times = [list(map(float, output_of(["-c", IMPORTS], {}).split())) for _ in range(chosen.imports)]
     for name, values in zip(("import torch", "import fxwrap after it"), zip(*times, strict=True), strict=True):
         report.add({"statement": name, "seconds": statistics.median(values)}, list(values))
 
@@ -144,7 +130,7 @@ def main() -> None:
         return
     report_imports(chosen)
     with tempfile.TemporaryDirectory() as folder:
-        run(["-m", "fxwrap", "build", "--package", folder], dict(os.environ))
+        output_of(["-m", "fxwrap", "build", "--package", folder], {})
         report_compiles(chosen, Path(folder))
 
 

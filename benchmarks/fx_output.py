@@ -17,9 +17,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.model_jobs import TINY_KERNELS, Job
-from benchmarks.models import Processes, Row, print_failures
+from benchmarks.processes import empty_caches, result_of
 from benchmarks.results import Cell, Report, add_record_option, display_name, split_lists
 from tests.support.models import MODELS
 
@@ -38,11 +42,61 @@ BACKENDS = (
 )  # fmt: skip
 
 
+SCRIPT = Path(__file__).parent / "model_jobs.py"
+
+
+@dataclass
+class Row:
+    """The measurements of a model: seconds by backend, errors, and failures."""
+
+    model: str
+    first_calls: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def first_call(self, backend: str) -> float:
+        """The median of the first calls; NaN if there is none."""
+        return statistics.median(self.first_calls.get(backend, [math.nan]))
+
+    def run_ratio(self, above: str, below: str) -> float:
+        """The ratio of two run times; NaN if one is missing."""
+        return self.times.get(above, math.nan) / self.times.get(below, math.nan)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Runs jobs in processes with empty caches in a folder, and a limit of seconds."""
+
+    folder: Path
+    limit: float | None
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Returns a job's result; a failure is `{"failure": text}`."""
+        arguments = [str(SCRIPT), json.dumps(dataclasses.asdict(job))]
+        try:
+            return dict(result_of(arguments, empty_caches(self.folder), self.limit))
+        except RuntimeError as error:
+            return {"failure": error_line(str(error))}
+
+
+def error_line(text: str) -> str:
+    """Returns the last line of a process's messages that names an error, or else the last line."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")]
+    return ([line for line in lines if "Error" in line or "Exception" in line] or lines)[-1]
+
+
+def print_failures(row: Row) -> None:
+    """Prints a line for each failure."""
+    for name, text in row.failures.items():
+        print(f"    {name} failed: {text}", flush=True)
+
+
 def measure(row: Row, job: Job, processes: Processes, repeats: int) -> None:
     """Adds first calls, run times and errors of all backends to a row."""
     measure_first_calls(row, job, processes, repeats)
     working = tuple([name for name in job.backends if name not in row.failures])
-    result = processes.run_job(dataclasses.replace(job, backends=working), warm=False)
+    result = processes.run(dataclasses.replace(job, backends=working))
     if "failure" in result:
         row.failures["run"] = result["failure"]
         return
@@ -54,7 +108,7 @@ def measure_first_calls(row: Row, job: Job, processes: Processes, repeats: int) 
     """Adds first calls to a row, each in its own process with empty caches."""
     for _ in range(repeats):
         for backend in [name for name in job.backends if name not in row.failures]:
-            result = processes.run_job(dataclasses.replace(job, task="first_call", backends=(backend,)), warm=False)
+            result = processes.run(dataclasses.replace(job, task="first_call", backends=(backend,)))
             if "failure" in result:
                 row.failures[backend] = result["failure"]
             else:
@@ -73,7 +127,7 @@ def report_cold_calls(row: Row, report: Report) -> None:
 
 def report_sides(row: Row, report: Report) -> None:
     """Adds a row for each backend to the table: first calls, calls, ratios to the Python emitter, errors."""
-    for name in BACKENDS:
+    for name in [name for name in BACKENDS if name in row.first_calls or name in row.failures]:
         measured = name in row.times
         cells: dict[str, Cell] = {
             "model": row.model,
@@ -140,18 +194,18 @@ def _measure(chosen: argparse.Namespace, folder: Path) -> None:
         layers = chosen.gpt2_layers if model.startswith("gpt2") else None
         backends = tuple(chosen.backends)
         jobs.append(Job("run", model, False, backends, chosen.device, layers, chosen.threads, chosen.rounds))
-    processes = Processes(folder, link_libraries=True, time_limit=chosen.time_limit)
+    processes = Processes(folder, chosen.time_limit)
     if chosen.cold:
         report = Report(f"fx_output-cold-{chosen.device}", chosen, chosen.device)
         for job in jobs:
-            row = Row(job.model, "forward")
+            row = Row(job.model)
             measure_first_calls(row, dataclasses.replace(job, cold_process=True), processes, chosen.repeats)
             report_cold_calls(row, report)
         return
     if not chosen.only_programs and not chosen.only_graphs:
         report = Report(f"fx_output-{chosen.device}", chosen, chosen.device)
         for job in jobs:
-            row = Row(job.model, "forward")
+            row = Row(job.model)
             measure(row, job, processes, chosen.repeats)
             report_sides(row, report)
     if not chosen.only_programs:
@@ -171,7 +225,7 @@ def _report_task(
 ) -> None:
     """Adds a row for each model to the table of a task."""
     for job in jobs:
-        result = processes.run_job(dataclasses.replace(job, task=task, backends=("fxwrap",)), warm=False)
+        result = processes.run(dataclasses.replace(job, task=task, backends=("fxwrap",)))
         if "failure" in result:
             print(f"    {job.model} failed: {result['failure']}", flush=True)
         else:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ import torch
 
 import fxwrap
 import fxwrap.artifact  # all that `fxwrap.load` imports
+from benchmarks.processes import result_of
 from benchmarks.results import Report, add_record_option
 
 WEIGHTS = ("inside", "in a file", "in memory")
@@ -98,22 +97,9 @@ def measure(folder: Path, emitter: str, weights: str, device: str) -> dict[str, 
 def measure_in_fresh_process(folder: Path, emitter: str, weights: str, chosen: argparse.Namespace) -> dict[str, float]:
     """Returns the result of `measure` in a new process with empty caches."""
     with tempfile.TemporaryDirectory() as caches:
-        environment = {**os.environ, "FXWRAP_CACHE_DIR": f"{caches}/own", "TRITON_CACHE_DIR": f"{caches}/triton"}
-        arguments = [
-            "--device",
-            chosen.device,
-            "--threads",
-            str(chosen.threads),
-            "--job",
-            str(folder),
-            emitter,
-            weights,
-        ]
-        command = [sys.executable, __file__, *arguments]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise SystemExit(process.stderr)
-    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+        variables = {"FXWRAP_CACHE_DIR": f"{caches}/own", "TRITON_CACHE_DIR": f"{caches}/triton"}
+        options = ["--device", chosen.device, "--threads", str(chosen.threads)]
+        result: dict[str, float] = result_of([__file__, *options, "--job", str(folder), emitter, weights], variables)
     return result
 
 

@@ -1,4 +1,4 @@
-"""One measurement of one model, in its own process; `models.py` starts it and reads its last line.
+"""One measurement of one model, in its own process; `fx_output.py` starts it and reads its last line.
 
 python benchmarks/model_jobs.py JOB_AS_JSON
 """
@@ -30,13 +30,7 @@ from benchmarks.full_models import full_case
 from benchmarks.results import parse_backend
 from tests.support.models import MODELS, ModelCase, train_step
 
-BASELINE = "aot_eager_decomp_partition"
-"""The backend that stops after Dynamo and AOTAutograd, including decompositions and partitioning."""
-
 SEED = 1
-TIMED_RATE = 1e-3
-"""The learning rate of timed steps: small, so that weights stay ordinary after thousands of steps."""
-
 INPUT_SETS = 8
 SECONDS_A_SAMPLE = 0.05
 
@@ -72,11 +66,11 @@ class Job:
         model: a name in the test suite's MODELS; `layers` is its number of layers, None for the suite's.
         size: "suite" for the test suite's models; "full" or "small" for those of `full_models.py`.
         dtype: torch's name of the dtype of weights and floating-point inputs.
-        training: a step of SGD in train mode; else a forward in eval mode without gradients.
+        training: a forward and a backward in train mode; else a forward in eval mode without gradients.
         backends: names as `measure_kernels.compile_with` takes them.
         cold_process: whether no small function is called before the first call.
         options: fxwrap's.
-        lock: a file; of the processes with the same lock, one at a time takes run times.
+        lock: a file; of the processes of `gpu_jobs.py` with the same lock, one at a time takes run times.
     """
 
     task: str
@@ -121,7 +115,7 @@ def call(job: Job, function: Callable[..., Any], inputs: Mapping[str, Tensor]) -
 
 
 def first_call(job: Job) -> dict[str, Any]:
-    """Seconds of the first call of the model through one backend, and of a small function's before it, "setup".
+    """Seconds of the first call of the model through one backend, after one of a small function.
 
     The small function pays for imports, workers and probes of the compiler; in a cold process the first call does. An
     eager call loads libraries before.
@@ -129,28 +123,17 @@ def first_call(job: Job) -> dict[str, Any]:
     (name,) = job.backends
     model, inputs = job.build(), job.inputs(0)
     call(job, model, inputs)
-    x = torch.randn(64, 64, device=job.device, requires_grad=job.training)
-    setup = 0.0 if job.cold_process else _seconds(job, lambda: _call_small(job, name, x))
+    if not job.cold_process:
+        with torch.no_grad():
+            _compiled(job, name, _small)(torch.randn(64, 64, device=job.device))
     torch._dynamo.reset()
-    seconds = _seconds(job, lambda: call(job, _compiled(job, name, model), inputs))
-    return {"seconds": seconds, "setup": setup}
-
-
-def _seconds(job: Job, function: Callable[[], object]) -> float:
     if job.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    function()
+    call(job, _compiled(job, name, model), inputs)
     if job.device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _call_small(job: Job, name: str, x: Tensor) -> None:
-    with torch.set_grad_enabled(job.training):
-        output = _compiled(job, name, _small)(x)
-        if job.training:
-            output.sum().backward()
+    return {"seconds": time.perf_counter() - start}
 
 
 def _compiled(job: Job, name: str, target: Any) -> Any:
@@ -176,13 +159,11 @@ def run(job: Job) -> dict[str, Any]:
         function = measuring.compile_with(backend, model, job.options or {})
         try:
             call(job, function, job.inputs(0))
-            model.load_state_dict(job.build().state_dict())
             errors[backend] = measuring.relative_error(call_results(job, model, function), reference)
-            contenders[backend] = _contender(job, model, function, measuring.Contender)
+            contenders[backend] = _contender(job, function, measuring.Contender)
         except Exception as error:  # noqa: BLE001 - a backend's failure is reported
             failures[backend] = measuring.first_line(error)
-    with exclusive_lock(job.lock):
-        times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
+    times = measuring.interleaved_host_times(contenders, job.rounds, torch.device(job.device))
     return {"times": _medians(times), "errors": errors, "failures": failures}
 
 
@@ -210,7 +191,7 @@ def emitted(job: Job) -> dict[str, Any]:
     forms |= {"fx, functional": functional, "fx, in place again": package.fx.in_place(functional)}
     forms["cpp"] = package.to_cpp(program).flat
     contenders = {name: _repeated(form, inputs, measuring) for name, form in forms.items()}
-    with torch.no_grad(), exclusive_lock(job.lock):
+    with torch.no_grad():
         rounds = job.rounds if job.device == "cuda" else 8 * job.rounds  # two calls take less than a millisecond
         times = measuring.interleaved_host_times(contenders, rounds, torch.device(job.device), wait=False)
     launches = sum(type(line).__name__ == "Launch" for line in program.body.lines)
@@ -295,17 +276,13 @@ def _vector(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([item.detach().double().flatten() for item in tensors])
 
 
-def _contender(job: Job, model: nn.Module, function: Any, make: Any) -> Any:
-    """Returns a contender of calls, or training steps, on rotating inputs."""
+def _contender(job: Job, function: Any, make: Any) -> Any:
+    """Returns a contender of calls on rotating inputs."""
     sets = [job.inputs(200 + index) for index in range(INPUT_SETS)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=TIMED_RATE) if job.training else None
 
     def sweep() -> None:
         for inputs in sets:
             call(job, function, inputs)
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
 
     sweep()
     start = time.perf_counter()

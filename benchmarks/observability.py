@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import statistics
@@ -30,7 +29,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from benchmarks.results import REPOSITORY, Report, Row, add_record_option
+from benchmarks.processes import result_of
+from benchmarks.results import Report, Row, add_record_option
 from fxwrap.report import report_page
 from tests.support.capture import capture_graphs
 from tests.support.models import MODELS, ModelCase
@@ -106,14 +106,7 @@ def measure_traces(chosen: argparse.Namespace) -> None:
         "observability-traces", chosen, note="GPT-2 with 12 small layers, forward and backward, kernels cached"
     )
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TORCH_TRACE": folder, "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, __file__, "--job"]
-        runs = []
-        for _ in range(chosen.processes):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
+        runs = [result_of([__file__, "--job"], {"TORCH_TRACE": folder}) for _ in range(chosen.processes)]
         size = sum([path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()]) / chosen.processes
     parts = [run["artifacts"] / run["compile"] for run in runs]
     report.add({

@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from benchmarks.processes import REPOSITORY
+
 FOLDER = REPOSITORY / "benchmarks" / "results"
 
 Cell: TypeAlias = str | int | float | None

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.processes import result_of
 
 MODES = ("caches", "precompile", "aot")
 BACKENDS = ("inductor", "fxwrap")
@@ -113,18 +113,13 @@ def prepared(mode: str, backend: str, model: Any, tokens: Any, folder: Path, fir
 
 def measure(mode: str, backend: str, folder: Path, device: str, first: bool = False) -> float:
     """Returns the seconds from the start of a process to its first result."""
-    environment = {
-        **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"), "FXWRAP_CACHE_DIR": str(folder / "fxwrap"),
+    variables = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"), "FXWRAP_CACHE_DIR": str(folder / "fxwrap"),
         "TRITON_CACHE_DIR": str(folder / "triton"), "FXWRAP_COMPILE_CACHE": "1",
     }  # fmt: skip
     job = json.dumps([mode, backend, str(folder), first, device])
     start = time.time()
-    process = subprocess.run(
-        [sys.executable, __file__, "--job", job], env=environment, capture_output=True, text=True, check=False
-    )
-    if process.returncode:
-        raise SystemExit(process.stderr)
-    result = json.loads(process.stdout.splitlines()[-1])
+    result = result_of([__file__, "--job", job], variables)
     if not result["error"] < 1e-4:
         raise SystemExit(f"{mode} with {backend}: the result differs from eager's by {result['error']}")
     return float(result["end"] - start)

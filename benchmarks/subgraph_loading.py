@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import fxwrap
+from benchmarks.processes import output_of
 from tests.integrations import vllm_interface
 from tests.integrations.vllm_interface import Range
 
@@ -174,16 +173,11 @@ def main() -> None:
 
 def run_process(chosen: argparse.Namespace, step: str, folder: str, emitter: str) -> str:
     """Runs a step in a new process; returns the last line that it prints."""
-    command = [sys.executable, __file__, "--subgraphs", str(chosen.subgraphs), "--profile", chosen.profile]
-    environment = {**os.environ, "FXWRAP_COMPILE_CACHE": "0"}
-    done = subprocess.run(
-        [*command, "--job", step, folder, emitter], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
+    options = ["--subgraphs", str(chosen.subgraphs), "--profile", chosen.profile]
+    output = output_of([__file__, *options, "--job", step, folder, emitter], {"FXWRAP_COMPILE_CACHE": "0"})
     if chosen.profile:
-        print(done.stdout)
-    return done.stdout.splitlines()[-1] if done.stdout else ""
+        print(output)
+    return output.splitlines()[-1] if output else ""
 
 
 if __name__ == "__main__":

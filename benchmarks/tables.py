@@ -20,7 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.dashboard_tables import RATIOS, details, summary
-from benchmarks.results import FOLDER, REPOSITORY, Cell, Row, cell_text, describe, geometric_mean
+from benchmarks.processes import REPOSITORY
+from benchmarks.results import FOLDER, Cell, Row, cell_text, describe, geometric_mean
 
 DOCUMENTS = (
     REPOSITORY / "README.md", REPOSITORY / "benchmarks" / "README.md", REPOSITORY / "benchmarks" / "dashboard.md"
