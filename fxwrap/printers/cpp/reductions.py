@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fxwrap.loop_ir import Axis, Load, Reduce, Store
+from fxwrap.loop_ir import Axis, Compute, Load, Reduce, Store
 from fxwrap.printers.cpp.half_blocks import MIN_HALF_LANES, HalfBlocks, HalfBlockWriter, find_half_blocks
 from fxwrap.printers.cpp.loop_plan import (
     LANES,
@@ -255,8 +255,10 @@ class RowPrinter(ReductionPrinter):
         return any(self.is_overwritten(item) and self.plan.varying[item] for item in read)
 
     def is_overwritten(self, position: int) -> bool:
-        """Whether an operation loads from a result of the kernel."""
+        """Whether an operation loads from a result of the kernel, or casts such an element."""
         operation = self.kernel.operations[position]
+        if isinstance(operation, Compute) and operation.name == "cast":
+            operation = self.kernel.operations[operation.operands[0]]
         return isinstance(operation, Load) and operation.buffer in {buffer.name for buffer in self.kernel.outputs}
 
     def row_sizes(self) -> list[Size]:
@@ -413,7 +415,8 @@ class RowPrinter(ReductionPrinter):
         for position in self.filled_row_buffers:
             known[position] = f"{name(position)}_row[{row}]"
         targets = blocks.targets(self.targets(reductions, stores))
-        new = sorted((self.row_buffers - self.filled_row_buffers) & self.kernel.backward_slice(targets, known))
+        before = [position for position in known if position not in blocks.loads]
+        new = sorted((self.row_buffers - self.filled_row_buffers) & self.kernel.backward_slice(targets, before))
         values = [blocks.stored(store) for store in stores]
         self.statements.write([*targets, *new], known, named=[*new, *(values if len(values) > 1 else ())])
         for position in new:
