@@ -11,10 +11,10 @@ from benchmarks.packings import Buffer
 
 
 def solve(buffers: Sequence[Buffer], capacity: int, alignment: int, limit: float) -> tuple[bool, float]:
-    """Returns whether offsets within the capacity exist for CP-SAT in `limit` seconds of wall time, and CPU seconds.
+    """Returns whether CP-SAT assigns offsets within the capacity in `limit` of its deterministic time, and CPU seconds.
 
-    Buffers are rectangles with fixed times that do not overlap. Across, durations at a byte add up to all times at
-    most. One worker.
+    A unit of deterministic time is about a second. Buffers are rectangles with fixed times that do not overlap. Across,
+    durations at a byte add up to all times at most. One worker.
     """
     model = cp_model.CpModel()
     times, bytes_ = [], []
@@ -27,7 +27,7 @@ def solve(buffers: Sequence[Buffer], capacity: int, alignment: int, limit: float
     durations = [last - first for first, last, _ in buffers]
     model.add_cumulative(bytes_, durations, max(last for _, last, _ in buffers) - min(first for first, _, _ in buffers))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = limit
+    solver.parameters.max_deterministic_time = limit
     solver.parameters.num_workers = 1
     solver.parameters.use_timetabling_in_no_overlap_2d = True
     start = time.process_time()

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.processes import CACHE_VARIABLES, output_of, result_of
+from benchmarks.results import Report, add_record_option
 
 IMPORTS = """
 import time
@@ -84,8 +85,6 @@ def medians(results: list[dict[str, float]]) -> dict[str, float]:
 
 def report_compiles(chosen: argparse.Namespace, libraries: Path) -> None:
     """Prints the table of first compiles."""
-    from benchmarks.results import Report
-
     note = f"Llama, 2 layers, 32 tokens; medians of {chosen.processes} processes, one for builds from sources"
     report = Report("first_compile", chosen, "cpu", note)
     cases: list[tuple[str, str, str, Path | None, bool]] = [("inductor", "", "fresh", None, False)]
@@ -106,8 +105,6 @@ def report_compiles(chosen: argparse.Namespace, libraries: Path) -> None:
 
 def report_imports(chosen: argparse.Namespace) -> None:
     """Prints the table of imports."""
-    from benchmarks.results import Report
-
     report = Report("first_compile-import", chosen, "cpu", f"medians of {chosen.imports} processes")
     times = [list(map(float, output_of(["-c", IMPORTS], {}).split())) for _ in range(chosen.imports)]
     for name, values in zip(("import torch", "import fxwrap after it"), zip(*times, strict=True), strict=True):
@@ -121,8 +118,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--imports", type=int, default=9)
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
-    from benchmarks.results import add_record_option
-
     add_record_option(parser)
     chosen = parser.parse_args()
     if chosen.job:

@@ -102,7 +102,8 @@ def report_problems(chosen: argparse.Namespace) -> None:
 def report_packings(chosen: argparse.Namespace) -> None:
     """Prints how many problems with a known optimum are solved, and seconds."""
     last = chosen.first_seed + chosen.packings - 1
-    note = f"CPU seconds; seeds {chosen.first_seed} to {last}, at most {chosen.limit:g} s of wall time each"
+    limit = f"at most {chosen.limit:g} {'of its deterministic time' if chosen.solver == 'cp-sat' else 's of wall time'}"
+    note = f"{chosen.solver}; CPU seconds; seeds {chosen.first_seed} to {last}, {limit} each"
     report = Report("planning-packings", chosen, note=note)
     solve = _cp_sat(chosen.limit) if chosen.solver == "cp-sat" else partial(_search, limit=chosen.limit)
     for name, kind in KINDS_OF_PACKINGS.items():
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument(
         "--solver", choices=("search", "cp-sat"), default="search", help="search, or CP-SAT (pip install ortools)"
     )
-    parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
+    parser.add_argument("--limit", type=float, default=10, help="of each, in seconds or CP-SAT's deterministic time")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
     chosen = parser.parse_args()

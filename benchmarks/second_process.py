@@ -34,6 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.processes import result_of
+from benchmarks.results import Cell, Report, add_record_option
 
 MODES = ("caches", "precompile", "aot")
 BACKENDS = ("inductor", "fxwrap")
@@ -132,14 +133,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write benchmarks/results/NAME.json")
+    add_record_option(parser)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.job:
         mode, backend, folder, first, device = json.loads(chosen.job)
         print(json.dumps(run_job(mode, backend, Path(folder), first, device)))
         return
-    from benchmarks.results import Cell, Report
     from fxwrap.runtime.native import build_bridge
 
     report = Report(f"second_process-{chosen.device}", chosen, chosen.device, f"medians of {chosen.rounds} rounds")

@@ -27,6 +27,7 @@ import torch
 
 import fxwrap
 from benchmarks.processes import output_of
+from benchmarks.results import Report, add_record_option
 from tests.integrations import vllm_interface
 from tests.integrations.vllm_interface import Range
 
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--emitters", default="python,cpp")
     parser.add_argument("--profile", default="", help="print where one process spends its time: cumulative or own")
-    parser.add_argument("--record", nargs="?", const="", metavar="LABEL", help="write benchmarks/results/NAME.json")
+    add_record_option(parser)
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.job:
@@ -159,8 +160,6 @@ def main() -> None:
             else:
                 print(json.dumps(load(Path(folder), chosen.profile)))
         return
-    from benchmarks.results import Report
-
     note = f"{chosen.subgraphs} different subgraphs; medians of {chosen.processes} processes"
     report = Report("subgraph_loading", chosen, note=note)
     for emitter in chosen.emitters.split(","):
