@@ -206,7 +206,11 @@ class Kernel:
         for operation in self.operations:
             axes = frozenset(axis for index in indices(operation) for axis in index.axes())
             axes = axes.union(*[result[operand] for operand in operands(operation)])
-            result.append(axes.difference(self.reduced_by(operation)) if isinstance(operation, Reduce) else axes)
+            if isinstance(operation, Reduce):
+                axes = axes.difference(self.reduced_by(operation))
+            elif isinstance(operation, Scan):
+                axes = axes.union(self.reduced)  # also of equal elements
+            result.append(axes)
         return tuple(result)
 
     @cached_property

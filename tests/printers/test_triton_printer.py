@@ -320,14 +320,19 @@ def test_a_scan_shared_by_two_stages_and_an_assertion() -> None:
             launch(printed.grid, torch.arange(60) % 6, torch.zeros(60, dtype=I64))
 
 
-def test_a_reduction_of_an_invariant_value_counts_every_element() -> None:
-    p, r = Axis("p0", 3), Axis("r0", 5)
+def test_reductions_and_scans_of_an_invariant_value_count_every_element() -> None:
+    p, r = Axis("p0", 3), Axis("r0", 15)
 
     def write(body: KernelBuilder) -> None:
-        body.store("out", as_index(p), body.reduce("sum", body.load("x", as_index(p), F32))[0])
+        x = body.load("x", as_index(p), F32)
+        body.store("out", as_index(p), body.reduce("sum", x)[0])
         body.store("ones", as_index(p), body.reduce("sum", body.constant(1.0, F32))[0])
+        (running,) = body.scan("cumsum", x)
+        body.store("running", as_index(p) * 15 + r, running)
+        body.store("largest", as_index(p), body.reduce("max", running * 2.0)[0])
 
-    kernel = build([p], [r], {"x": (F32, 3)}, {"out": (F32, 3), "ones": (F32, 3)}, write)
+    outputs = {"out": (F32, 3), "ones": (F32, 3), "running": (F32, 45), "largest": (F32, 3)}
+    kernel = build([p], [r], {"x": (F32, 3)}, outputs, write)
     for configuration in tilings(kernel):
         check(kernel, configuration)
 

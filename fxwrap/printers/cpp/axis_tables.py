@@ -59,7 +59,7 @@ def choose_tables(plan: LoopPlan) -> list[AxisTable]:
 
 def _loop_order(plan: LoopPlan, position: int) -> tuple[Axis, ...]:
     """Returns the axes that a value depends on, the vectorised one last."""
-    axes = [axis for axis in (*plan.kernel.axes, *plan.kernel.reduced) if axis in plan.dependent_axes[position]]
+    axes = [axis for axis in (*plan.kernel.axes, *plan.kernel.reduced) if axis in plan.kernel.value_axes[position]]
     return tuple(sorted(axes, key=lambda axis: axis == plan.vector_axis))
 
 
@@ -85,28 +85,28 @@ def _values_of_few_axes(plan: LoopPlan) -> list[int]:
     rank = len(plan.kernel.axes) + len(plan.kernel.reduced)
     is_movable: list[bool] = []
     used = set[int]()
-    for item, axes in zip(plan.kernel.operations, plan.dependent_axes, strict=True):
+    for item, axes in zip(plan.kernel.operations, plan.kernel.value_axes, strict=True):
         kinds = Compute | Constant | IndexValue | Load | SymbolicScalar
         is_number = isinstance(item, kinds) and item.dtype is not torch.bool
         is_movable.append(
             is_number and len(axes) < max(rank, 2) and all(is_movable[operand] for operand in operands(item))
         )
-        used.update([at for at in operands(item) if not is_movable[-1] or plan.dependent_axes[at] < axes])
+        used.update([at for at in operands(item) if not is_movable[-1] or plan.kernel.value_axes[at] < axes])
     values = [(position, plan.kernel.operations[position]) for position in sorted(used) if is_movable[position]]
     return [
         position
         for position, item in values
-        if isinstance(item, Compute) and item.dtype.itemsize >= 4 and plan.dependent_axes[position]
+        if isinstance(item, Compute) and item.dtype.itemsize >= 4 and plan.kernel.value_axes[position]
     ]
 
 
 def _cost(plan: LoopPlan, position: int) -> int:
     """Returns the cost of a value; if it has several axes, without operands of fewer: these have their own tables."""
-    axes = plan.dependent_axes[position]
+    axes = plan.kernel.value_axes[position]
     chosen = [
         plan.kernel.operations[item]
         for item in plan.kernel.backward_slice([position])
-        if len(axes) == 1 or plan.dependent_axes[item] == axes
+        if len(axes) == 1 or plan.kernel.value_axes[item] == axes
     ]
     return sum(OPERATIONS[item.name].cost for item in chosen if isinstance(item, Compute))
 

@@ -363,4 +363,4 @@ class ContractionPrinter(LoopPrinter):
 
     def dependences(self, operand: int) -> frozenset[Axis]:
         """Returns the axes that an operand depends on."""
-        return self.plan.dependent_axes[operand]
+        return self.kernel.value_axes[operand]

@@ -23,10 +23,8 @@ from fxwrap.loop_ir import (
     OperationCopier,
     Reduce,
     ReductionResult,
-    Scan,
     Store,
     eliminate_dead_operations,
-    indices,
     operands,
 )
 from fxwrap.symbolic import Size, product
@@ -58,7 +56,8 @@ SCATTER_BLOCK = 16
 """Smallest number of columns of rows that a thread updates when threads divide them to scatter."""
 
 MIN_SCATTERED_COLUMNS = 4
-"""Smallest number of columns of rows that are updated as vectors. Rows of one block are updated by one thread."""
+"""Smallest number of columns of rows that scatters of float sums update as vectors, each in the order of the loops.
+Rules decline those to narrower rows. One thread updates rows of one block."""
 
 SCAN_BLOCK = 256
 """Elements of a row that are scanned together, as in `kernel.h`."""
@@ -94,26 +93,6 @@ class LoopPlan:
     def vector_axis_is_reduced(self) -> bool:
         """Whether the vectorised axis is reduced, as in the reduction of rows."""
         return self.vector_axis in self.kernel.reduced
-
-    @cached_property
-    def dependent_axes(self) -> tuple[frozenset[Axis], ...]:
-        """For each operation, the axes that its value depends on."""
-        dependent: list[frozenset[Axis]] = []
-        reduced = frozenset(self.kernel.reduced)
-        for operation in self.kernel.operations:
-            axes = frozenset([axis for index in indices(operation) for axis in index.axes()])
-            axes = axes.union(*[dependent[operand] for operand in operands(operation)])
-            if isinstance(operation, Reduce):
-                axes -= reduced
-            elif isinstance(operation, Scan):
-                axes |= reduced
-            dependent.append(axes)
-        return tuple(dependent)
-
-    @cached_property
-    def varying(self) -> tuple[bool, ...]:
-        """For each operation, whether it varies along the reduced axes."""
-        return tuple([not axes.isdisjoint(self.kernel.reduced) for axes in self.dependent_axes])
 
     @property
     def serial(self) -> bool:
@@ -188,14 +167,14 @@ class LoopPlan:
 
     def _is_gather(self, index: Index) -> bool:
         indirect = [atom for atom in index.atoms() if isinstance(atom, IndirectIndex)]
-        return any(self.vector_axis in self.dependent_axes[atom.operation] for atom in indirect)
+        return any(self.vector_axis in self.kernel.value_axes[atom.operation] for atom in indirect)
 
     def cost(self, position: int, known: Iterable[int]) -> int:
         """Returns the estimated number of instructions that compute a value from the known ones."""
         stop, stack, total = set(known), [position], 0
         while stack:
             at = stack.pop()
-            if at in stop or not self.varying[at]:
+            if at in stop or not self.kernel.varying[at]:
                 continue
             stop.add(at)
             operation = self.kernel.operations[at]
@@ -209,9 +188,9 @@ def make_loop_plan(kernel: Kernel) -> LoopPlan:
     candidates = (*kernel.axes, *kernel.reduced)
     if not candidates:
         return LoopPlan(kernel, None)
-    varying, passes = LoopPlan(kernel, None).varying, _passes(kernel)
+    passes = _passes(kernel)
     accesses = [
-        (item.index, (8 * passes[position] if varying[position] else 1) * (3 if isinstance(item, Store) else 2))
+        (item.index, (8 * passes[position] if kernel.varying[position] else 1) * (3 if isinstance(item, Store) else 2))
         for position, item in enumerate(kernel.operations)
         if isinstance(item, Load | Store)
     ]

@@ -200,7 +200,7 @@ class PointwisePrinter(LoopPrinter):
             self.write_stores(stores, known)
             return
         vector_axis, heads = self.vector_axis, [loop_head(axis) for axis in self.outer_axes()]
-        inner = [item for item in self.device_asserts if vector_axis in self.plan.dependent_axes[item]]
+        inner = [item for item in self.device_asserts if vector_axis in self.kernel.value_axes[item]]
         if self.plan.serial and self.plan.scatters_are_disjoint:
             self.print_scatter(inner)
         elif self.plan.transposed_loads[1]:
@@ -269,7 +269,7 @@ class PointwisePrinter(LoopPrinter):
             known: EmittedValues = {}
             self.hoist(known)
             self.write_device_asserts([item for item in self.device_asserts if item not in inner], known)
-            condition = None if mask is None or lane in self.plan.dependent_axes[mask] else known[mask]
+            condition = None if mask is None or lane in self.kernel.value_axes[mask] else known[mask]
             if condition is not None:
                 stores = tuple([replace(store, mask=None) for store in stores])
             with nullcontext() if condition is None else self.writer.block(f"if ({condition})"):
@@ -359,7 +359,7 @@ class PointwisePrinter(LoopPrinter):
         for table in self.tables:
             if self.vector_axis not in table.axes and table.position in used:
                 known[table.position] = self.statements.declare(table.position, known[table.position])
-        fixed = {item for item in needed if self.vector_axis not in self.plan.dependent_axes[item]}
+        fixed = {item for item in needed if self.vector_axis not in self.kernel.value_axes[item]}
         hoisted = sorted(self.frontier(needed, fixed))
         conditions = [position for position in hoisted if self.statements.dtype(position) is torch.bool]
         self.statements.write(hoisted, known, named=conditions)

@@ -37,7 +37,7 @@ class ReductionPrinter(LoopPrinter):
         these read.
         """
         stages, reductions = self.kernel.stages, self.kernel.reductions
-        varying = {item: store for item, store in self.positions_of_stores().items() if self.plan.varying[item]}
+        varying = {item: store for item, store in self.positions_of_stores().items() if self.kernel.varying[item]}
         last = max([stages[item] for item in (*varying, *reductions, *self.varying_asserts())], default=0)
         return [
             ([item for item in reductions if stages[item] == stage], list(varying.values()) if stage == last else [])
@@ -50,7 +50,7 @@ class ReductionPrinter(LoopPrinter):
 
     def final_stores(self) -> list[Store]:
         """Returns the stores of results that do not vary."""
-        return [store for item, store in self.positions_of_stores().items() if not self.plan.varying[item]]
+        return [store for item, store in self.positions_of_stores().items() if not self.kernel.varying[item]]
 
     def targets(self, reductions: Sequence[int], stores: Sequence[Store]) -> list[int]:
         """Returns the positions whose values a stage needs."""
@@ -60,7 +60,7 @@ class ReductionPrinter(LoopPrinter):
     def invariants(self, targets: Sequence[int], known: EmittedValues) -> set[int]:
         """Returns the operations that do not vary among the targets and the operands of those that vary."""
         needed = sorted(self.kernel.backward_slice(targets, known))
-        fixed = {item for item in needed if not self.plan.varying[item]}
+        fixed = {item for item in needed if not self.kernel.varying[item]}
         return fixed.intersection(targets) | self.frontier(needed, fixed)
 
     def hoist_invariants(self, targets: Sequence[int], known: EmittedValues) -> None:
@@ -70,7 +70,7 @@ class ReductionPrinter(LoopPrinter):
 
     def varying_asserts(self) -> list[int]:
         """Returns the positions of assertions about elements of the reduced axes."""
-        return [item for item in self.device_asserts if self.plan.varying[item]]
+        return [item for item in self.device_asserts if self.kernel.varying[item]]
 
     def print_stages(self, known: EmittedValues) -> None:
         """Writes the passes over the reduced axes: of assertions immediately before the last one, which stores."""
@@ -97,7 +97,7 @@ class ReductionPrinter(LoopPrinter):
 
     def print_invariant_asserts(self, known: EmittedValues) -> None:
         """Writes the checks of the other assertions. Adds their values to `known`."""
-        self.write_device_asserts([item for item in self.device_asserts if not self.plan.varying[item]], known)
+        self.write_device_asserts([item for item in self.device_asserts if not self.kernel.varying[item]], known)
 
     def reduction(self, position: int) -> Reduce:
         """Returns the reduction at a position."""
@@ -252,7 +252,7 @@ class RowPrinter(ReductionPrinter):
         reductions, stores = self.stage_sinks()[-1]
         known = {*self.row_buffers, *self.kernel.reductions}
         read = self.kernel.backward_slice(self.targets(reductions, stores), known) if stores else set[int]()
-        return any(self.is_overwritten(item) and self.plan.varying[item] for item in read)
+        return any(self.is_overwritten(item) and self.kernel.varying[item] for item in read)
 
     def is_overwritten(self, position: int) -> bool:
         """Whether an operation loads from a result of the kernel, or casts such an element."""
@@ -289,7 +289,7 @@ class RowPrinter(ReductionPrinter):
             stack, seen = self.targets(reductions, stores), set(chosen)
             while stack:
                 position = stack.pop()
-                if position in seen or not self.plan.varying[position]:
+                if position in seen or not self.kernel.varying[position]:
                     continue
                 seen.add(position)
                 is_costly = self.plan.cost(position, chosen) >= ROW_BUFFER_MIN_COST

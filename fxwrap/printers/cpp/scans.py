@@ -291,7 +291,7 @@ class ColumnPrinter(ScanPrinterBase):
         """Whether a value is the same in all columns of a block."""
         needed = sorted(self.kernel.backward_slice([position]))
         on_reduction = any(isinstance(self.kernel.operations[item], Reduce) for item in needed)
-        return self.vector_axis not in self.plan.dependent_axes[position] and not on_reduction
+        return self.vector_axis not in self.kernel.value_axes[position] and not on_reduction
 
     def is_buffered(self, position: int) -> bool:
         """Whether a column's value costs more to compute than to load."""

@@ -36,7 +36,7 @@ def find_transposed_axis(plan: LoopPlan) -> Axis | None:
 
 def _row_stores(plan: LoopPlan) -> list[Store]:
     operations = enumerate(plan.kernel.operations)
-    return [item for position, item in operations if isinstance(item, Store) and plan.varying[position]]
+    return [item for position, item in operations if isinstance(item, Store) and plan.kernel.varying[position]]
 
 
 class TransposedRowPrinter(RowPrinter):
