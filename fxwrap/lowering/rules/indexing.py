@@ -49,6 +49,7 @@ from fxwrap.lowering.rules.registry import (
     lowering_rule,
 )
 from fxwrap.lowering.rules.views import reshape_index_map
+from fxwrap.printers.cpp import MIN_SCATTERED_COLUMNS
 from fxwrap.symbolic import Size, product
 
 # --- along one dimension ---------------------------------------------------------------------------------------------
@@ -229,10 +230,6 @@ def check_any_order() -> None:
     """Declines stores of several iterations to one element where their order must be fixed."""
     if torch.are_deterministic_algorithms_enabled():
         raise Declined("deterministic algorithms are enabled, and kernels write in any order")
-
-
-MIN_SCATTERED_COLUMNS = 4
-"""The least number of columns of scattered rows that a CPU updates together; threads divide blocks of 16 among them."""
 
 
 def check_store_mode(dtype: torch.dtype, spec: DeviceSpec, mode: str, columns: Size = 1) -> None:
