@@ -1,35 +1,48 @@
 // Blocks of float16 elements, which kernels convert together. Kernels that call these include it after kernel.h.
 #pragma once
 
-// Converts sixteen elements by the instructions for vectors, which compilers do not use for loops over elements.
-INLINE void widen_16(const float16* from, float* to) {
+// Conversions of a vector by its instructions, which compilers do not use for loops over elements.
 #if defined(__AVX512F__) && __has_builtin(__builtin_ia32_vcvtph2ps512_mask)
+struct HalfVectors {
+  static constexpr int lanes = 16;
   typedef int16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
   typedef float Floats __attribute__((vector_size(64)));
-  *reinterpret_cast<Floats*>(to) =
-      __builtin_ia32_vcvtph2ps512_mask(*reinterpret_cast<const Halves*>(from), Floats{}, -1, 4);
+  typedef int16_t Result __attribute__((vector_size(32)));
+  static INLINE void widen(const Halves* from, Floats* to) {
+    *to = __builtin_ia32_vcvtph2ps512_mask(*from, Floats{}, -1, 4);
+  }
+  static INLINE void narrow(const Floats* from, Halves* to) {
+    *to = __builtin_ia32_vcvtps2ph512_mask(*from, 0, Result{}, -1);
+  }
+};
+#define HAS_HALF_VECTORS
 #elif defined(__F16C__) && __has_builtin(__builtin_ia32_vcvtph2ps256)
+struct HalfVectors {
+  static constexpr int lanes = 8;
   typedef int16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
   typedef float Floats __attribute__((vector_size(32)));
-  for (int i = 0; i < 16; i += 8)
-    *reinterpret_cast<Floats*>(to + i) = __builtin_ia32_vcvtph2ps256(*reinterpret_cast<const Halves*>(from + i));
+  static INLINE void widen(const Halves* from, Floats* to) { *to = __builtin_ia32_vcvtph2ps256(*from); }
+  static INLINE void narrow(const Floats* from, Halves* to) { *to = __builtin_ia32_vcvtps2ph256(*from, 0); }
+};
+#define HAS_HALF_VECTORS
+#endif
+
+// Converts sixteen elements.
+INLINE void widen_16(const float16* from, float* to) {
+#ifdef HAS_HALF_VECTORS
+  using V = HalfVectors;
+  for (int i = 0; i < 16; i += V::lanes)
+    V::widen(reinterpret_cast<const V::Halves*>(from + i), reinterpret_cast<V::Floats*>(to + i));
 #else
 #pragma omp simd
   for (int i = 0; i < 16; ++i) to[i] = Cast<float, float16>::of(from[i]);
 #endif
 }
 INLINE void narrow_16(const float* from, float16* to) {
-#if defined(__AVX512F__) && __has_builtin(__builtin_ia32_vcvtps2ph512_mask)
-  typedef int16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-  typedef float Floats __attribute__((vector_size(64)));
-  typedef int16_t Result __attribute__((vector_size(32)));
-  *reinterpret_cast<Halves*>(to) =
-      __builtin_ia32_vcvtps2ph512_mask(*reinterpret_cast<const Floats*>(from), 0, Result{}, -1);
-#elif defined(__F16C__) && __has_builtin(__builtin_ia32_vcvtps2ph256)
-  typedef int16_t Halves __attribute__((vector_size(16), aligned(2), may_alias));
-  typedef float Floats __attribute__((vector_size(32)));
-  for (int i = 0; i < 16; i += 8)
-    *reinterpret_cast<Halves*>(to + i) = __builtin_ia32_vcvtps2ph256(*reinterpret_cast<const Floats*>(from + i), 0);
+#ifdef HAS_HALF_VECTORS
+  using V = HalfVectors;
+  for (int i = 0; i < 16; i += V::lanes)
+    V::narrow(reinterpret_cast<const V::Floats*>(from + i), reinterpret_cast<V::Halves*>(to + i));
 #else
 #pragma omp simd
   for (int i = 0; i < 16; ++i) to[i] = Cast<float16, float>::of(from[i]);
