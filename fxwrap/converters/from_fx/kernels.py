@@ -13,13 +13,11 @@ from fxwrap.converters.from_fx.functional import copy_operand, new_result
 from fxwrap.converters.from_fx.graph_importer import GraphImporter, NodeImporters
 from fxwrap.converters.from_fx.kernel_table import definition_of
 from fxwrap.converters.from_fx.nodes import failure, result_name
-from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError, KernelTextError
 from fxwrap.lines import Launch
 from fxwrap.runtime import kernel_operators, kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
-from fxwrap.runtime.triton.side_table import triton_parameters
-from fxwrap.runtime.triton.user_kernels import load_user_kernel
+from fxwrap.runtime.triton.side_table import argument_names
 from fxwrap.torch_compat import arguments_by_name, triton_kernel_at, triton_launch, triton_launch_functional
 from fxwrap.wrapper_ir import DTYPES, KernelDefinition, Tag, TensorType, Value
 
@@ -129,7 +127,7 @@ def _import_triton_launch(importer: GraphImporter, node: Node, copies: Mapping[s
     operands = {name: importer.argument(node, item) for name, item in items.items()} | dict(copies)
     first_grid, *other_grids = importer.argument(node, node.kwargs["grid"])
     try:
-        names = _parameters(kernel)
+        names = argument_names(kernel.language, kernel.source, kernel.signature, kernel.options)
     except FxwrapError as error:
         raise failure(node, str(error), "Import the graph in a process where the kernel can be loaded") from error
     if set(names) != set(operands):
@@ -198,14 +196,6 @@ def _triton_hash(node: Node) -> str:
         reason = f"kernel {index} of torch's table of Triton kernels is not the one that the node was emitted for"
         raise failure(node, reason, remedy)
     return str(kernel_hash or "")
-
-
-def _parameters(kernel: KernelDefinition) -> list[str]:
-    """Returns the names of a kernel's parameters without constants, tensors first."""
-    if language_traits(kernel.language).user_defined:
-        return load_user_kernel(kernel.source, kernel.signature, kernel.options).names
-    constants = dict(kernel.options)
-    return [name for name in triton_parameters(kernel.source) if name not in constants]
 
 
 def _output_count(importer: GraphImporter, node: Node, kernel: KernelDefinition) -> int:

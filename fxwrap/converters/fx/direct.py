@@ -20,7 +20,7 @@ from fxwrap.converters.fx.direct_writer import (
 from fxwrap.converters.torch_calls import ArgumentKind
 from fxwrap.devices import language_traits
 from fxwrap.runtime import checks, device_operators, direct, kernel_operators, kernel_table, ranges, tensors
-from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters
+from fxwrap.runtime.triton.side_table import triton_argument_names, triton_constants
 from fxwrap.runtime.triton.user_kernels import load_user_kernel
 from fxwrap.torch_compat import (
     PROFILER_FLAG,
@@ -213,9 +213,7 @@ def _triton_interface(kernel: kernel_table.RegisteredKernel) -> tuple[list[str],
     if language_traits(kernel.language).user_defined:
         loaded = load_user_kernel(*kernel.text)
         return loaded.names, loaded.constants
-    constants = dict(kernel.options)
-    names = [name for name in triton_parameters(kernel.source) if name not in constants]
-    return names, dict(triton_constants(kernel.options))
+    return triton_argument_names(kernel.source, kernel.options), dict(triton_constants(kernel.options))
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

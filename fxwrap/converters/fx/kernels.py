@@ -21,7 +21,12 @@ from fxwrap.devices import FX, language_traits
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import FLOAT8
 from fxwrap.runtime import kernel_table
-from fxwrap.runtime.triton.side_table import triton_constants, triton_parameters, triton_side_table_kernel
+from fxwrap.runtime.triton.side_table import (
+    argument_names,
+    triton_argument_names,
+    triton_constants,
+    triton_side_table_kernel,
+)
 from fxwrap.runtime.triton.user_kernels import load_user_kernel, user_side_table_kernel
 from fxwrap.symbolic import expression_kind
 from fxwrap.torch_compat import (
@@ -66,7 +71,9 @@ def launch_functional(emitter: GraphEmitter, line: Launch, has_content: Sequence
                 keywords = {"dtype": type_.dtype, "device": type_.device}
                 val = emitter.fakes.fake(type_)
                 writer.define(value, torch.ops.aten.empty_strided.default, writer.layout(type_), keywords, val=val)
-        names = call.triton_names()[call.input_count :][: len(line.outs)]
+        kernel = call.kernel
+        arguments = argument_names(kernel.language, kernel.source, kernel.signature, kernel.options)
+        names = arguments[call.input_count :][: len(line.outs)]
         results = dict(zip(names, vals, strict=True))
         node = call.triton(triton_launch_functional, line.outs, {"tensors_to_clone": names}, results)
         keys: Sequence[object] = names
@@ -133,14 +140,6 @@ class _LaunchCall:
             line, target, arguments, {**keywords, **numbers}, name=self.kernel.name, val=val
         )
 
-    def triton_names(self) -> list[str]:
-        """Returns the names of the kernel's arguments, tensors first."""
-        kernel = self.kernel
-        if language_traits(kernel.language).user_defined:
-            return load_user_kernel(kernel.source, kernel.signature, kernel.options).names
-        constants = dict(kernel.options)
-        return [name for name in triton_parameters(kernel.source) if name not in constants]
-
     def triton(
         self,
         target: CallTarget,
@@ -187,8 +186,7 @@ class _TritonCall:
 def _launch_triton(
     emitter: GraphEmitter, line: Launch, kernel: KernelDefinition, operands: Sequence[object]
 ) -> _TritonCall:
-    constants = dict(kernel.options)
-    names = [name for name in triton_parameters(kernel.source) if name not in constants]
+    names = triton_argument_names(kernel.source, kernel.options)
     if len(names) != len(operands):
         raise emitter.unsupported(line, f"the kernel takes ({', '.join(names)}), not {len(operands)} arguments")
     on_cpu = line.outs[0].tensor_type.device.type == "cpu"  # then Triton's interpreter runs the kernel
