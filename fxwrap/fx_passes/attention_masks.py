@@ -25,8 +25,8 @@ from fxwrap.options import Options
 from fxwrap.torch_compat import (
     HigherOrderOperator,
     OpOverload,
+    copy_dynamo_graph,
     copy_dynamo_module,
-    copy_dynamo_node,
     without_dispatch_modes,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -84,9 +84,7 @@ def simplify_attention_masks(graph_module: GraphModule, options: Options) -> Gra
     rewrites = find_mask_rewrites(graph_module.graph, options)
     if not rewrites:
         return graph_module
-    graph, node_map = Graph(), dict[Node, Node]()
-    for node in graph_module.graph.nodes:
-        node_map[node] = copy_dynamo_node(graph, node, node_map)
+    graph, node_map = copy_dynamo_graph(graph_module.graph)
     rewrite_masks({node_map[node]: rewrite for node, rewrite in rewrites.items()}, options)
     return copy_dynamo_module(graph_module, graph)
 

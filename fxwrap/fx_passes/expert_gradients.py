@@ -10,11 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.graph_copy import same_layout
+from fxwrap.fx_passes.graph_copy import is_sum, same_layout
 from fxwrap.fx_passes.prepared_graph import NodeValues
 
 _LINEAR_VIEWS = frozenset({"alias", "permute", "squeeze", "t", "to_copy", "transpose", "unsqueeze", "view"})
@@ -135,23 +134,11 @@ def _additions(leaf: Node, fakes: NodeValues) -> list[Node]:
     node = leaf
     while len(node.users) == 1:
         (user,) = node.users
-        if not _is_addition(user, fakes):
+        if not is_sum(user, fakes) or len(user.all_input_nodes) != 2:
             break
         chain.append(user)
         node = user
     return chain
-
-
-def _is_addition(node: Node, fakes: NodeValues) -> bool:
-    """Whether a call adds two different tensors of one dtype and layout."""
-    operands = node.all_input_nodes
-    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(operands) != 2:
-        return False
-    tensors = [fakes.get(item) for item in (node, *operands)]
-    first = tensors[0]
-    return isinstance(first, torch.Tensor) and all(
-        isinstance(item, torch.Tensor) and item.dtype == first.dtype and same_layout(item, first) for item in tensors
-    )
 
 
 def _until(chain: Sequence[Node], root: Node | None) -> Collection[Node]:

@@ -63,6 +63,16 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return expressions_of(one.shape) == expressions_of(other.shape) and same_strides(one, other)
 
 
+def is_sum(node: Node, fakes: NodeValues) -> bool:
+    """Whether a node adds two tensors of its own dtype, sizes and strides, which may be one tensor."""
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or not all(isinstance(x, Node) for x in node.args):
+        return False
+    result, terms = fakes.get(node), [fakes.get(item) for item in node.all_input_nodes]
+    return isinstance(result, torch.Tensor) and all(
+        isinstance(item, torch.Tensor) and item.dtype == result.dtype and same_layout(item, result) for item in terms
+    )
+
+
 def is_contiguous(fake: torch.Tensor) -> bool:
     """Whether the strides of a tensor are contiguous as expressions. Installs no guard."""
     return list(contiguous_strides(tuple(expressions_of(fake.shape)))) == expressions_of(fake.stride())

@@ -26,7 +26,7 @@ from fxwrap.fx_passes.attention_masks import (
 from fxwrap.fx_passes.effects import fake_of, name_of, storage_of
 from fxwrap.fx_passes.graph_copy import expressions_of
 from fxwrap.options import Options
-from fxwrap.torch_compat import copy_dynamo_module, copy_dynamo_node
+from fxwrap.torch_compat import copy_dynamo_graph, copy_dynamo_module
 
 _aten = torch.ops.aten
 
@@ -62,9 +62,7 @@ def pack_query_groups(graph_module: GraphModule, options: Options) -> GraphModul
     """
     if not find_query_groups(graph_module.graph, options):
         return graph_module
-    graph, node_map = Graph(), dict[Node, Node]()
-    for node in graph_module.graph.nodes:
-        node_map[node] = copy_dynamo_node(graph, node, node_map)
+    graph, _ = copy_dynamo_graph(graph_module.graph)
     rewrite_query_groups(find_query_groups(graph, options))
     return copy_dynamo_module(graph_module, graph)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, same_layout, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, is_sum, storages_of, written_storages
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import OpOverload
 
@@ -47,7 +47,7 @@ def reduce_sums_once(graph: PreparedGraph) -> PreparedGraph:
     if len(reductions) < 2:
         return graph
     copy, is_changed = GraphCopy(graph), False
-    sums = {node for node in graph.nodes if _is_sum(node, graph.fakes)}
+    sums = {node for node in graph.nodes if is_sum(node, graph.fakes)}
     for node in graph.nodes:
         if node not in sums or _is_inner(node, sums):
             continue
@@ -85,16 +85,6 @@ def _reduction(wait: Node, fakes: NodeValues, written: Collection[int]) -> _Redu
         return None
     storages = storages_of(tensor) | storages_of(result) | storages_of(fakes.get(start))
     return _Reduction(operand, start, wait) if storages.isdisjoint(written) else None
-
-
-def _is_sum(node: Node, fakes: NodeValues) -> bool:
-    """Whether a node adds two tensors of its own dtype, sizes and strides."""
-    if node.target is not _ADD or node.kwargs or not all(isinstance(item, Node) for item in node.args):
-        return False
-    result, terms = fakes.get(node), [fakes.get(item) for item in node.all_input_nodes]
-    return isinstance(result, torch.Tensor) and all(
-        isinstance(item, torch.Tensor) and item.dtype == result.dtype and same_layout(item, result) for item in terms
-    )
 
 
 def _is_inner(node: Node, sums: Collection[Node]) -> bool:

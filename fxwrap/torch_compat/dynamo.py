@@ -152,6 +152,14 @@ def copy_dynamo_node(
     return copied
 
 
+def copy_dynamo_graph(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
+    """Returns a copy of a Dynamo graph, and the copy of each node."""
+    copied, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    for node in graph.nodes:
+        copies[node] = copy_dynamo_node(copied, node, copies)
+    return copied, copies
+
+
 def copy_dynamo_module(graph_module: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """Returns a Dynamo module with another graph and all attributes that AOTAutograd reads."""
     copied = torch.fx.GraphModule(graph_module, graph)
