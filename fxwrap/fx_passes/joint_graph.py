@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
-from fxwrap.fx_passes.graph_copy import can_propagate_fake, run_on_fakes, storages_of
+from fxwrap.fx_passes.graph_copy import can_propagate_fake, expressions_of, is_contiguous, run_on_fakes, storages_of
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
@@ -40,7 +40,7 @@ def partitioner(options: Options) -> Callable[..., object]:
     def partition(joint: GraphModule, *arguments: object, **keywords: object) -> object:
         for step in enabled_steps(JOINT_GRAPH_PASSES, options):
             joint = step.run(joint, options)
-        return min_cut_partitioner(_FUSIBLE, _RECOMPUTABLE)(joint, *arguments, **keywords)
+        return min_cut_partitioner(_FUSIBLE, _RECOMPUTABLE, _VIEWS)(joint, *arguments, **keywords)
 
     return partition
 
@@ -54,7 +54,7 @@ def decompose_for_recomputation(joint: GraphModule, options: Options) -> GraphMo
 
 
 def decompose_wide_softmax(joint: GraphModule, options: Options) -> GraphModule:
-    """Decomposes softmaxes along rows in float32 of elements in half precision, in place; returns the graph.
+    """Decomposes softmaxes in float32 of elements in half precision, in place; returns the graph.
 
     The backward computes them again from the elements and two numbers a row, which are half as large. It follows
     `recognize_attention`, which needs the operator.
@@ -88,6 +88,7 @@ def _decompose(
         spec = specs.get(node.meta["val"].device.type)
         builder = _NodeBuilder(joint.graph, node, row_sums, spec is not None and spec.massively_parallel)
         result = decomposition(builder, *node.args)
+        result = None if result is None else builder.with_strides(result)
         if result is not None:
             replaced.append(node.meta["val"])
             node.replace_all_uses_with(result)
@@ -186,6 +187,23 @@ class _NodeBuilder:
         """Returns a value in the node's dtype."""
         return self.cast(value, self.replaced.dtype)
 
+    def with_strides(self, value: Node) -> Node | None:
+        """Returns a value with the node's strides, which views of the result rely on; None if no copy has them.
+
+        Operators on elements keep the strides of their operands; a softmax, for one, is contiguous.
+        """
+        if _orders_elements_alike(value.meta["val"], self.replaced):
+            return value
+        if not is_contiguous(self.replaced):
+            return None
+        return self.call(_aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def _orders_elements_alike(one: FakeTensor, other: FakeTensor) -> bool:
+    """Whether two tensors of one shape have equal strides, but for those of dimensions of size 1."""
+    pairs = zip(expressions_of(one.shape), expressions_of(one.stride()), expressions_of(other.stride()), strict=True)
+    return all(size == 1 or stride == other_stride for size, stride, other_stride in pairs)
+
 
 def _log_softmax(builder: _NodeBuilder, x: Node, dim: int, _half_to_float: bool) -> Node:
     shifted, _, total = _exponentials(builder, x, dim)
@@ -201,14 +219,13 @@ def _exponentials(builder: _NodeBuilder, x: Node, dim: int) -> tuple[Node, Node,
 
 
 def _wide_softmax(builder: _NodeBuilder, x: Node, dim: int, half_to_float: bool) -> Node | None:
-    """A softmax along rows in float32 of elements in half precision, whose backward reads it."""
+    """A softmax in float32 of elements in half precision, whose backward reads it."""
     is_cast = x.target is _aten._to_copy.default and x.all_input_nodes[0].meta["val"].dtype in _HALF
-    is_row = dim in (-1, x.meta["val"].dim() - 1)
     is_wide = (half_to_float or is_cast) and builder.replaced.dtype == torch.float32
-    if not (is_row and is_wide and builder.has_softmax_backward):
+    if not (is_wide and builder.has_softmax_backward):
         return None
     _, exponentials, total = _exponentials(builder, x, dim)
-    return builder.call(_aten.div.Tensor, exponentials, total)
+    return builder.result(builder.call(_aten.div.Tensor, exponentials, total))
 
 
 def _log_softmax_backward(builder: _NodeBuilder, gradient: Node, output: Node, dim: int, _dtype: torch.dtype) -> Node:
@@ -336,7 +353,7 @@ def _norm_result(graph: Graph, result: Node) -> Node | None:
         value = builder.call(_aten.mul.Tensor, value, _per_channel(builder, x, weight))
     if bias is not None:
         value = builder.call(_aten.add.Tensor, value, _per_channel(builder, x, bias))
-    return builder.result(value)
+    return builder.with_strides(builder.result(value))
 
 
 def _per_channel(builder: _NodeBuilder, x: Node, item: Node) -> Node:
@@ -385,6 +402,9 @@ _FUSIBLE = frozenset({
 _RECOMPUTABLE = frozenset({_aten.hardswish})
 """Pointwise operators beside those that torch's partitioner knows."""
 
+_VIEWS = frozenset({_aten.transpose, _aten.unbind, _aten.split_with_sizes})
+"""Views that TorchInductor decomposes into those that torch's partitioner knows."""
+
 
 _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
     _aten._log_softmax.default: _log_softmax,
@@ -419,7 +439,7 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
     ),
     Step(
-        "decompose_wide_softmax", "decompose softmaxes of rows in float32 whose operands are in half precision",
+        "decompose_wide_softmax", "decompose softmaxes in float32 whose operands are in half precision",
         decompose_wide_softmax,
     ),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),

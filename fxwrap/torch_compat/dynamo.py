@@ -39,13 +39,16 @@ def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) ->
 
 
 def min_cut_partitioner(
-    fusible: Collection[OpOverloadPacket] = (), recomputable: Collection[OpOverloadPacket] = ()
+    fusible: Collection[OpOverloadPacket] = (),
+    recomputable: Collection[OpOverloadPacket] = (),
+    views: Collection[OpOverloadPacket] = (),
 ) -> Callable[..., object]:
     """Returns torch's partitioner that saves as little as possible for the backward and recomputes the rest.
 
     Its own lists lack operators that TorchInductor decomposes. `fusible` are those whose kernels compute operands too:
     it does not recompute an operand of any other, since a kernel would have to store it. `recomputable` are fusible
-    ones that it may compute again in the backward. It eliminates no common subexpressions.
+    ones that it may compute again in the backward. `views` are recomputable ones that cost nothing. It eliminates no
+    common subexpressions.
     """
     from functorch.compile import min_cut_rematerialization_partition
     from torch._functorch import config, partitioners
@@ -57,7 +60,8 @@ def min_cut_partitioner(
 
             def operators() -> Any:
                 types = known()
-                return _with_operators(types, {*fusible}, {*recomputable}) if threading.get_ident() == thread else types
+                added = {*fusible}, {*recomputable}, {*views}
+                return _with_operators(types, *added) if threading.get_ident() == thread else types
 
             partitioners.get_default_op_list = operators
             try:
@@ -74,11 +78,14 @@ _PARTITIONER = threading.RLock()
 """Held while torch's lists of operators are replaced."""
 
 
-def _with_operators(types: Any, fusible: set[OpOverloadPacket], recomputable: set[OpOverloadPacket]) -> Any:
+def _with_operators(
+    types: Any, fusible: set[OpOverloadPacket], recomputable: set[OpOverloadPacket], views: set[OpOverloadPacket]
+) -> Any:
     return replace(
         types,
-        fusible_ops=types.fusible_ops | fusible | recomputable,
-        recomputable_ops=types.recomputable_ops | recomputable,
+        fusible_ops=types.fusible_ops | fusible | recomputable | views,
+        recomputable_ops=types.recomputable_ops | recomputable | views,
+        view_ops=types.view_ops | views,
     )
 
 
