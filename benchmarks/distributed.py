@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
 from benchmarks.distributed_models import MODELS, PARALLELISMS, DecodingLlama, Parallelism, randomise
+from benchmarks.measure_kernels import peak_of
 from benchmarks.results import Report, add_record_option
 from fxwrap.compile.backend import make_backend
 from fxwrap.fused_communication import CommunicationFusion, enable_symmetric_memory
@@ -272,16 +274,6 @@ def _union(intervals: Iterable[tuple[float, float]]) -> float:
     return length
 
 
-def peak_bytes(step: Step, tokens: Tensor) -> float | None:
-    """Returns the peak memory of a step in MB beyond that before it, on GPUs."""
-    if not tokens.is_cuda:
-        return None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step(tokens)
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
 @dataclass(frozen=True)
 class Side:
     """A step with its name and, on CPUs, the step whose collectives are local."""
@@ -320,7 +312,7 @@ def measure(job: Job, side: Side, base: Side, report: Report | None) -> None:
     exposed = max(exposed_by_rank)
     if "local" in times:
         exposed = min(times["side"]) - min(times["local"])
-    peak = peak_bytes(side.step, job.tokens)
+    peak = peak_of(partial(side.step, job.tokens), job.tokens.device)[1] / 1e6 if job.tokens.is_cuda else None
     median = statistics.median(times["side"])
     base_times = times.get("base", times["side"])
     ratio = statistics.median([one / other for one, other in zip(times["side"], base_times, strict=True)])

@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.measure_kernels import (
     Contender,
-    Timed,
     compile_with,
     fresh_function,
-    interleaved_device_times,
-    interleaved_host_times,
+    interleaved_times,
+    peak_of,
     relative_error,
+    repeat,
     wide,
 )
 from benchmarks.results import Report, Row, add_record_option
@@ -122,23 +122,6 @@ def operands(shape: str, device: torch.device, dtype: torch.dtype) -> Operands:
         return x, weight, residual, torch.randn(columns, dtype=dtype), torch.randint(0, columns, (rows,))
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Returns the memory that a call allocates at most; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _repeat(run: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        run()
-
-
 def measure(name: str, shape: str, chosen: argparse.Namespace, report: Report) -> None:
     """Measures all sides of a case of one shape and adds their rows."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
@@ -160,21 +143,18 @@ def measure(name: str, shape: str, chosen: argparse.Namespace, report: Report) -
             wanted = expected if isinstance(expected, list | tuple) else [expected]
             errors[side] = relative_error([item[: len(want)] for item, want in zip(results, wanted)], list(wanted))
             del result, results
-            peaks[side] = peak_bytes(run, device)
+            _, peaks[side] = peak_of(run, device)
         except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
             report.add({"case": name, "shape": shape, "side": side, "ms": None, "note": f"{type(error).__name__}"})
             continue
-        contenders[side] = Contender(partial(_repeat, run, chosen.calls), chosen.calls)
-    times: dict[str, Timed] = (
-        interleaved_device_times(contenders, chosen.rounds)
-        if device.type == "cuda" else interleaved_host_times(contenders, chosen.rounds, device)
-    )  # fmt: skip
+        contenders[side] = Contender(partial(repeat, run, chosen.calls), chosen.calls)
+    times = interleaved_times(contenders, chosen.rounds, device)
     for side, distance in errors.items():
         median, peak = times[side].median, peaks[side]
         row: Row = {
             "case": name, "shape": shape, "side": side, "ms": round(1e3 * median, 4),
             "/ fxwrap": round(median / times["fxwrap"].median, 3) if "fxwrap" in errors else None,
-            "MiB": None if peak is None else round(peak / 2**20, 1), "error": distance,
+            "MiB": round(peak / 2**20, 1), "error": distance,
         }  # fmt: skip
         report.add(row, {"seconds": times[side].samples})
 

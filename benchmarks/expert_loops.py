@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -35,11 +34,12 @@ from benchmarks.measure_kernels import (
     compile_with,
     first_line,
     interleaved_host_times,
+    peak_of,
     relative_error,
     repeat,
     synchronize,
 )
-from benchmarks.results import Report, Row, add_record_option, result_path
+from benchmarks.results import Report, Row, add_record_option, recorded_rows, result_path
 
 MODELS = {"mixtral": (8, 2, 4096, 14336, 0), "deepseek": (64, 6, 2048, 1408, 2816), "qwen3": (128, 8, 2048, 768, 0)}
 """Experts, experts of a token, width, hidden width, and the hidden width of the shared expert."""
@@ -222,7 +222,7 @@ def measure(model: str, form: str, count: int, training: bool, chosen: argparse.
             errors[side] = relative_error(stacked(results, module.layer), expected)
             del results
             run()
-            peaks[side] = _peak(run, device)
+            peaks[side] = peak_of(run, device)[1] / 1e6
         except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
             print(f"  {side}: {first_line(error)}", flush=True)
             report.add({**_case(model, form, count, training, side), "ms": None, "note": type(error).__name__})
@@ -246,17 +246,6 @@ def _case(model: str, form: str, count: int, training: bool, side: str) -> dict[
     return {"case": f"{model}-{form}", "what": "step" if training else "inference", "tokens": count, "side": side}
 
 
-def _peak(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the megabytes that a call needs besides what lives before it; 0 on CPUs."""
-    if device.type != "cuda":
-        run()
-        return 0.0
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,10 +265,9 @@ def main() -> None:
     chosen = parser.parse_args()
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     start, table = time.perf_counter(), f"expert_loops-{chosen.device}"
-    path = result_path(table, chosen)
-    earlier = json.loads(path.read_text())["rows"] if chosen.resume and path is not None and path.exists() else []
+    earlier, raw = recorded_rows(result_path(table, chosen)) if chosen.resume else ([], [])
     measured = {(row["case"], row["what"], row["tokens"]) for row in earlier}
-    report = Report(table, chosen, torch.device(chosen.device), earlier=earlier)
+    report = Report(table, chosen, torch.device(chosen.device), earlier=earlier, earlier_raw=raw)
     for model in chosen.models:
         for what in chosen.what:
             for count in chosen.tokens:

@@ -50,14 +50,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fxwrap
 from benchmarks.flex_configurations import configurations, kernel_usage
-from benchmarks.measure_kernels import (
-    Contender,
-    first_line,
-    fresh_function,
-    interleaved_device_times,
-    interleaved_host_times,
-)
-from benchmarks.results import FOLDER, Report, Row, add_record_option, geometric_mean, result_path
+from benchmarks.measure_kernels import Contender, first_line, fresh_function, interleaved_times, repeat
+from benchmarks.results import FOLDER, Report, Row, add_record_option, geometric_mean, recorded_rows, result_path
 from fxwrap.compile.backend import make_backend
 
 
@@ -242,17 +236,9 @@ def milliseconds(functions: dict[str, Callable[[], Any]], device: torch.device, 
     """Returns the times of functions that take turns: of the device's work alone, on a GPU."""
     for function in functions.values():
         function()
-    contenders = {name: Contender(partial(_repeat, function, CALLS), CALLS) for name, function in functions.items()}
-    if device.type == "cuda":
-        times = interleaved_device_times(contenders, rounds)
-    else:
-        times = interleaved_host_times(contenders, rounds, device)
+    contenders = {name: Contender(partial(repeat, function, CALLS), CALLS) for name, function in functions.items()}
+    times = interleaved_times(contenders, rounds, device)
     return {name: [sample * 1e3 for sample in item.samples] for name, item in times.items()}
-
-
-def _repeat(function: Callable[[], Any], calls: int) -> None:
-    for _ in range(calls):
-        function()
 
 
 def _gradients(function: Callable[[], Any], leaves: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -327,14 +313,6 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
     return [Case(step, variant, item) for item, step, variant in every]
 
 
-def earlier_rows(path: Path | None) -> tuple[list[Row], list[object]]:
-    """Returns the rows of a result file and their raw values, if there is one."""
-    if path is None or not path.exists():
-        return [], []
-    result = json.loads(path.read_text())
-    return result["rows"], result["raw"]
-
-
 def measure_apart(case: Case, arguments: argparse.Namespace, deadline: float) -> tuple[Row, object] | str:
     """Returns the row and the raw values of a case measured in another process, or why there is none."""
     command = [sys.executable, __file__, "--device", arguments.device, "--rounds", str(arguments.rounds)]
@@ -395,7 +373,7 @@ def rows_of_processes(
 def run_cases(arguments: argparse.Namespace, start: float, folder: Path = FOLDER) -> None:
     """Measures and reports the cases that have no row, until the time is over."""
     name = f"flex_attention-{arguments.device}"
-    earlier, samples = earlier_rows(result_path(name, arguments, folder))
+    earlier, samples = recorded_rows(result_path(name, arguments, folder))
     report = Report(name, arguments, arguments.device, folder=folder, earlier=earlier, earlier_raw=samples)
     known = [{key: row.get(key) for key in ("pass", "variant", "sizes")} for row in earlier]
     missing = [case for case in cases(arguments) if case.head not in known]

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +35,13 @@ from benchmarks.measure_kernels import (
     first_line,
     in_float64,
     interleaved_host_times,
+    peak_of,
     relative_error,
     synchronize,
     wide,
 )
 from benchmarks.model_jobs import INPUT_SETS, Job, call, call_results, exclusive_lock, observed
 from benchmarks.results import parse_backend
-from fxwrap.comparison.measure import peak_bytes
 from fxwrap.compile import Compiled, compile_graph, make_backend
 from fxwrap.lines import Return
 from fxwrap.options import Options
@@ -245,12 +246,8 @@ def measure_memory(job: Job, sides: Mapping[str, Callable[[int], Any]]) -> None:
     if job.device != "cuda":
         return
     for side, run in sides.items():
-        torch.cuda.synchronize()
-        before, counted = torch.cuda.memory_allocated(), _allocations()
-        torch.cuda.reset_peak_memory_stats()
-        run(0)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        counted = _allocations()
+        _, peak = peak_of(partial(run, 0), torch.device("cuda"))
         report(side=side, measure="memory", peak=peak, allocations=_allocations() - counted)
 
 
@@ -319,7 +316,7 @@ def measure_plans(job: Job) -> None:
     for side in job.backends:
         if not side.startswith("fxwrap") or side.endswith("+graphs"):
             continue
-        recorder = _PeakRecorder(job.device)
+        recorder = _PeakRecorder(torch.device(job.device))
         try:
             with torch._functorch.config.patch(enable_autograd_cache=False):  # a hit would not call the compiler
                 backend = _backend_around(job, side, recorder.around)
@@ -345,7 +342,7 @@ class _Peak:
 class _PeakRecorder:
     """Records the peak memory of each call of a compiled graph while `is_on`."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.is_on = False
         self._device = device
         self._peaks: list[_Peak] = []
@@ -361,23 +358,13 @@ class _PeakRecorder:
             def boxed(values: list[Any]) -> Any:
                 if not self.is_on:
                     return result.boxed(values)
-                outputs, measured = self._measured(result.boxed, values)
+                outputs, measured = peak_of(partial(result.boxed, values), self._device)
                 self._peaks.append(_Peak(planned, inputs, measured))
                 return outputs
 
             return SimpleNamespace(program=result.program, boxed=boxed)
 
         return compiled
-
-    def _measured(self, run: Callable[[list[Any]], Any], values: list[Any]) -> tuple[Any, int]:
-        """Returns the results of a call and its peak in bytes."""
-        if self._device == "cuda":  # a backward runs in a thread of autograd's, where the profiler cannot start
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            return run(values), torch.cuda.max_memory_allocated() - before
-        outputs: list[Any] = []
-        peak = peak_bytes(lambda: values, lambda arguments: outputs.append(run(arguments)))
-        return outputs[0], peak
 
     def worst(self) -> dict[str, float]:
         """Returns the largest planned peak, and the worst ratio of each kind."""

@@ -31,14 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.measure_kernels import (
     Contender,
-    Timed,
     compile_with,
     disable_malloc_trimming,
     first_line,
     fresh_function,
     in_float64,
-    interleaved_device_times,
-    interleaved_host_times,
+    interleaved_times,
     leaves,
     relative_error,
     repeat,
@@ -137,11 +135,7 @@ class Prepared:
             self.runs["inductor"]()
             calls = math.ceil(SECONDS_A_SAMPLE / (time.perf_counter() - start))
         contenders = {side: Contender(partial(repeat, run, calls), calls) for side, run in self.runs.items()}
-        times: dict[str, Timed]
-        if device.type == "cuda":
-            times = interleaved_device_times(contenders, rounds)
-        else:
-            times = interleaved_host_times(contenders, rounds, device)
+        times = interleaved_times(contenders, rounds, device)
         samples = {side: {"samples": timed.samples, "method": timed.method} for side, timed in times.items()}
         return {**self.facts, "times": samples, "medians": {side: timed.median for side, timed in times.items()}}
 

@@ -1,4 +1,4 @@
-"""Backends, float64 references and errors, interleaved host times and device times, shared by the scripts.
+"""Backends, float64 references and errors, interleaved host times and device times, peaks, shared by the scripts.
 
 Times are seconds. A contender is a function without arguments that makes `calls` calls.
 """
@@ -13,15 +13,17 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.results import parse_backend
+from fxwrap.comparison.measure import peak_bytes
 from fxwrap.compile import fxwrap as fxwrap_backend
 from fxwrap.debugging import Float64Mode
 
+Result = TypeVar("Result")
 BACKENDS = ("eager", "inductor", "fxwrap")
 FLAGGED = 10.0
 """An error is flagged if it exceeds eager's by this factor, and the element type's epsilon."""
@@ -160,6 +162,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def interleaved_times(contenders: Mapping[str, Contender], rounds: int, device: torch.device) -> dict[str, Timed]:
+    """Returns seconds per call: of the device's work alone on CUDA, of the host elsewhere."""
+    if device.type == "cuda":
+        return interleaved_device_times(contenders, rounds)
+    return interleaved_host_times(contenders, rounds, device)
+
+
 def interleaved_host_times(
     contenders: Mapping[str, Contender], rounds: int, device: torch.device, *, wait: bool = True
 ) -> dict[str, Timed]:
@@ -250,6 +259,20 @@ def profiled_seconds(run: Callable[[], object]) -> float:
 def _rotated(names: Sequence[str], index: int) -> list[str]:
     turn = index % len(names)
     return [*names[turn:], *names[:turn]]
+
+
+# Memory
+
+
+def peak_of(run: Callable[[], Result], device: torch.device) -> tuple[Result, int]:
+    """Returns a call's result and the most bytes that it allocates on the device beyond those before it."""
+    if device.type == "cuda":  # the allocator's statistics, which need no profiler in autograd's threads
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return run(), torch.cuda.max_memory_allocated() - before
+    results: list[Result] = []
+    peak = peak_bytes(lambda: None, lambda _: results.append(run()))
+    return results[0], peak
 
 
 def disable_malloc_trimming() -> None:

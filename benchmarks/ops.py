@@ -37,8 +37,7 @@ from benchmarks.measure_kernels import (
     first_line,
     fresh_function,
     in_float64,
-    interleaved_device_times,
-    interleaved_host_times,
+    interleaved_times,
     is_suspicious,
     relative_error,
     synchronize,
@@ -210,10 +209,7 @@ def measure(operator: FusedOperator, setting: Setting) -> Row:
     sets = rotation(setting, operator)
     contenders = {name: contender(function, sets, setting.device) for name, function in functions.items()}
     contenders["copy"] = contender(copy_into, copy_rotation(setting, operator, len(sets)), setting.device)
-    if setting.device.type == "cuda":
-        row.times = interleaved_device_times(contenders, setting.rounds)
-    else:
-        row.times = interleaved_host_times(contenders, setting.rounds, setting.device)
+    row.times = interleaved_times(contenders, setting.rounds, setting.device)
     return row
 
 

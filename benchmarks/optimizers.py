@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from benchmarks.measure_kernels import (
     first_line,
     interleaved_host_times,
     relative_error,
+    repeat,
     synchronize,
 )
 from benchmarks.results import Cell, Report, add_record_option, display_name
@@ -138,7 +140,7 @@ def measure(model: str, optimizer: str, chosen: argparse.Namespace) -> list[dict
             rows.append({"side": name, "failure": first_line(error)})
             continue
         ready.append(item)
-    contenders = {item.name: Contender(_repeated(item.step, chosen.calls), chosen.calls) for item in ready}
+    contenders = {item.name: Contender(partial(repeat, item.step, chosen.calls), chosen.calls) for item in ready}
     once = {item.name: Contender(item.step, 1) for item in ready}
     times = interleaved_host_times(contenders, chosen.rounds, device)
     host = interleaved_host_times(once, chosen.rounds, device, wait=False)
@@ -148,14 +150,6 @@ def measure(model: str, optimizer: str, chosen: argparse.Namespace) -> list[dict
         seconds = {"time": times[item.name].median, "host": host[item.name].median}
         rows.append({"side": item.name, **seconds, **item.measurements})
     return rows
-
-
-def _repeated(step: Callable[[], Any], calls: int) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(calls):
-            step()
-
-    return run
 
 
 def cells(model: str, optimizer: str, row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Cell]:

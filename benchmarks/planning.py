@@ -5,7 +5,6 @@
     python benchmarks/planning.py --problems GHIJK --data FOLDER --skip-scale  # MiniMalloc's other five, from FOLDER
     python benchmarks/planning.py --auto           # only "auto" for 200 buffers of each kind
     python benchmarks/planning.py --packings 5     # only problems with a known optimum, five of each kind and size
-    python benchmarks/planning.py --packings 1 --counts 50 100 200 --solver cp-sat  # by CP-SAT of OR-tools instead
 
 Times are CPU seconds of one thread. The first table shows peak over lower bound without a capacity; its last columns
 search for MiniMalloc's capacity. The second table has live ranges of deep models: `inference` has few live buffers,
@@ -102,32 +101,20 @@ def report_problems(chosen: argparse.Namespace) -> None:
 def report_packings(chosen: argparse.Namespace) -> None:
     """Prints how many problems with a known optimum are solved, and seconds."""
     last = chosen.first_seed + chosen.packings - 1
-    limit = f"at most {chosen.limit:g} {'of its deterministic time' if chosen.solver == 'cp-sat' else 's of wall time'}"
-    note = f"{chosen.solver}; CPU seconds; seeds {chosen.first_seed} to {last}, {limit} each"
+    note = f"CPU seconds; seeds {chosen.first_seed} to {last}, at most {chosen.limit:g} s of wall time each"
     report = Report("planning-packings", chosen, note=note)
-    solve = _cp_sat(chosen.limit) if chosen.solver == "cp-sat" else partial(_search, limit=chosen.limit)
     for name, kind in KINDS_OF_PACKINGS.items():
         if chosen.kinds and name not in chosen.kinds:
             continue
         for count in chosen.counts:
             solved, times = 0, []
             for seed in range(chosen.first_seed, chosen.first_seed + chosen.packings):
-                is_solved, seconds = solve(packed_problem(kind, count, seed))
-                solved += is_solved
+                problem = packed_problem(kind, count, seed)
+                result, seconds = timed(problem.buffers, "search", problem.capacity, problem.alignment, chosen.limit)
+                solved += result is not None
                 times.append(seconds)
             cells: dict[str, Cell] = {"kind": name, "buffers": count, "problems": chosen.packings, "solved": solved}
             report.add({**cells, "mean, s": sum(times) / len(times), "max, s": max(times)}, raw=times)
-
-
-def _search(problem: Problem, limit: float) -> tuple[bool, float]:
-    result, seconds = timed(problem.buffers, "search", problem.capacity, problem.alignment, limit)
-    return result is not None, seconds
-
-
-def _cp_sat(limit: float) -> Callable[[Problem], tuple[bool, float]]:
-    from benchmarks.cp_sat import solve  # OR-tools is needed for nothing else
-
-    return lambda problem: solve(problem.buffers, problem.capacity, problem.alignment, limit)
 
 
 def uniform_buffers(count: int, seed: int, is_long: bool) -> list[Buffer]:
@@ -227,10 +214,7 @@ def main() -> None:
     parser.add_argument("--packings", type=int, default=0, help="the number of problems of each kind and size")
     parser.add_argument("--counts", type=int, nargs="+", default=[500, 1_000, 2_000], help="their numbers of buffers")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS_OF_PACKINGS), help="only some of them")
-    parser.add_argument(
-        "--solver", choices=("search", "cp-sat"), default="search", help="search, or CP-SAT (pip install ortools)"
-    )
-    parser.add_argument("--limit", type=float, default=10, help="of each, in seconds or CP-SAT's deterministic time")
+    parser.add_argument("--limit", type=float, default=10, help="seconds of wall time for each of them")
     parser.add_argument("--first-seed", type=int, default=0, help="the seed of the first of them")
     add_record_option(parser)
     chosen = parser.parse_args()

@@ -14,7 +14,6 @@ float64.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -33,12 +32,11 @@ from benchmarks.measure_kernels import (
     Contender,
     compile_with,
     fresh_function,
-    interleaved_device_times,
-    interleaved_host_times,
+    interleaved_times,
     relative_error,
     repeat,
 )
-from benchmarks.results import Report, Row, add_record_option, result_path
+from benchmarks.results import Report, Row, add_record_option, recorded_rows, result_path
 
 SIDES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "inductor": ("inductor", {}),
@@ -207,10 +205,10 @@ MAX_BATCHED_TOKENS = 16
 
 def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) -> None:
     """Measures all sides of a case and adds their rows."""
-    device, is_gpu = torch.device(chosen.device), chosen.device == "cuda"
+    device = torch.device(chosen.device)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    dtype, divisor = getattr(torch, chosen.dtype), 1 if is_gpu else 4
+    dtype, divisor = getattr(torch, chosen.dtype), 1 if device.type == "cuda" else 4
     with device:
         case = (
             expert_case(name, rows, divisor, dtype)
@@ -237,10 +235,7 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
     contenders["copy"] = Contender(lambda: target.copy_(source), 1)
     for contender in contenders.values():
         contender.run()
-    times = (
-        interleaved_device_times(contenders, chosen.rounds)
-        if is_gpu else interleaved_host_times(contenders, chosen.rounds, device)
-    )  # fmt: skip
+    times = interleaved_times(contenders, chosen.rounds, device)
     bandwidth = 2 * source.nbytes / times["copy"].median
     for side, distance in errors.items():
         median = times[side].median
@@ -266,10 +261,9 @@ def main() -> None:
     add_record_option(parser)
     chosen = parser.parse_args()
     start, table = time.perf_counter(), f"quantised-{chosen.device}"
-    path = result_path(table, chosen)
-    earlier = json.loads(path.read_text())["rows"] if chosen.resume and path is not None and path.exists() else []
+    earlier, raw = recorded_rows(result_path(table, chosen)) if chosen.resume else ([], [])
     measured = {(row["case"], row["rows"]) for row in earlier}
-    report = Report(table, chosen, torch.device(chosen.device), earlier=earlier)
+    report = Report(table, chosen, torch.device(chosen.device), earlier=earlier, earlier_raw=raw)
     for name in [item for item in chosen.cases if item not in GPU_CASES or chosen.device != "cpu"]:
         for rows in chosen.rows:
             is_large = name.endswith("-batched") and rows > MAX_BATCHED_TOKENS

@@ -97,6 +97,14 @@ def result_path(name: str, chosen: argparse.Namespace, folder: Path = FOLDER) ->
     return None if label is None else folder / f"{name}{f'-{label}' if label else ''}.json"
 
 
+def recorded_rows(path: Path | None) -> tuple[list[Row], list[object]]:
+    """Returns the rows of a result file and their raw values, if there is one."""
+    if path is None or not path.exists():
+        return [], []
+    result = json.loads(path.read_text())
+    return result["rows"], result["raw"]
+
+
 def write_result(path: Path, result: Mapping[str, object]) -> None:
     """Writes a result file with one row a line."""
     parts = []
