@@ -1,10 +1,11 @@
 """Cost of a call: the same unfused program against eager on tiny tensors.
 
 Programs are chains of 1 to 1000 operators, and one operator with 200 parameters. Eager is `torch.mul(x, y)`. Each row
-shows the time per operator and the ratio to eager, medians of interleaved rounds in one process. Two more tables have
-the entries of a program of one operator, and functions of torch.compile whose graphs are in AOTAutograd's cache or not.
+shows the CPU time per operator and the ratio to eager, medians of interleaved rounds in one process. Two more tables
+have the entries of a program of one operator, and functions of torch.compile whose graphs are in AOTAutograd's cache or
+not.
 
-With `--device cuda`: host time of a launch of a tiny Triton kernel, from programs of 1, 10 and 100 launches without
+With `--device cuda`: CPU time of a launch of a tiny Triton kernel, from programs of 1, 10 and 100 launches without
 allocations, beside Triton's own call and `torch.mul(x, y, out=out)`; and of a call of a program of one kernel and one
 allocation. The script synchronises between rounds only.
 Run: `python benchmarks/call_overhead.py [--device cuda] [--record]`.
@@ -56,11 +57,11 @@ def many_parameters(count: int) -> Callable[..., Any]:
 
 
 def per_call(function: Callable[..., Any], inputs: Sequence[Any], calls: int) -> float:
-    """Returns seconds per call over one round."""
-    start = time.perf_counter()
+    """Returns the CPU seconds of a call over one round, which other work on the machine does not add to."""
+    start = time.process_time()
     for _ in range(calls):
         function(*inputs)
-    return (time.perf_counter() - start) / calls
+    return (time.process_time() - start) / calls
 
 
 def row(
@@ -208,7 +209,7 @@ def gpu_row(
 def gpu_main(chosen: argparse.Namespace) -> None:
     """Prints the tables of launches and of whole calls."""
     x, y, out = torch.randn(128, device="cuda"), torch.rand(128, device="cuda"), torch.empty(128, device="cuda")
-    report = Report("call_overhead-cuda", chosen, "cuda", f"host time per launch, medians of {ROUNDS} rounds")
+    report = Report("call_overhead-cuda", chosen, "cuda", f"CPU time per launch, medians of {ROUNDS} rounds")
     for count in (1, 10, 100):
         by_triton(1)(x, y, out)  # compiles the kernel before emitted C++ is built, as compile_graph does
         program = launches(count)
@@ -222,7 +223,7 @@ def gpu_main(chosen: argparse.Namespace) -> None:
                 raise SystemExit(f"{name} returns wrong results")
         gpu_row(report, f"{count} launches", ready, (x, y, out), count)
     graph = make_fx(lambda x, y: (torch.mul(x, y) + 1,))(x, y)
-    report = Report("call_overhead-calls-cuda", chosen, "cuda", f"host time per call, medians of {ROUNDS} rounds")
+    report = Report("call_overhead-calls-cuda", chosen, "cuda", f"CPU time per call, medians of {ROUNDS} rounds")
     calls: dict[str, Callable[..., Any]] = {"eager": lambda x, y: torch.mul(x, y) + 1}
     for emitter in EMITTERS:
         options = fxwrap.Options(check_inputs=False, fallback="error").replace(emitter=emitter)
@@ -243,15 +244,15 @@ def main() -> None:
 def cpu_main(chosen: argparse.Namespace) -> None:
     """Prints the table of operators on tiny tensors."""
     torch.set_num_threads(1)
-    report = Report("call_overhead-cpu", chosen, note=f"per operator, medians of {ROUNDS} rounds")
+    report = Report("call_overhead-cpu", chosen, note=f"CPU time per operator, medians of {ROUNDS} rounds")
     for count in (1, 10, 100, 1000):
         row(report, f"{count} operators", chain(count), [torch.randn(4), torch.rand(4)], count)
     row(report, "1 of 200 parameters", many_parameters(200), [torch.randn(4) for _ in range(200)], 1)
-    report = Report("call_overhead-entries-cpu", chosen, note=f"host time per call, medians of {ROUNDS} rounds")
+    report = Report("call_overhead-entries-cpu", chosen, note=f"CPU time per call, medians of {ROUNDS} rounds")
     for emitter in EMITTERS:
         entries_row(report, emitter)
     # Dynamo slows down Python once it is in a process, so its table is the last.
-    report = Report("call_overhead-compiled-cpu", chosen, note=f"host time per call, medians of {ROUNDS} rounds")
+    report = Report("call_overhead-compiled-cpu", chosen, note=f"CPU time per call, medians of {ROUNDS} rounds")
     for emitter in EMITTERS:
         compiled_row(report, emitter)
 

@@ -1,4 +1,4 @@
-"""Time of one call by the public spelling against the operator itself, on tiny CPU tensors.
+"""CPU time of one call by the public spelling against the operator itself, on tiny CPU tensors.
 
 The operator, such as `torch.ops.aten.mul.Tensor`, is looked up outside of the timed code. Both are timed in interleaved
 rounds of one run; the table shows medians. Run in the repository's root:
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 import timeit
 
 import torch
@@ -50,7 +51,7 @@ def main() -> None:
     """Prints a row for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_record_option(parser)
-    report = Report("torch_calls_speed", parser.parse_args(), note=f"medians of {REPEATS} rounds")
+    report = Report("torch_calls_speed", parser.parse_args(), note=f"CPU time, medians of {REPEATS} rounds")
     scope = {"torch": torch, "x": x, "w": w, "ids": ids, "buffer": buffer}
     for name, args, kwargs in CASES:
         kinds = tuple(kind_of(eval(text, scope)) for text in args)
@@ -60,7 +61,8 @@ def main() -> None:
             raise ValueError(f"{name} has no public spelling for these arguments: see the table")
         keywords = [f"{key}={text}" for key, text in kwargs.items()]
         texts = (f"overload({', '.join([*args, *keywords])})", call.write(args, kwargs))
-        timers = [timeit.Timer(text, globals={**scope, "overload": overload_of(name)}) for text in texts]
+        names = {**scope, "overload": overload_of(name)}
+        timers = [timeit.Timer(text, timer=time.process_time, globals=names) for text in texts]
         with torch.no_grad():
             rounds = [[timer.timeit(CALLS) / CALLS * 1e6 for timer in timers] for _ in range(REPEATS)]
         operator, public = (statistics.median(column) for column in zip(*rounds))
