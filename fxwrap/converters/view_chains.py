@@ -65,9 +65,9 @@ def view_chain(base: TensorType, view: TensorType, infos: Infos = {}) -> tuple[V
     return _chain(old, new, tuple([infos[name] for name in sorted(names) if name in infos]))
 
 
-def single_view_operator(base: TensorType, view: TensorType, infos: Infos = {}) -> ViewOperator:  # noqa: B006
+def single_view_operator(base: TensorType, view: TensorType) -> ViewOperator:
     """Returns the one operator from a tensor of type `base` to a view of type `view`, else `as_strided`."""
-    chain = view_chain(base, view, infos)
+    chain = view_chain(base, view)
     return chain[0].operator if len(chain) == 1 else _as_strided(layout_of(base), layout_of(view))
 
 

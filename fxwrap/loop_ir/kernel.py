@@ -200,6 +200,15 @@ class Kernel:
         return tuple([position for position, item in enumerate(self.operations) if isinstance(item, Scan)])
 
     @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, the positions of those that use its value, in order, one for each use."""
+        users: list[list[int]] = [[] for _ in self.operations]
+        for position, operation in enumerate(self.operations):
+            for used in operands(operation):
+                users[used].append(position)
+        return tuple(map(tuple, users))
+
+    @cached_property
     def value_axes(self) -> tuple[frozenset[Axis], ...]:
         """For each operation, the axes that its value, or the element that it stores, depends on."""
         result: list[frozenset[Axis]] = []
@@ -278,6 +287,11 @@ class Kernel:
                 stage = max(stage, stages[operand] + after)
             stages.append(stage)
         return tuple(stages)
+
+    @property
+    def is_multi_pass(self) -> bool:
+        """Whether an operation that varies along the row depends on a reduction of it, which needs a second pass."""
+        return any(stage > 0 and varies for stage, varies in zip(self.stages, self.varying, strict=True))
 
     @cached_property
     def symbols(self) -> tuple[sympy.Symbol, ...]:

@@ -19,7 +19,6 @@ from fxwrap.loop_ir import (
     can_merge_axes,
     eliminate_dead_operations,
     indices,
-    operands,
     replace_axes,
 )
 
@@ -52,8 +51,7 @@ def _comparisons_of_rows(kernel: Kernel, row: Axis, element: Axis) -> dict[int, 
         if isinstance(item, DeviceAssert) or (isinstance(item, Store) and item.mode != "set"):
             return {}
         if isinstance(item, IndexValue) and {row, element} & item.index.axes():
-            users = [at for at, other in enumerate(kernel.operations) if position in operands(other)]
-            if not comparisons.keys() >= {*users} or item.index.axes() != {row}:
+            if not comparisons.keys() >= {*kernel.users[position]} or item.index.axes() != {row}:
                 return {}
         elif not all(can_merge_axes(index, row, element) for index in indices(item)):
             return {}

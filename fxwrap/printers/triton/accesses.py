@@ -75,11 +75,6 @@ def bytes_per_element(kernel: Kernel) -> int:
     return sum(item.dtype.itemsize for item in full_tile_loads(kernel))
 
 
-def is_multi_pass(kernel: Kernel) -> bool:
-    """Whether an operation that varies along the row depends on a reduction of it, which needs a second pass."""
-    return any(stage > 0 and varies for stage, varies in zip(kernel.stages, kernel.varying, strict=True))
-
-
 def itemsize(kernel: Kernel, access: Load | Store) -> int:
     """Returns the bytes of an element in the memory that a load reads or a store writes."""
     if isinstance(access, Load):

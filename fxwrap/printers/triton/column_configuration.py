@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import Axis, Kernel, Load, Store
 from fxwrap.printers.triton.accesses import (
@@ -12,9 +10,7 @@ from fxwrap.printers.triton.accesses import (
     contiguity_scores,
     contiguous_axes,
     full_tile_loads,
-    is_multi_pass,
     is_unaligned,
-    vector_elements,
 )
 from fxwrap.printers.triton.configuration import (
     MAX_PERSISTENT_ELEMENTS,
@@ -39,6 +35,12 @@ _BUSY_WARPS = 16
 _FEW_ROWS = 8
 """The most rows of an outer reduction whose elements of a column one thread has in registers."""
 
+_MANY_ROWS = 128
+"""The rows of a column from which on a loop over them is faster than a block of all."""
+
+_MAX_NARROW_ROWS = 1024
+"""The most rows that a program of few columns has at once."""
+
 _FEW_COLUMNS = 64
 """The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
 
@@ -47,58 +49,81 @@ _NARROW_BLOCK = 16
 
 
 def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
-    """Returns tiles of rows by columns with three pipeline stages; one stage if several buffers are loaded.
-
-    A few rows are summed within threads, which have whole vectors of columns.
-    """
+    """Returns tiles of rows by columns, of whole columns or in a loop over them, the default one first."""
     inner, _ = contiguous_axes(kernel, hint, reduced=False)
-    size = kernel.reduced_count
-    widest = next_power_of_2(hint(inner.size))
-    candidates = []
-    if isinstance(size, int) and size <= _FEW_ROWS:
-        elements = 8 if next_power_of_2(size) * max(len(full_tile_loads(kernel)), 1) <= 2 * _FEW_ROWS else 4
-        width = min(128 * elements, widest)
-        while width > 64 and hint(kernel.count) < width * programs_of_a_wave(spec):
-            width //= 2
-        if width > 64:
-            rows = next_power_of_2(size)
-            candidates.append(
-                Configuration(x=(inner,), x_block=width, r_block=rows, num_warps=max(width // (LANES * elements), 1))
-            )
-    if isinstance(size, int):
-        height = next_power_of_2(size)
-        width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
-        if height * width <= MAX_PERSISTENT_ELEMENTS:
-            warps = warps_of_tile(height * width, 16)
-            candidates.append(Configuration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
-    whole, is_stepwise = list(candidates), _has_column_steps(kernel, inner)
-    shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
-    if len(full_tile_loads(kernel)) > 1:
-        shapes = [shapes[3], *shapes[:3]]
-        if vector_elements(kernel, inner) is not None:  # each element takes a thread registers for its address
-            shapes.insert(0, (64, 32, 1))
-    if kernel.scans and is_stepwise:
-        candidates += _column_scan_configurations(inner, kernel, hint)
-    elif is_stepwise:
-        candidates += _column_configurations(kernel, inner, hint, spec)
-    if not is_stepwise and len(full_tile_loads(kernel)) > 1 and is_unaligned(kernel, inner):
-        if _has_masked_elements(kernel) and widest >= LANES:
-            candidates.append(Configuration((inner,), (), LANES, 1, LANES, looped=True, num_warps=4))
-    for width, height, stages in shapes:
-        block = min(width, _widest_columns(kernel, inner, hint, spec))
-        rows = min(height * (width // block), next_power_of_2(hint(size)))
-        warps = min(warps_of_tile(block * rows, 16), 4)
-        candidates.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
-    is_padded = hint(size) > 32 and 3 * hint(size) <= 2 * next_power_of_2(hint(size))
-    is_looped = hint(size) > 128 or (is_padded and is_stepwise and not _stores_elements(kernel))
-    if whole and is_looped and not is_multi_pass(kernel):
-        candidates = [*candidates[len(whole) :], *whole]
-    height, width = next_power_of_2(hint(size)), min(_NARROW_BLOCK, widest)
+    narrow = _narrow_tiles(kernel, inner, hint, spec)
+    whole = _whole_tiles(kernel, inner, hint, spec)
+    loops = _loops(kernel, inner, hint, spec)
+    return [*narrow, *loops, *whole] if _prefers_loops(kernel, inner, hint) else [*narrow, *whole, *loops]
+
+
+def _prefers_loops(kernel: Kernel, inner: Axis, hint: Hint) -> bool:
+    """Whether loops are faster than whole columns: these are long, or a third of their block is beyond them."""
+    rows = hint(kernel.reduced_count)
+    if kernel.is_multi_pass:
+        return False
+    is_padded = rows > 32 and 3 * rows <= 2 * next_power_of_2(rows)
+    return rows > _MANY_ROWS or (is_padded and _has_column_steps(kernel, inner) and not _stores_elements(kernel))
+
+
+def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns the tile of many rows of so few columns that wider ones would leave multiprocessors idle, if they are."""
+    rows, width = kernel.reduced_count, min(_NARROW_BLOCK, next_power_of_2(hint(inner.size)))
+    height = next_power_of_2(hint(rows))
     has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
-    if has_few and 128 < height <= 1024 and not is_multi_pass(kernel):
-        tile = Configuration((inner,), (), width, 1, height, num_warps=warps_of_tile(height * width, 16))
-        candidates.insert(0, tile if isinstance(size, int) else replace(tile, looped=True))
-    return candidates
+    if not has_few or not _MANY_ROWS < height <= _MAX_NARROW_ROWS or kernel.is_multi_pass:
+        return []
+    warps = warps_of_tile(height * width, 16)
+    return [Configuration((inner,), (), width, 1, height, looped=not isinstance(rows, int), num_warps=warps)]
+
+
+def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns tiles of whole columns. Threads sum a few rows by themselves, with whole vectors of columns."""
+    rows, widest = kernel.reduced_count, next_power_of_2(hint(inner.size))
+    if not isinstance(rows, int):
+        return []
+    height, tiles = next_power_of_2(rows), list[Configuration]()
+    if rows <= _FEW_ROWS:
+        elements = 8 if height * max(len(full_tile_loads(kernel)), 1) <= 2 * _FEW_ROWS else 4
+        width = min(128 * elements, widest)
+        while width > _MOST_COLUMNS and hint(kernel.count) < width * programs_of_a_wave(spec):
+            width //= 2
+        if width > _MOST_COLUMNS:
+            warps = max(width // (LANES * elements), 1)
+            tiles.append(Configuration((inner,), (), width, 1, height, num_warps=warps))
+    width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
+    if height * width <= MAX_PERSISTENT_ELEMENTS:
+        warps = warps_of_tile(height * width, 16)
+        tiles.append(Configuration((inner,), (), width, 1, height, num_warps=warps))
+    return tiles
+
+
+def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns loops over columns: first those of few elements a thread in a step, where they are faster.
+
+    The others have three pipeline stages, but one first if several buffers are loaded.
+    """
+    has_several, loops = len(full_tile_loads(kernel)) > 1, list[Configuration]()
+    shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
+    if has_several:
+        shapes = [shapes[3], *shapes[:3]]
+        if is_unaligned(kernel, inner):  # each element takes a thread registers for its address
+            shapes.insert(0, (64, 32, 1))
+    if _has_column_steps(kernel, inner):
+        if kernel.scans:
+            loops += _column_scan_configurations(inner, kernel, hint)
+        else:
+            loops += _column_configurations(kernel, inner, hint, spec)
+    elif has_several and is_unaligned(kernel, inner) and _has_masked_elements(kernel):
+        if next_power_of_2(hint(inner.size)) >= LANES:
+            loops.append(Configuration((inner,), (), LANES, 1, LANES, looped=True, num_warps=4))
+    widest = _widest_columns(kernel, inner, hint, spec)
+    for width, height, stages in shapes:
+        block = min(width, widest)
+        rows = min(height * (width // block), next_power_of_2(hint(kernel.reduced_count)))
+        warps = min(warps_of_tile(block * rows, 16), 4)
+        loops.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
+    return loops
 
 
 def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
@@ -107,7 +132,7 @@ def _has_column_steps(kernel: Kernel, inner: Axis) -> bool:
     if is_unaligned(kernel, inner) and (len(loads) == 1 or kernel.scans):
         return True
     is_half = bool(loads) and all(load.dtype.itemsize <= 2 for load in loads)
-    return has_long_iterations(kernel) or (is_half and _stores_elements(kernel) and not is_multi_pass(kernel))
+    return has_long_iterations(kernel) or (is_half and _stores_elements(kernel) and not kernel.is_multi_pass)
 
 
 def _has_masked_elements(kernel: Kernel) -> bool:
@@ -124,7 +149,7 @@ def _stores_elements(kernel: Kernel) -> bool:
 def _whole_columns(kernel: Kernel, inner: Axis, height: int, hint: Hint, spec: DeviceSpec) -> int:
     """Returns the number of columns of a program that has all of their elements in registers."""
     programs = _column_programs(kernel, inner, hint, 2 * _MOST_COLUMNS)
-    if height <= 32 and is_multi_pass(kernel) and programs >= 2 * programs_of_a_wave(spec):
+    if height <= 32 and kernel.is_multi_pass and programs >= 2 * programs_of_a_wave(spec):
         return 2 * _MOST_COLUMNS
     return _MOST_COLUMNS if height <= 128 else 32 if height <= 512 else 16
 

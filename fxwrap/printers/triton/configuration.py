@@ -20,7 +20,6 @@ from fxwrap.printers.triton.accesses import (
     contiguous_axes,
     count_varying_loads,
     full_tile_loads,
-    is_multi_pass,
     is_unaligned,
     itemsize,
     joined_accesses,
@@ -30,6 +29,9 @@ from fxwrap.symbolic import product
 
 _ROW_TILE = 1024
 """The elements of the rows of a program of one warp."""
+
+_SHORT_ROW = 2048
+"""The elements of the rows of a program of several rows, and of the longest row that is never read in a loop."""
 
 STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
@@ -58,38 +60,21 @@ _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
-
 _ROW_PART_TILES = (
-    (16, 4, 3),
-    (32, 4, 3),
-    (16, 4, 1),
-    (16, 8, 3),
-    (32, 8, 3),
-    (32, 4, 1),
-    (16, 8, 1),
-    (16, 16, 1),
-    (8, 16, 1),
-)
+    (16, 4, 3), (32, 4, 3), (16, 4, 1), (16, 8, 3), (32, 8, 3), (32, 4, 1), (16, 8, 1), (16, 16, 1), (8, 16, 1),
+)  # fmt: skip
 """Elements of a thread, warps and stages of programs that reduce rows and accumulate columns."""
 
 _LONG_ROW_PART_TILES = (
-    (32, 4, 3),
-    (32, 8, 3),
-    (16, 4, 3),
-    (16, 8, 3),
-    (32, 4, 1),
-    (16, 4, 1),
-    (16, 8, 1),
-    (16, 16, 1),
-    (8, 16, 1),
-)
+    (32, 4, 3), (32, 8, 3), (16, 4, 3), (16, 8, 3), (32, 4, 1), (16, 4, 1), (16, 8, 1), (16, 16, 1), (8, 16, 1),
+)  # fmt: skip
 """The same of rows of more than `_ROW_TILE` elements, of which fewer programs run beside each other."""
 
 _UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1), (16, 16, 1), (8, 16, 1))
 """The same of rows that are not aligned to whole vectors."""
 
 _MOST_WARPS = 16
-"""The most warps of a program."""
+"""The most warps of a program that has rows in registers, or elements of several tensors."""
 
 _ROW_PART_REGISTERS = 160
 """The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
@@ -252,53 +237,70 @@ def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: 
 
 def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
+    block = next_power_of_2(hint(kernel.reduced_count))
+    persistent, looped = _persistent_rows(kernel, hint, spec), _looped_rows(kernel, hint, spec)
+    return [*persistent, *looped] if not persistent or block > _SHORT_ROW else persistent
+
+
+def _persistent_limit(kernel: Kernel) -> int:
+    """Returns the largest number of elements of a row in registers: fewer if several tensors have them."""
+    return MAX_PERSISTENT_ELEMENTS if count_varying_loads(kernel) <= 2 else MAX_PERSISTENT_ELEMENTS // 2
+
+
+def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns configurations of whole rows in registers; none for rows that are too long, or of symbolic length."""
     size, count, wave = kernel.reduced_count, hint(kernel.count), programs_of_a_wave(spec)
-    block = next_power_of_2(hint(size))
-    loads = count_varying_loads(kernel)
-    limit = MAX_PERSISTENT_ELEMENTS if loads <= 2 else MAX_PERSISTENT_ELEMENTS // 2
+    if not isinstance(size, int) or next_power_of_2(size) > _persistent_limit(kernel):
+        return []
+    block = next_power_of_2(size)
+    rows = max(_SHORT_ROW // block, 1) if kernel.axes else 1
+    while rows > 1 and count < rows * wave:
+        rows //= 2
+    tile = rows * block
+    warps = warps_of_tile(tile, 16 if tile <= _SHORT_ROW else _elements_per_thread(kernel, count >= wave))
+    whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
     candidates = []
-    if isinstance(size, int) and block <= limit:
-        rows = max(2048 // block, 1) if kernel.axes else 1
-        while rows > 1 and count < rows * wave:
-            rows //= 2
-        tile = rows * block
-        warps = warps_of_tile(tile, 16 if tile <= 2048 else _elements_per_thread(kernel, count >= wave))
-        whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
-        vector = vector_elements(kernel, kernel.reduced[-1])
-        if rows > 1 and vector is not None and LANES * vector < block:
-            # Warps would share out each row, and combine their sums in shared memory.
-            tile = _ROW_TILE if _bytes_of_row_elements(kernel) * _ROW_TILE >= _MIN_PROGRAM_BYTES else 2 * _ROW_TILE
-            candidates.append(replace(whole, y_block=min(rows, max(tile // block, 1)), num_warps=1))
-        candidates += [
-            whole,
-            *[replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= 16],
-        ]
-        if rows > 1:
-            candidates.append(replace(whole, y_block=rows // 2))
-        if count >= 2 * rows * wave and tile <= 4096:
-            candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, 16)))
+    vector = vector_elements(kernel, kernel.reduced[-1])
+    if rows > 1 and vector is not None and LANES * vector < block:
+        # Warps would share out each row, and combine their sums in shared memory.
+        elements = _ROW_TILE if _bytes_of_row_elements(kernel) * _ROW_TILE >= _MIN_PROGRAM_BYTES else 2 * _ROW_TILE
+        candidates.append(replace(whole, y_block=min(rows, max(elements // block, 1)), num_warps=1))
+    candidates.append(whole)
+    candidates += [replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= _MOST_WARPS]
+    if rows > 1:
+        candidates.append(replace(whole, y_block=rows // 2))
+    if count >= 2 * rows * wave and tile <= 2 * _SHORT_ROW:
+        candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, _MOST_WARPS)))
+    return candidates
+
+
+def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns configurations of loops over rows, of which a program has one."""
+    count, wave = hint(kernel.count), programs_of_a_wave(spec)
+    block, is_twice = next_power_of_2(hint(kernel.reduced_count)), kernel.is_multi_pass
+    unaligned = is_unaligned(kernel, kernel.reduced[-1])
     loop = min(block, 8192)
-    warps = 16 if is_multi_pass(kernel) else 8
-    is_narrow = bytes_per_element(kernel) <= 2 and not is_multi_pass(kernel) and block > 8192
-    shapes = [(16384, 16) if is_narrow else (loop, warps), (max(loop // 2, 1), 8), (max(loop // 4, 1), 8)]
+    is_narrow = bytes_per_element(kernel) <= 2 and not is_twice and block > 8192
+    shapes = [(16384, 16) if is_narrow else (loop, 16 if is_twice else 8), (max(loop // 2, 1), 8)]
     if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
-        shapes[:2] = shapes[1::-1]
+        shapes.reverse()
+    shapes.append((max(loop // 4, 1), 8))
     looped = [
-        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(w, warps_of_tile(r, 8))) for r, w in shapes
+        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
+        for r, warps in shapes
     ]
-    is_stepwise = is_unaligned(kernel, kernel.reduced[-1]) or has_long_iterations(kernel)
-    warps = 8 if count >= 4 * wave else 16
-    if is_stepwise and not is_multi_pass(kernel) and loop >= STEP_ELEMENTS * LANES * warps:
-        step = STEP_ELEMENTS * LANES * warps
+    warps = 8 if count >= 4 * wave else _MOST_WARPS
+    step = STEP_ELEMENTS * LANES * warps
+    if (unaligned or has_long_iterations(kernel)) and not is_twice and loop >= step:
         looped.insert(0, Configuration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
-    if is_multi_pass(kernel) and count >= 2 * wave and block > MAX_PERSISTENT_ELEMENTS:
-        # few rows at a time, so that the second pass reads from the cache
-        looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
-    is_uneven = loads > 2 and is_unaligned(kernel, kernel.reduced[-1])
-    if is_multi_pass(kernel) and count >= 2 * wave and block > limit and is_uneven:
-        looped.insert(0, replace(looped[0], r_block=_LONG_ROW_STEP * LANES * _MOST_WARPS, num_warps=_MOST_WARPS))
-    looped.append(replace(looped[-1], num_stages=3))
-    return [*candidates, *looped] if not candidates or block > 2048 else candidates
+    if is_twice and count >= 2 * wave:
+        if block > MAX_PERSISTENT_ELEMENTS:
+            # few rows at a time, so that the second pass reads from the cache
+            looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
+        if block > _persistent_limit(kernel) and unaligned and count_varying_loads(kernel) > 2:
+            step = _LONG_ROW_STEP * LANES * _MOST_WARPS
+            looped.insert(0, replace(looped[0], r_block=step, num_warps=_MOST_WARPS))
+    return [*looped, replace(looped[-1], num_stages=3)]
 
 
 def _bytes_of_row_elements(kernel: Kernel) -> int:
@@ -313,7 +315,7 @@ def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     element_bytes = bytes_per_element(kernel)
     if count_varying_loads(kernel) > 1 and (vectors or element_bytes > 4):
         return 16
-    return 64 if element_bytes <= 2 and not is_multi_pass(kernel) and has_many_rows else 32
+    return 64 if element_bytes <= 2 and not kernel.is_multi_pass and has_many_rows else 32
 
 
 def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec) -> list[Configuration]:

@@ -34,7 +34,7 @@ def _precision_hidden(kernel: Kernel, passing: frozenset[str] = _ERROR_PRESERVIN
 
     Sums of elements in half precision, in registers or in memory, hide as much.
     """
-    users, half = _users(kernel), reads_half_precision(kernel)
+    half = reads_half_precision(kernel)
     hidden: set[int] = set()
 
     def hides(user: int) -> bool:
@@ -49,7 +49,7 @@ def _precision_hidden(kernel: Kernel, passing: frozenset[str] = _ERROR_PRESERVIN
         return is_narrowed or (user in hidden and operation.name in passing)
 
     for position in reversed(range(len(kernel.operations))):
-        if users.get(position) and all(map(hides, users[position])):
+        if kernel.users[position] and all(map(hides, kernel.users[position])):
             hidden.add(position)
     return frozenset(hidden)
 
@@ -76,10 +76,10 @@ def fast_bounded_operations(kernel: Kernel) -> frozenset[int]:
     candidates = [position for position, name in enumerate(names) if name in _BOUNDED]
     if not candidates:
         return frozenset()
-    users, hidden = _users(kernel), _precision_hidden(kernel)
+    hidden = _precision_hidden(kernel)
 
     def is_summed(position: int) -> bool:
-        return all(user in hidden and allows(position, user) for user in users.get(position, []))
+        return all(user in hidden and allows(position, user) for user in kernel.users[position])
 
     def allows(position: int, user: int) -> bool:
         beside = [kernel.operations[other] for other in operands(kernel.operations[user]) if other != position]
@@ -88,15 +88,6 @@ def fast_bounded_operations(kernel: Kernel) -> frozenset[int]:
         return names[user] == "mul" and not beside and is_summed(user)
 
     return frozenset(filter(is_summed, candidates))
-
-
-def _users(kernel: Kernel) -> dict[int, list[int]]:
-    """Returns the operations that use each operation's result."""
-    users: dict[int, list[int]] = {}
-    for position, operation in enumerate(kernel.operations):
-        for used in operands(operation):
-            users.setdefault(used, []).append(position)
-    return users
 
 
 def reads_half_precision(kernel: Kernel) -> bool:

@@ -118,14 +118,11 @@ class GroupSumPrinter(DotPrinter):
         for position, operation in enumerate(self.kernel.operations):
             if isinstance(operation, Compute) and self.of_group[position] and not self.is_summed[position]:
                 used |= {operation.operands[1]} if operation.name in ("add", "sub") else set()
-        return {item for item in used if self._is_product(item) and self._count_users(item) == 1}
+        return {item for item in used if self._is_product(item) and len({*self.kernel.users[item]}) == 1}
 
     def _is_product(self, position: int) -> bool:
         operation = self.kernel.operations[position]
         return isinstance(operation, Compute) and operation.name == "mul"
-
-    def _count_users(self, position: int) -> int:
-        return sum(position in operands(item) for item in self.kernel.operations)
 
     def _loop_slice(self) -> set[int]:
         return self.kernel.backward_slice(self.form.totals)
@@ -133,7 +130,7 @@ class GroupSumPrinter(DotPrinter):
     def _direct_total(self, item: GroupSum) -> int | None:
         """Returns the total that a sum of a group is added to as it is, so that dots add to it; else None."""
         totals = [at for at in self.form.totals if operands(self.kernel.operations[at]) == (item.reduction,)]
-        return totals[0] if totals and self._count_users(item.reduction) == 1 else None
+        return totals[0] if totals and len({*self.kernel.users[item.reduction]}) == 1 else None
 
     def _emit_products(self, targets: tuple[set[int], set[int]], prologues: Sequence[set[int]]) -> None:
         """Prints the operands of a step, and the dots that sum their products."""

@@ -150,16 +150,12 @@ def _inlined(kernel: Kernel) -> frozenset[int]:
 
     No store is between a load and the statement that its text is moved into: it could overwrite the element.
     """
-    users: dict[int, list[int]] = {}
-    for position, operation in enumerate(kernel.operations):
-        for used in operands(operation):
-            users.setdefault(used, []).append(position)
     inlined = set()
-    for position, using in users.items():
-        if len(using) != 1:
+    for position, (operation, users) in enumerate(zip(kernel.operations, kernel.users, strict=True)):
+        if len(users) != 1:
             continue
-        operation, user = kernel.operations[position], kernel.operations[using[0]]
-        stores_between = any(isinstance(item, Store) for item in kernel.operations[position + 1 : using[0]])
+        user = kernel.operations[users[0]]
+        stores_between = any(isinstance(item, Store) for item in kernel.operations[position + 1 : users[0]])
         if isinstance(operation, Load):
             if isinstance(user, Compute) and user.name == "cast" and not stores_between:
                 inlined.add(position)
