@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
 from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
@@ -86,14 +87,26 @@ def make_fragments(configuration: Configuration) -> Fragments:
     return Fragments(configuration.r_block, rows, configuration.y_block, warps, parts)
 
 
+class FragmentTile(NamedTuple):
+    """The columns and warps of a program, of which each has `parts` groups of `_TILE_BYTES` one after another.
+
+    Larger groups are fewer, so that a lane has as many registers of weights. `loads_ahead` is whether a step loads the
+    weights of the next one. `max_registers` limits a thread's registers; 0 for no limit.
+    """
+
+    columns: int
+    warps: int
+    parts: int
+    loads_ahead: bool
+    max_registers: int
+
+
 def fragment_configurations(
-    contraction: ContractionForm, form: GroupedSums, tiles: Sequence[tuple[int, int, int, bool, int]]
+    contraction: ContractionForm, form: GroupedSums, tiles: Sequence[FragmentTile]
 ) -> list[Configuration]:
     """Returns configurations of up to 8 rows whose blocks divide columns and groups.
 
-    `tiles` are columns, warps, groups of a warp one after another, of `_TILE_BYTES`, whether a step loads the weights
-    of the next one, and registers. Fewer larger groups share a fragment or follow one another, so that a lane has as
-    many registers of weights.
+    Fewer larger groups than those of a tile share a fragment or follow one another.
     """
     count, columns = contraction.row_count, product([axis.size for axis in contraction.columns])
     groups, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
@@ -105,16 +118,16 @@ def fragment_configurations(
         return []
     padded = max(rows, min(scale, FRAGMENT_COLUMNS), 2 if contraction.rows else 1)
     candidates = []
-    for block, most, wanted, ahead, registers in tiles:
-        parts, warps = max(wanted * padded // (scale * rows), 1), most
-        while warps > 1 and int(groups) % Fragments(int(size), padded, block, warps, parts).groups:
+    for tile in tiles:
+        parts, warps = max(tile.parts * padded // (scale * rows), 1), tile.warps
+        while warps > 1 and int(groups) % Fragments(int(size), padded, tile.columns, warps, parts).groups:
             warps //= 2
-        fragments = Fragments(int(size), padded, block, warps, parts)
-        if fragments.fits() and int(columns) % block == 0 and int(groups) % fragments.groups == 0:
+        fragments = Fragments(int(size), padded, tile.columns, warps, parts)
+        if fragments.fits() and int(columns) % tile.columns == 0 and int(groups) % fragments.groups == 0:
             candidates.append(Configuration(
-                contraction.rows, contraction.columns, padded, block, int(size), True, warps, 1, True, p=form.groups,
-                p_block=fragments.groups, loads_first=ahead and groups > fragments.groups, fragments=True,
-                max_registers=registers,
+                contraction.rows, contraction.columns, padded, tile.columns, int(size), True, warps, 1, True,
+                p=form.groups, p_block=fragments.groups, loads_first=tile.loads_ahead and groups > fragments.groups,
+                fragments=True, max_registers=tile.max_registers,
             ))  # fmt: skip
     return list(dict.fromkeys(candidates))
 

@@ -1,0 +1,220 @@
+"""Configurations of contractions of few rows that sum groups of quantised weights, or parts of the sums of bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import ContractionForm, GroupedSums, find_grouped_sums, row_precision, split_sums, sum_groups
+from fxwrap.printers.triton.accesses import Hint
+from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
+from fxwrap.printers.triton.few_rows import (
+    MAX_FEW_ROWS,
+    MIN_PADDED_ROWS,
+    can_use_dot,
+    column_loads,
+    few_rows_bytes,
+    is_wide,
+    preferred_first,
+)
+from fxwrap.printers.triton.fragments import FragmentTile, fragment_configurations
+from fxwrap.symbolic import product
+
+
+class _Tile(NamedTuple):
+    """A program's columns, its groups of 64 elements (or parts of sums) in a step, its warps and pipeline stages."""
+
+    columns: int
+    groups: int
+    warps: int
+    stages: int
+
+
+_TILE = _Tile(32, 4, 4, 3)
+_FEW_COLUMNS_TILE = _Tile(16, 16, 4, 3)
+_SIXTEEN_ROWS_TILE = _Tile(32, 8, 4, 3)
+_MANY_ROWS_TILE = _Tile(64, 4, 4, 3)
+_SEVERAL_SUMS_TILE = _Tile(32, 4, 2, 3)
+"""The best tiles of quantised matmuls that sum groups: of one sum of up to 8 rows and many columns, of few columns, of
+one sum of up to 16 rows, of more rows and many columns, and of several sums of up to 8 rows and many columns."""
+
+_GROUP_SUM_TILES = (
+    _TILE, _FEW_COLUMNS_TILE, _SIXTEEN_ROWS_TILE, _MANY_ROWS_TILE, _Tile(16, 8, 2, 4), _Tile(16, 16, 4, 4),
+    _Tile(32, 16, 8, 3), _SEVERAL_SUMS_TILE,
+)  # fmt: skip
+
+_ROW_TILE = _Tile(4, 16, 1, 1)
+_SEVERAL_SUMS_ROW_TILE = _Tile(4, 32, 2, 1)
+_FEW_COLUMNS_ROW_TILE = _Tile(4, 64, 4, 1)
+_LONG_ROW_TILE = _Tile(8, 32, 2, 3)
+"""The best tiles of one row without dots: of one sum of many columns, of several sums of many columns, of few columns,
+and of few columns of long rows."""
+
+_ROW_TILES = (_ROW_TILE, _SEVERAL_SUMS_ROW_TILE, _FEW_COLUMNS_ROW_TILE, _LONG_ROW_TILE)
+
+_LONG_ROW_GROUPS = 128
+"""The number of groups of 64 elements from which on a row is long: a program has many steps."""
+
+_FRAGMENT_TILE = FragmentTile(16, 1, 1, True, 104)
+_SEVERAL_SUMS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 168)
+_FEW_COLUMNS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 160)
+"""The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of few columns."""
+
+_FRAGMENT_TILES = (
+    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _FEW_COLUMNS_FRAGMENT_TILE, FragmentTile(16, 2, 1, True, 128),
+    FragmentTile(16, 8, 1, False, 0), FragmentTile(16, 2, 1, False, 0), FragmentTile(16, 4, 1, False, 128),
+)  # fmt: skip
+
+_FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
+_FEW_COLUMNS_FULL_FRAGMENT_TILE = FragmentTile(16, 8, 4, True, 128)
+"""The best tiles of 5 to 8 rows: of many columns, and of few columns."""
+
+_FULL_FRAGMENT_TILES = (
+    _FULL_FRAGMENT_TILE, _FEW_COLUMNS_FULL_FRAGMENT_TILE, FragmentTile(16, 4, 4, False, 128),
+    FragmentTile(16, 8, 8, False, 128), FragmentTile(16, 1, 4, False, 128), FragmentTile(32, 2, 4, False, 0),
+)  # fmt: skip
+
+_SPLIT_SUM_TILE = _Tile(16, 8, 4, 3)
+_FEW_COLUMNS_SPLIT_SUM_TILE = _Tile(16, 8, 2, 4)
+"""The best tiles of weights of one byte, with parts of the products of a column as groups: of many columns, of few."""
+
+_SPLIT_SUM_TILES = (
+    _SPLIT_SUM_TILE, _FEW_COLUMNS_SPLIT_SUM_TILE, _Tile(16, 8, 8, 4), _Tile(32, 4, 4, 3), _Tile(64, 4, 4, 3),
+    _Tile(32, 8, 8, 3),
+)  # fmt: skip
+
+_SPLIT_SUM_PRODUCTS = 64
+"""The number of products in a part."""
+
+_ROW_BYTES = 2
+"""The bytes of an element of the rows of such matmuls."""
+
+_MIN_GROUP_BYTES = 32
+"""The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
+
+
+def group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+    """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
+
+    The first of these has few columns a program where all are few, so that programs occupy the device.
+    """
+    rows = hint(contraction.row_count)
+    summed = sum_groups(contraction) if rows <= MAX_FEW_ROWS and can_use_dot(contraction) else None
+    if summed is None:
+        return []
+    form = find_grouped_sums(summed, contraction)
+    count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
+    if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
+        return []
+    fragments = _fragment_configurations(contraction, form, hint)
+    if size < _MIN_GROUP_BYTES:
+        return fragments
+    padded = max(next_power_of_2(rows), MIN_PADDED_ROWS)
+    dots = []
+    packed = hint(contraction.summed_count) // (count * size)
+    for tile in preferred_first(_GROUP_SUM_TILES, _best_group_sum_tile(contraction, padded, hint)):
+        block = _groups_of_step(tile, size, count)
+        stage = block * size * (padded * packed * _ROW_BYTES + tile.columns * len(contraction.sums))
+        if stage * (tile.stages - 1) <= few_rows_bytes(spec):
+            dots.append(_batched_dots(contraction, form, padded, size, tile, block))
+    of_row = _row_group_sum_configurations(contraction, form, hint)
+    known = [*of_row, *(dots[:1] if of_row and fragments else dots)]
+    return [*fragments, *known] if _prefers_fragments(contraction, form, hint) else [*known, *fragments]
+
+
+def _best_group_sum_tile(contraction: ContractionForm, padded_rows: int, hint: Hint) -> _Tile:
+    has_one_sum = len(contraction.sums) == 1
+    if padded_rows == 2 * MIN_PADDED_ROWS and has_one_sum:
+        return _SIXTEEN_ROWS_TILE
+    if not is_wide(contraction, hint):
+        return _FEW_COLUMNS_TILE
+    if padded_rows > MIN_PADDED_ROWS:
+        return _MANY_ROWS_TILE
+    return _TILE if has_one_sum else _SEVERAL_SUMS_TILE
+
+
+def _groups_of_step(tile: _Tile, size: int, count: int) -> int:
+    """Returns the number of groups of `size` bytes that have the bytes of the tile's, and divide all `count`."""
+    return math.gcd(max(tile.groups * _MIN_GROUP_BYTES // size, 1), count)
+
+
+def _batched_dots(
+    contraction: ContractionForm, form: GroupedSums, rows: int, size: int, tile: _Tile, block: int
+) -> Configuration:
+    """Returns a configuration whose dots have a batch of a `block` of groups, or parts of sums, of `size` products."""
+    return Configuration(
+        contraction.rows, contraction.columns, rows, tile.columns, size, True, tile.warps, tile.stages, True,
+        p=form.groups, p_block=block,
+    )  # fmt: skip
+
+
+def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+    """Returns configurations of fragments."""
+    wide, has_one_sum = is_wide(contraction, hint), len(contraction.sums) == 1
+    if hint(contraction.row_count) > MIN_PADDED_ROWS // 2:
+        best = _FULL_FRAGMENT_TILE if wide else _FEW_COLUMNS_FULL_FRAGMENT_TILE
+        return fragment_configurations(contraction, form, preferred_first(_FULL_FRAGMENT_TILES, best))
+    best = _FRAGMENT_TILE if has_one_sum else _SEVERAL_SUMS_FRAGMENT_TILE
+    tiles = preferred_first(_FRAGMENT_TILES, best if wide else _FEW_COLUMNS_FRAGMENT_TILE)
+    return fragment_configurations(contraction, form, tiles)
+
+
+def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:
+    """Whether fragments are first: of one row, and of 5 to 8 for several sums of many columns or few long ones."""
+    rows = hint(contraction.row_count)
+    if rows <= MIN_PADDED_ROWS // 2:
+        return rows == 1
+    return len(contraction.sums) > 1 if is_wide(contraction, hint) else _is_long(form, hint)
+
+
+def _is_long(form: GroupedSums, hint: Hint) -> bool:
+    """Whether the groups of a row are many."""
+    count = product([axis.size for axis in form.groups])
+    return hint(count * form.contraction.summed_count) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
+
+
+def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+    """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups.
+
+    Those of one stage load all of a step before they compute.
+    """
+    columns, size = product([axis.size for axis in contraction.columns]), int(form.contraction.summed_count)
+    count = int(product([axis.size for axis in form.groups]))
+    is_bfloat16 = row_precision(contraction, contraction.sums[0]) is torch.bfloat16
+    if contraction.rows or contraction.batch or not is_bfloat16 or not isinstance(columns, int):
+        return []
+    if is_wide(contraction, hint):
+        best = _ROW_TILE if len(contraction.sums) == 1 else _SEVERAL_SUMS_ROW_TILE
+    else:
+        best = _LONG_ROW_TILE if _is_long(form, hint) else _FEW_COLUMNS_ROW_TILE
+    return [
+        Configuration(
+            y=contraction.columns, y_block=tile.columns, r_block=size, looped=True, num_warps=tile.warps,
+            num_stages=tile.stages, p=form.groups, p_block=_groups_of_step(tile, size, count),
+            loads_first=tile.stages == 1,
+        )
+        for tile in preferred_first(_ROW_TILES, best) if columns % tile.columns == 0
+    ]  # fmt: skip
+
+
+def split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+    """Returns configurations of few rows times weights of one byte, whose warps share out the products of a column.
+
+    Where columns are few, a program's warps would otherwise compute the same products.
+    """
+    rows, loads = hint(contraction.row_count), column_loads(contraction)
+    if rows > MAX_FEW_ROWS or not all(item.dtype.itemsize == 1 for item in loads):
+        return []
+    split = split_sums(contraction, _SPLIT_SUM_PRODUCTS)
+    if split is None:
+        return []
+    form, padded = find_grouped_sums(split, contraction), max(next_power_of_2(rows), MIN_PADDED_ROWS)
+    count = form.groups[0].size
+    best = _SPLIT_SUM_TILE if is_wide(contraction, hint) else _FEW_COLUMNS_SPLIT_SUM_TILE
+    return [
+        _batched_dots(contraction, form, padded, _SPLIT_SUM_PRODUCTS, tile, tile.groups)
+        for tile in preferred_first(_SPLIT_SUM_TILES, best) if isinstance(count, int) and not count % tile.groups
+    ]  # fmt: skip
