@@ -13,6 +13,7 @@ from fxwrap import inference
 from fxwrap import wrapper_ir as ir
 from fxwrap.errors import RewriteError
 from fxwrap.lines import Alloc, Comment, EnterRange, ExitRange, ExternCall, Free, Launch, Mutate, View
+from fxwrap.names import NameAllocator
 from fxwrap.torch_compat import out_argument_names
 
 
@@ -25,20 +26,11 @@ class RewriteContext:
         self.kernels = {kernel.hash: kernel for kernel in program.kernels}
         self.constants: dict[str, torch.Tensor] = {}
         self.constant_values: list[ir.ProgramConstant] = []
-        self._used_names = {value.name for line in program.lines() for value in ir.defined(line)}
-        self._used_names |= {value.name for block in program.all_blocks() for value in block.arguments}
-        self._used_names |= {item.name for item in program.inputs} | {item.value.name for item in program.constants}
-        self._counts: dict[str, int] = {}
+        self._names = NameAllocator(ir.value_names(program) | {item.name for item in program.inputs})
 
     def fresh(self, name_hint: str) -> str:
         """Returns a new name, derived from the hint."""
-        base = "".join([letter if letter.isalnum() else "_" for letter in name_hint]) or "value"
-        name = base = base if not base[0].isdigit() else f"v{base}"
-        while name in self._used_names:
-            self._counts[base] = self._counts.get(base, 0) + 1
-            name = f"{base}_{self._counts[base]}"
-        self._used_names.add(name)
-        return name
+        return self._names.create_name(name_hint or "value")
 
 
 class LineBuilder:
@@ -48,9 +40,9 @@ class LineBuilder:
     expressions over its symbols, dtypes, devices, and lists of these.
     """
 
-    def __init__(self, names: RewriteContext, origin: ir.Origin, *, nested: bool = False) -> None:
+    def __init__(self, context: RewriteContext, origin: ir.Origin, *, nested: bool = False) -> None:
         self.lines: list[ir.LineBase] = []
-        self._names = names
+        self._context = context
         self._origin = origin
         self._nested = nested
 
@@ -73,7 +65,7 @@ class LineBuilder:
     ) -> Any:
         """Adds the lines of a call as `call` does; `lines_of` returns those of an extern call."""
         args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
-        call = self._names.inference.call(target, args, kwargs)
+        call = self._context.inference.call(target, args, kwargs)
         if call.operator.mutated_arguments:
             raise RewriteError(f"{target} writes its operands: use `call_out_variant` or `mutate`")
         operands = _values((args, kwargs))
@@ -95,13 +87,13 @@ class LineBuilder:
             raise RewriteError(str(error)) from None
         if len(names) != len(outs):
             raise RewriteError(f"{target} writes {len(names)} tensors, not {len(outs)}")
-        call = self._names.inference.call(target, args, (*kwargs, *zip(names, outs, strict=True)))
+        call = self._context.inference.call(target, args, (*kwargs, *zip(names, outs, strict=True)))
         self.add(ExternCall((), target, args, kwargs, tuple(outs), effect_set=call.effects))
 
     def mutate(self, target: str, *arguments: object, **keywords: object) -> Any:
         """Calls an operator that mutates operands. Returns its results, without those that are operands."""
         args, kwargs = inference.lists_to_tuples(arguments), inference.keyword_pairs(keywords)
-        call = self._names.inference.call(target, args, kwargs)
+        call = self._context.inference.call(target, args, kwargs)
         written = call.operator.mutated_operands(args, kwargs)
         if not written:
             raise RewriteError(f"{target} writes no operand: use `call`")
@@ -148,14 +140,14 @@ class LineBuilder:
 
     def kernel(self, definition: ir.KernelDefinition) -> str:
         """Adds a kernel to the program, unless it has an equal one; returns the kernel's name for `launch`."""
-        known = self._names.kernels.get(definition.hash)
+        known = self._context.kernels.get(definition.hash)
         if known is not None:
             return known.name
-        names = {kernel.name for kernel in self._names.kernels.values()}
+        names = {kernel.name for kernel in self._context.kernels.values()}
         name, number = definition.name, 0
         while name in names:
             name, number = f"{definition.name}_{number}", number + 1
-        self._names.kernels[definition.hash] = dataclasses.replace(definition, name=name)
+        self._context.kernels[definition.hash] = dataclasses.replace(definition, name=name)
         return name
 
     def launch(
@@ -192,16 +184,16 @@ class LineBuilder:
             raise RewriteError("a nested block can use its arguments only, and no constant of the program")
         type_ = ir.TensorType(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
         value = self.value(type_, name)
-        self._names.constants[value.name] = tensor
-        self._names.constant_values.append(ir.ProgramConstant(value))
+        self._context.constants[value.name] = tensor
+        self._context.constant_values.append(ir.ProgramConstant(value))
         return value
 
     def constant_tensor(self, value: ir.Value) -> torch.Tensor | None:
         """Returns the tensor of an immutable constant; None for any other value."""
-        known = [item for item in self._names.program.constants if item.value.name == value.name]
+        known = [item for item in self._context.program.constants if item.value.name == value.name]
         if known and not known[0].mutable:
-            return self._names.program.store.tensors.get(value.name)
-        return self._names.constants.get(value.name)
+            return self._context.program.store.tensors.get(value.name)
+        return self._context.constants.get(value.name)
 
     # --- comments and lines -------------------------------------------------------------------------------
 
@@ -219,7 +211,7 @@ class LineBuilder:
 
     def value(self, type_: ir.Type, name: str = "value") -> ir.Value:
         """Returns a value with a fresh name, for a line to `add`."""
-        return ir.Value(self._names.fresh(name), type_)
+        return ir.Value(self._context.fresh(name), type_)
 
     def add(self, line: ir.LineBase) -> None:
         """Adds a line of any class; one without an origin gets the match's. The rewrite inserts frees later."""

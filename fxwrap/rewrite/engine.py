@@ -112,7 +112,7 @@ class _Rewriter:
         self.operations = matching.operations_of(self.pattern)
         self.wildcards = tuple(dict.fromkeys(matching.wildcards_of(self.pattern)))
         self.build = build
-        self.names = RewriteContext(program)
+        self.context = RewriteContext(program)
         self.functions = dict(program.functions)
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.matches: list[Match] = []
@@ -127,21 +127,21 @@ class _Rewriter:
         if self.build is None or (not self.matches):
             return RewriteResult(program, tuple(self.matches), tuple(self.match_failures))
         constants = self._constants(body)
-        tensors = {**program.store.tensors, **self.names.constants}
+        tensors = {**program.store.tensors, **self.context.constants}
         store = ir.ConstantStore({item.value.name: tensors[item.value.name] for item in constants})
         changed = program.replace(body=body, functions=functions, constants=constants, store=store)
         changed = insert_stream_events(changed)  # for the inserted frees
         launched = {name for line in changed.lines() for name in _kernels_of(line)}
         launched_before = {name for line in program.lines() for name in _kernels_of(line)}
         unused = {kernel.name for kernel in program.kernels} - launched_before
-        kernels = tuple([item for item in self.names.kernels.values() if item.name in launched | unused])
+        kernels = tuple([item for item in self.context.kernels.values() if item.name in launched | unused])
         return RewriteResult(changed.replace(kernels=kernels), tuple(self.matches), tuple(self.match_failures))
 
     def _constants(self, body: ir.Block) -> tuple[ir.ProgramConstant, ...]:
         """Returns the program's constants and the new ones, without those that lost their readers."""
         read = {value.name for line in body.lines for value in ir.used(line)}
         read_before = {value.name for line in self.program.body.lines for value in ir.used(line)}
-        constants = (*self.program.constants, *self.names.constant_values)
+        constants = (*self.program.constants, *self.context.constant_values)
         return tuple([item for item in constants if item.value.name in read or item.mutable
                       or (item in self.program.constants and item.value.name not in read_before)])  # fmt: skip
 
@@ -162,7 +162,7 @@ class _Rewriter:
         if not walk.run():
             is_same = all(new is old for new, old in zip(before, block.lines))
             return block if is_same else ir.Block(block.arguments, tuple(before))
-        constants = () if nested else [item.value for item in self.names.constant_values]
+        constants = () if nested else [item.value for item in self.context.constant_values]
         return ir.Block(block.arguments, insert_frees(walk.lines, [*arguments, *constants], owned))
 
 
@@ -194,9 +194,9 @@ class _BlockRewriter:
     def _select_matches(self) -> tuple[list[tuple[matching.MatchBindings, matching.ReplacementSite]], bool]:
         """Returns the matches of a round, and whether others wait for the next round."""
         rewriter = self.rewriter
-        constants = () if self.nested else [item.value for item in rewriter.names.constant_values]
+        constants = () if self.nested else [item.value for item in rewriter.context.constant_values]
         flow = self.flow = matching.DataFlow(self.lines, [*self.arguments, *constants], rewriter.functions)
-        kernels = {kernel.name: kernel for kernel in rewriter.names.kernels.values()}
+        kernels = {kernel.name: kernel for kernel in rewriter.context.kernels.values()}
         matcher = matching.Matcher(rewriter.pattern, flow, kernels)
         matches: list[tuple[matching.MatchBindings, matching.ReplacementSite]] = []
         match_failures: list[MatchFailure] = []
@@ -244,7 +244,7 @@ class _BlockRewriter:
             if rewriter.build is None:
                 rewriter.matches.append(match)
                 continue
-            builder = LineBuilder(rewriter.names, match.origin, nested=self.nested)
+            builder = LineBuilder(rewriter.context, match.origin, nested=self.nested)
             anchor = self.lines[bindings.anchor]
             try:
                 outputs = self._as_stored(bindings, rewriter.build(match, builder), builder)

@@ -12,6 +12,7 @@ import sympy
 import torch
 
 from fxwrap.caching import bounded_cache
+from fxwrap.names import NameAllocator
 from fxwrap.symbolic import CppPrinter, Size, cpp_prelude, symbol_kind
 from fxwrap.wrapper_ir import Operand
 
@@ -115,9 +116,7 @@ class CppUnit:
     functions: list[str] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
-    _used_names: set[str] = field(default_factory=set)
-    _counts: dict[str, int] = field(default_factory=dict)
-    _next_index: dict[str, int] = field(default_factory=dict)
+    _allocator: NameAllocator = field(default_factory=NameAllocator)
     _frame_fields: dict[str, str] = field(default_factory=dict)
     needs_torch: bool = False  # the engine on libtorch runs it: it uses more than kernels and memory of the CPU
     _uses_helpers: bool = False
@@ -129,21 +128,11 @@ class CppUnit:
 
     def fresh(self, name_hint: str) -> str:
         """Returns a new identifier that is or starts with the hint."""
-        name = identifier = sanitize_identifier(name_hint)
-        while identifier in self._used_names:
-            self._counts[name] = self._counts.get(name, 0) + 1
-            identifier = f"{name}_{self._counts[name]}"
-        self._used_names.add(identifier)
-        return identifier
+        return self._allocator.create_from_legal(sanitize_identifier(name_hint))
 
     def numbered(self, prefix: str) -> str:
         """Returns the next identifier of a series: prefix_0, prefix_1, ..."""
-        while True:
-            identifier = f"{prefix}_{self._next_index.get(prefix, 0)}"
-            self._next_index[prefix] = self._next_index.get(prefix, 0) + 1
-            if identifier not in self._used_names:
-                self._used_names.add(identifier)
-                return identifier
+        return self._allocator.create_numbered(f"{prefix}_")
 
     def _intern(self, kind: str, key: str, name_hint: str) -> tuple[str, bool]:
         """Returns the identifier of an entity of a kind, and whether it is new."""

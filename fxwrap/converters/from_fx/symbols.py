@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from fxwrap.inference import scalar_kind
+from fxwrap.names import NameAllocator
 from fxwrap.symbolic import NumberOrExpression, SymbolInfo, canonicalize, expression_kind, is_symbol_name, make_symbol
 from fxwrap.torch_compat import find_shape_env, symbol_bounds, symbol_expression, symbol_hint, symbolic_number
 from fxwrap.wrapper_ir import TensorType
@@ -35,8 +36,7 @@ class ImportedSymbols:
     ) -> None:
         self.infos = dict(infos)
         self._declared = declared
-        self._used_names = {*infos, *claimed}
-        self._counts: dict[str, int] = {}
+        self._names = NameAllocator({*infos, *claimed})
         self._from_torch: dict[sympy.Basic, sympy.Basic] = {}
         self.ambiguous = ambiguous
         self.defined: set[str] = set()
@@ -47,13 +47,7 @@ class ImportedSymbols:
 
     def fresh(self, prefix: str) -> SymbolInfo:
         """Returns a new symbol."""
-        number = self._counts.get(prefix, 0)
-        while f"{prefix}{number}" in self._used_names:
-            number += 1
-        self._counts[prefix] = number + 1
-        name = f"{prefix}{number}"
-        self._used_names.add(name)
-        return SymbolInfo(name)
+        return SymbolInfo(self._names.create_numbered(prefix))
 
     def fresh_for(self, number: object) -> SymbolInfo:
         """Returns a new symbol of the kind of a number, an int if that is unknown."""
@@ -62,7 +56,7 @@ class ImportedSymbols:
     def reserve(self, info: SymbolInfo) -> SymbolInfo:
         """Returns the symbol that a node defines: its own, or a new one if a line defines that already."""
         if info.name not in self.defined:
-            self._used_names.add(info.name)
+            self._names.used.add(info.name)
             self.infos.setdefault(info.name, info)
             return info
         other = self.fresh(info.name.rstrip("0123456789"))
@@ -97,10 +91,10 @@ class ImportedSymbols:
     def _import_symbol(self, symbol: sympy.Symbol, number: torch.SymInt | torch.SymFloat) -> sympy.Symbol:
         name = symbol.name.removeprefix("z")
         declared = self._declared.get(name)
-        if not is_symbol_name(name) or name in self._used_names:
+        if not is_symbol_name(name) or name in self._names.used:
             prefix = name.rstrip("0123456789")
             name = self.fresh(prefix if is_symbol_name(f"{prefix}0") else "s").name
-        self._used_names.add(name)
+        self._names.used.add(name)
         lower, upper = symbol_bounds(number)
         self.infos[name] = SymbolInfo(name, lower, upper, symbol_hint(number))
         if declared is not None:

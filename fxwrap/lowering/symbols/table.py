@@ -12,6 +12,7 @@ import torch
 from fxwrap.errors import GraphError
 from fxwrap.loop_ir import Kernel
 from fxwrap.lowering.symbols.equalities import Replacements, apply_replacements, solve_equalities
+from fxwrap.names import NameAllocator
 from fxwrap.symbolic import (
     Expression,
     SymbolInfo,
@@ -55,23 +56,17 @@ class ProgramSymbols:
         self.hints = hints
         self.least = least
         self.infos: dict[str, SymbolInfo] = {}
-        self._names: set[str] = set()
-        self._counts: dict[str, int] = {}
+        self._names = NameAllocator()
 
     def fresh(self, prefix: str) -> str:
         """Returns an unused symbol name with this prefix, and reserves it."""
-        number = self._counts.get(prefix, 0)
-        while f"{prefix}{number}" in self._names:
-            number += 1
-        self._counts[prefix] = number + 1
-        self._names.add(f"{prefix}{number}")
-        return f"{prefix}{number}"
+        return self._names.create_numbered(prefix)
 
     def unique(self, name: str) -> str:
         """Returns this symbol name, or a fresh one with its prefix if it is used, and reserves it."""
-        if name in self._names:
+        if name in self._names.used:
             return self.fresh(name.rstrip("0123456789"))
-        self._names.add(name)
+        self._names.used.add(name)
         return name
 
     def add(self, name: str, number: object) -> SymbolInfo:
