@@ -254,6 +254,9 @@ class Index:
         return limits is not None and _is_nonnegative_polynomial(limits[0])
 
 
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
 def _term_text(monomial: Monomial, coefficient: int) -> str:
     if not monomial:
         return str(coefficient)
@@ -267,6 +270,9 @@ def _term_text(monomial: Monomial, coefficient: int) -> str:
 def _parenthesize(index: Index) -> str:
     text = str(index)
     return text if text.isalnum() else f"({text})"
+
+
+# --- normal form and substitution ------------------------------------------------------------------------------------
 
 
 def _monomial_key(term: tuple[Monomial, int]) -> tuple[bool, tuple[str, ...]]:
@@ -325,6 +331,9 @@ def _substitute_atom(atom: Atom, mapping: Mapping[Atom, IndexLike]) -> Index:
     if isinstance(atom, Modulo):
         return atom.base.substitute(mapping) % atom.divisor.substitute(mapping)
     return Index((((atom,), 1),))
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
 
 
 @bounded_cache(65536)
@@ -414,6 +423,9 @@ def _in_range(index: Index, divisor: Index) -> bool:
     )
 
 
+# --- division --------------------------------------------------------------------------------------------------------
+
+
 @bounded_cache(65536)
 def _divmod(index: Index, divisor: Index) -> tuple[Index, Index]:
     """Returns quotient and remainder of floor division, simplified by the ranges of axes."""
@@ -470,6 +482,8 @@ def _cofactor(monomial: Monomial, factor: Monomial) -> Monomial | None:
         rest.remove(atom)
     return tuple(rest)
 
+
+# --- conversion ------------------------------------------------------------------------------------------------------
 
 ZERO = Index(())
 ONE = Index((((), 1),))
