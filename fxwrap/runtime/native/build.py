@@ -74,7 +74,9 @@ def compile_cpp(source_text: str, *, name: str, extra_sources: Iterable[NativeSo
         parallel_map(lambda unit: _compile_counted_unit(compiler, *unit), units[precompiled:])
         objects = [path.with_suffix(".o").name for path in paths]
         shared = ["-fopenmp"] if any("-fopenmp" in source.flags for source in sources) else []
-        linked = [*shared, *objects, *_standard_library(compiler)]
+        is_generated = all(source.flags in (PROGRAM_FLAGS, KERNEL_FLAGS) for source in sources)
+        libraries = (*(_c_library(compiler) if is_generated else ()), *_standard_library(compiler))
+        linked = [*shared, *objects, *libraries]
         run_compiler([*compiler.command, "-shared", *linked, "-o", f"{stem}.so"], folder)
         for item in (*objects, *[file for source in sources for file, _ in source.files]):
             (folder / item).unlink()
@@ -104,6 +106,31 @@ def _standard_library(compiler: Compiler) -> tuple[str, ...]:
 
 
 _EMPTY_UNIT, _STANDARD_LIBRARY = "empty.cpp", "libstdc++.so"
+
+
+def _c_library(compiler: Compiler) -> tuple[str, ...]:
+    """Returns linker arguments by which a program of generated code names glibc, as it names `_standard_library`.
+
+    Its functions are bound to their oldest versions, which are the only ones of those that generated code calls, but
+    for memcpy on x86-64: the library has its newer one. Kernels of users may call any function of glibc.
+    """
+    if compiler.runtime or platform.libc_ver()[0] != "glibc":
+        return ()
+    has_versions = platform.machine() in ("x86_64", "AMD64")
+
+    def build(folder: Path) -> None:
+        (folder / _EMPTY_UNIT).write_text('asm(".globl memcpy; memcpy:");\n' if has_versions else "")
+        (folder / _VERSIONS).write_text("GLIBC_2.14 { memcpy; };\n")
+        flags = ["-shared", "-nostdlib", f"-Wl,-soname,{_C_LIBRARY}.6"]
+        flags += [f"-Wl,--version-script,{_VERSIONS}"] if has_versions else []
+        run_compiler([*compiler.command, *flags, _EMPTY_UNIT, "-o", _C_LIBRARY], folder)
+        (folder / _EMPTY_UNIT).unlink()
+        (folder / _VERSIONS).unlink()
+
+    return ("-L", str(cache_folder.find_or_build_entry(f"c-library-{native_entry_key(compiler)}", build)))
+
+
+_C_LIBRARY, _VERSIONS = "libc.so", "versions"
 
 
 def _compile_counted_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:

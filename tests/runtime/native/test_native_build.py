@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,15 @@ import torch
 
 from fxwrap.errors import NativeBuildError
 from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
-from fxwrap.runtime.native import KERNEL_FLAGS_ENV, PROGRAM_FLAGS, NativeSource, build_bridge, compile_cpp, load_program
+from fxwrap.runtime.native import (
+    KERNEL_FLAGS,
+    KERNEL_FLAGS_ENV,
+    PROGRAM_FLAGS,
+    NativeSource,
+    build_bridge,
+    compile_cpp,
+    load_program,
+)
 from fxwrap.runtime.native import compiler as driver
 from fxwrap.runtime.native.precompiled_headers import precompile_program_headers
 from tests.runtime.native.native_programs import names, source
@@ -89,12 +98,34 @@ def test_flags_of_the_environment_follow_those_of_kernels(monkeypatch: pytest.Mo
         value("-O0")
 
 
-def test_programs_name_the_standard_library_whose_symbols_the_linker_has_not_read(own_cache: None) -> None:
-    kernel = '#include "kernel.h"\nextern "C" void raise(long n) { if (n) fxwrap_index_error("n is not 0"); }\n'
-    content = compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(kernel),)).read_bytes()
+COPYING = """
+#include "kernel.h"
+extern "C" __attribute__((visibility("default"))) void copy(char* to, const char* from, long n) {
+  char* memory = (char*)__builtin_malloc(n);
+  if (memory == nullptr) fxwrap_index_error("there is no memory");
+  __builtin_memcpy(memory, from, n);
+  __builtin_memcpy(to, memory, n);
+  __builtin_free(memory);
+}
+"""
+
+
+def test_programs_name_the_standard_libraries_whose_symbols_the_linker_has_not_read(own_cache: None) -> None:
+    generated = compile_cpp(DOUBLE, name="double", extra_sources=(NativeSource(COPYING),))
+    content = generated.read_bytes()
     assert b"__cxa_throw\0" in content and b"libstdc++.so.6\0" in content
-    # A linker that reads the library writes the versions of its symbols.
-    assert driver.find_compiler().runtime or b"CXXABI_" not in content
+    if driver.find_compiler().runtime or platform.libc_ver()[0] != "glibc":
+        return
+    # A linker that reads a library writes the versions of its symbols, here that of memcpy.
+    assert b"CXXABI_" not in content and b"GLIBC_2.2.5\0" not in content
+    assert (b"GLIBC_2.14\0" in content) == (platform.machine() == "x86_64")
+    own_flags = NativeSource(COPYING, (*KERNEL_FLAGS, "-DVALUE"))
+    kernels_of_users = compile_cpp(DOUBLE, name="double", extra_sources=(own_flags,))
+    assert b"GLIBC_2." in kernels_of_users.read_bytes()
+    for library in (generated, kernels_of_users):
+        to = ctypes.create_string_buffer(6)
+        ctypes.CDLL(str(library)).copy(to, b"copied", 6)
+        assert to.raw == b"copied"
 
 
 def test_gcc_reads_precompiled_headers_where_the_flags_are_theirs(own_cache: None) -> None:
