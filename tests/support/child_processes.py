@@ -21,8 +21,13 @@ import torch
 import fxwrap
 
 _RANKS = ("rank", "compile_rank", "overlap_rank", "speed_rank", "training_rank")
+# What the first compile of a process imports: 0.3 s.
+_FIRST_COMPILE = ("sympy.tensor.tensor", "torch.distributed.tensor.experimental", "torch.export._trace")
 # AOTAutograd imports the last one for a log.
-_PRELOADED = ("tests.support.quick_torch", *[f"tests.distributed.{name}" for name in _RANKS], "torch._inductor.debug")
+_PRELOADED = (
+    *("tests.support.quick_torch", *[f"tests.distributed.{name}" for name in _RANKS]),
+    *(*_FIRST_COMPILE, "torch._inductor.debug"),
+)
 
 
 def child_environment(**variables: str) -> dict[str, str]:
