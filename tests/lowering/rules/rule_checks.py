@@ -80,7 +80,7 @@ def check(name: str, item: Sample, overload: Any = None) -> bool:
     results = _results(computed)
     assert len(results) == len(eager)
     for number, (result, expected, reference) in enumerate(zip(results, eager, exact, strict=True)):
-        compare(result, expected, reference, f"{name}, result {number} of {_short(item)}")
+        compare(result, expected, reference, lambda: f"{name}, result {number} of {_short(item)}")  # noqa: B023
     return True
 
 
@@ -91,22 +91,22 @@ def _short(item: Sample) -> str:
     return f"{tree_map(text, item.arguments)} {item.keywords}"
 
 
-def compare(result: Any, eager: Any, exact: Any, label: str) -> None:
-    """Asserts that a result equals eager's, and is as near to the float64 result."""
+def compare(result: Any, eager: Any, exact: Any, label: Callable[[], str]) -> None:
+    """Asserts that a result equals eager's, and is as near to the float64 result. `label` names it in an error."""
     if result is None or eager is None:
-        assert result is None and eager is None, label
+        assert result is None and eager is None, label()
         return
-    assert result.dtype is eager.dtype and result.shape == eager.shape, f"{label}: {result} is not like {eager}"
+    assert result.dtype is eager.dtype and result.shape == eager.shape, f"{label()}: {result} is not like {eager}"
     if not eager.dtype.is_floating_point:
-        assert torch.equal(result, eager), f"{label}: {result} is not {eager}"
+        assert torch.equal(result, eager), f"{label()}: {result} is not {eager}"
         return
     finite = torch.isfinite(eager) & torch.isfinite(exact)
     same = (result == eager) | (result.isnan() & eager.isnan())
-    assert (same | finite).all(), f"{label}: {result} is not {eager}"
+    assert (same | finite).all(), f"{label()}: {result} is not {eager}"
     errors = [_distance(item[finite], exact[finite]) for item in (result, eager)]
     # Sums are in another order than eager's, some of which are in float64, where eager is the exact result itself.
     allowed = {torch.float64: 1024, torch.float32: 16}.get(eager.dtype, 2) * torch.finfo(eager.dtype).eps
-    assert errors[0] <= 2 * errors[1] + allowed, f"{label}: error {errors[0]}, eager's {errors[1]}"
+    assert errors[0] <= 2 * errors[1] + allowed, f"{label()}: error {errors[0]}, eager's {errors[1]}"
 
 
 def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:
