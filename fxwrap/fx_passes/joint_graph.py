@@ -24,6 +24,7 @@ from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
 from fxwrap.fx_passes.recomputed_dropout import recompute_dropout
+from fxwrap.fx_passes.recomputed_norms import recompute_norms
 from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
 from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
@@ -443,6 +444,7 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         decompose_wide_softmax,
     ),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
+    Step("recompute_norms", "compute layer norms again in kernels of the backward", recompute_norms),
     Step(
         "eliminate_common_subexpressions", "make equal pure calls once (CSE), in forward and backward",
         eliminate_common_subexpressions,

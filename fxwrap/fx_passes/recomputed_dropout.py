@@ -8,7 +8,8 @@ or cheap: for attention weights the largest tensors of a layer.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,7 @@ from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
 _DROPOUT = _aten.native_dropout.default
-_CHAINED = frozenset({
+CHAINED = frozenset({
     "alias", "clone", "convert_element_type", "detach", "expand", "permute", "select", "slice", "squeeze", "t",
     "to_copy", "transpose", "unsafe_view", "unsqueeze", "view",
 })  # fmt: skip
@@ -38,16 +39,16 @@ def recompute_dropout(joint: GraphModule, options: Options) -> GraphModule:
     """
     if str(_DROPOUT) in {*options.preserve_ops, *options.lowerings, *map(str, options.decompositions or ())}:
         return joint
-    backward = _backward_nodes(joint)
+    backward = backward_nodes(joint)
     for node in joint.graph.find_nodes(op="call_function", target=_DROPOUT):
         parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
         if 0 in parts and isinstance(node.args[1], float) and 0 < node.args[1] < 1 and node.args[2] is not False:
-            _redirect(parts, node, backward)
+            redirect_backward(parts[0], backward, partial(_product, node, parts[0]))
     joint.recompile()
     return joint
 
 
-def _backward_nodes(joint: GraphModule) -> set[Node]:
+def backward_nodes(joint: GraphModule) -> set[Node]:
     """Returns the nodes that depend on a tangent: an input that is the gradient of an output."""
     backward: set[Node] = set()
     for node in joint.graph.nodes:
@@ -57,22 +58,31 @@ def _backward_nodes(joint: GraphModule) -> set[Node]:
     return backward - {joint.graph.output_node()}
 
 
-def _redirect(parts: dict[object, Node], dropout: Node, backward: set[Node]) -> None:
-    """Replaces the result of a dropout in the backward."""
-    result = parts[0]
-    chains = [chain for chain in _chains(result, backward) if not backward.isdisjoint(chain[-1].users)]
-    if not chains or not isinstance(result.meta.get("val"), FakeTensor):
+def redirect_backward(
+    result: Node, backward: set[Node], compute: Callable[[], Node], reads: Callable[[Node], bool] = lambda _user: True
+) -> None:
+    """Lets the backward read what `compute` inserts instead of a result, itself or through views and copies.
+
+    `reads` selects users in the backward; others keep the result.
+    """
+
+    def selected(chain: tuple[Node, ...]) -> list[Node]:
+        return [user for user in chain[-1].users if user in backward and reads(user)]
+
+    users = {chain: selected(chain) for chain in _chains(result, backward)}
+    users = {chain: selected for chain, selected in users.items() if selected}
+    if not users or not isinstance(result.meta.get("val"), FakeTensor):
         return
-    first = min(user for chain in chains for user in chain[-1].users if user in backward)
-    with dropout.graph.inserting_before(first):
-        copies = {result: _product(dropout, result)}
-        for chain in chains:
+    graph = result.graph
+    with graph.inserting_before(min(user for selected in users.values() for user in selected)):
+        copies = {result: compute()}
+        for chain in users:
             for before, node in pairwise(chain):
                 if node not in copies:
-                    copy = dropout.graph.node_copy(node, lambda _, operand=copies[before]: operand)  # type: ignore[misc]
-                    copies[node] = _with_fake(copy, node)
-    for chain in chains:
-        for user in [user for user in chain[-1].users if user in backward]:
+                    copy = graph.node_copy(node, lambda _, operand=copies[before]: operand)  # type: ignore[misc]
+                    copies[node] = with_fake(copy, node)
+    for chain, selected_users in users.items():
+        for user in selected_users:
             user.replace_input_with(chain[-1], copies[chain[-1]])
 
 
@@ -80,7 +90,7 @@ def _chains(node: Node, backward: set[Node]) -> Iterator[tuple[Node, ...]]:
     """Yields a node's chains of views and copies in the forward, shorter ones first."""
     yield (node,)
     for user in node.users:
-        if user not in backward and name_of(user) in _CHAINED and user.all_input_nodes == [node]:
+        if user not in backward and name_of(user) in CHAINED and user.all_input_nodes == [node]:
             yield from ((node, *chain) for chain in _chains(user, backward))
 
 
@@ -91,7 +101,7 @@ def _product(dropout: Node, result: Node) -> Node:
     dtype = result.meta["val"].dtype
 
     def call(target: Target, *arguments: Any, **keywords: Any) -> Node:
-        return _with_fake(dropout.graph.call_function(target, arguments, keywords), result)
+        return with_fake(dropout.graph.call_function(target, arguments, keywords), result)
 
     mask = call(operator.getitem, dropout, 1)
     is_half = dtype in (torch.float16, torch.bfloat16)
@@ -100,7 +110,7 @@ def _product(dropout: Node, result: Node) -> Node:
     return call(_aten._to_copy.default, product, dtype=dtype) if is_half else product
 
 
-def _with_fake(node: Node, like: Node) -> Node:
+def with_fake(node: Node, like: Node) -> Node:
     """Gives a new call the metadata of another, with its own fake value; returns it."""
     fakes = {operand: operand.meta["val"] for operand in node.all_input_nodes}
     node.meta = {**like.meta, "val": run_on_fakes(node, fakes, like.meta["val"])}
