@@ -250,6 +250,14 @@ def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is
     return builder.result(builder.call(_aten.mul.Tensor, builder.upcast(gradient), slope))
 
 
+def _threshold_backward(builder: _NodeBuilder, gradient: Node, output: Node, threshold: float) -> Node:
+    """Which elements are zero is a byte for each, which may be saved instead of a wider result of a relu."""
+    fake = gradient.meta["val"]
+    zero = builder.call(_aten.full.default, [], 0.0, dtype=fake.dtype, device=fake.device)
+    is_below = builder.call(_aten.le.Scalar, output, threshold)
+    return builder.result(builder.call(_aten.where.self, is_below, zero, gradient))
+
+
 def _nll_loss_backward(
     builder: _NodeBuilder, gradient: Node, scores: Node, target: Node, weight: Node | None, reduction: int,
     ignore_index: int, total_weight: Node,
@@ -413,6 +421,7 @@ _DECOMPOSITIONS: Mapping[Target, Callable[..., Node | None]] = {
     _aten.nll_loss_backward.default: _nll_loss_backward,
     _aten.tanh_backward.default: partial(_activation_backward, is_tanh=True),
     _aten.sigmoid_backward.default: partial(_activation_backward, is_tanh=False),
+    _aten.threshold_backward.default: _threshold_backward,
     _aten.mm.default: _outer_product,
     _aten.bmm.default: _outer_product,
     _aten.cat.default: _repeated_cat,
