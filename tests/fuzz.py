@@ -121,6 +121,7 @@ GPU = replace(
         name: getattr(CUDA, name)
         for name in (
             "massively_parallel", "channels_last_dtypes", "patch_matmul_widths", "unfused_bias_dtypes",
+            "unfused_convolution_bias_dtypes",
             "generated_dequantised_rows", "generated_unaligned_products", "generated_grouped_rows",
             "sorted_expert_dtypes", "stacked_expert_bytes", "packed_gemm_bytes", "combo_kernel_bytes",
             "combo_large_kernels", "instructions_per_byte",

@@ -98,6 +98,8 @@ class DeviceSpec:
             ROW_ALIGNMENT.
         gemm_padding_costs: the cost model that decides which matmuls are padded.
         unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
+        unfused_convolution_bias_dtypes: dtypes in which a library adds the bias of a convolution in a pass over its
+            result, and sums its gradient in another, so that kernels do both.
         generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
             library's: of one row, or with a matrix of at least `generated_matmul_bytes`. Matrices that multiply the
             same rows count together where their launches are combined.
@@ -181,6 +183,7 @@ class DeviceSpec:
     gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
     gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
     unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
+    unfused_convolution_bias_dtypes: frozenset[torch.dtype] = frozenset()
     generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
     generated_matmul_bytes: int = 0
     generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
@@ -336,6 +339,7 @@ CUDA = DeviceSpec(
     gemm_epilogue_dtypes=_HALF,
     gemm_padding_dtypes=_HALF,
     unfused_bias_dtypes=frozenset({torch.float32}),
+    unfused_convolution_bias_dtypes=_HALF | {torch.float32},
     generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
     generated_matmul_bytes=8 << 20,
     generated_dequantised_rows=((torch.bfloat16, 16),),

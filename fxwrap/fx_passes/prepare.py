@@ -11,6 +11,7 @@ from fxwrap.events import EventLog
 from fxwrap.fx_passes.accumulated_matmuls import accumulate_matmuls
 from fxwrap.fx_passes.associative_scans import expand_associative_scans
 from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
+from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.dropout_masks import draw_dropout_masks
@@ -122,6 +123,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "freeze_convolutions", "fold batch norms into frozen weights of convolutions, in the library's layout",
         freeze_convolutions, "freeze", lambda options: options.freeze,
+    ),
+    Step(
+        "unfuse_convolution_biases", "let kernels add the biases of convolutions and sum their gradients",
+        unfuse_convolution_biases, "fuse", _fuses,
     ),
     Step("pad_matmuls", "pad large matmuls to aligned row lengths (pad_mm)", pad_matmuls, "fuse", _fuses),
 )  # fmt: skip
