@@ -1,4 +1,4 @@
-"""Kernels add the biases of convolutions and sum their gradients, where the device's library does so in other passes."""
+"""Kernels add the biases of convolutions and sum their gradients, where a library does so in passes of its own."""
 
 from __future__ import annotations
 

@@ -161,17 +161,25 @@ def test_what_a_caller_may_write_is_not_saved() -> None:
     torch.testing.assert_close(*gradients)
 
 
-HALF_FUNCTIONS = [no_reduction, tangents, softmax_in_float32, factored_attention]
+def relu(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return (torch.relu(x @ w) * torch.arange(CLASSES)).sum()
 
 
-@pytest.mark.parametrize("function", HALF_FUNCTIONS, ids=lambda item: item.__name__)
+HALF: dict[Callable[..., Tensor], torch.dtype] = {
+    no_reduction: torch.bfloat16, tangents: torch.bfloat16, softmax_in_float32: torch.bfloat16,
+    factored_attention: torch.bfloat16, relu: torch.bool,
+}  # fmt: skip
+"""The dtype of the one tensor as large as the product that the forward saves."""
+
+
+@pytest.mark.parametrize("function", HALF, ids=lambda item: item.__name__)
 def test_gradients_in_half_precision(function: Callable[..., Tensor]) -> None:
-    """Of tensors as large as the product, the forward saves it alone, in half precision; of softmaxes, row results."""
+    """Of tensors as large as the product, the forward saves it alone, or a mask; of softmaxes, row results."""
     eager, _ = run(function, torch.bfloat16, None)
     actual, programs = run(function, torch.bfloat16, {"fuse": False})
     torch.testing.assert_close(actual, eager, rtol=2e-2, atol=2e-2)
     saved = returned_types(programs[0])
-    assert [type_.dtype for type_ in saved if type_.sizes == (ROWS, CLASSES)] == [torch.bfloat16]
+    assert [type_.dtype for type_ in saved if type_.sizes == (ROWS, CLASSES)] == [HALF[function]]
     assert all(1 in type_.sizes for type_ in saved if type_.dtype == torch.float32 and type_.sizes)
 
 
