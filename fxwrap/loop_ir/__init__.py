@@ -4,6 +4,7 @@ from fxwrap.loop_ir.assumptions import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.column_parts import *
+from fxwrap.loop_ir.complementary_loads import *
 from fxwrap.loop_ir.contraction import *
 from fxwrap.loop_ir.evaluate import *
 from fxwrap.loop_ir.group_sums import *

@@ -19,6 +19,7 @@ from fxwrap.loop_ir import (
     canonicalize_axes,
     fuse_segments,
     in_place_candidates,
+    merge_complementary_loads,
     reinplace_output,
     strided_index,
 )
@@ -190,7 +191,7 @@ def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...]
 
 def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations."""
-    kernel = canonicalize_axes(kernel, hint)
+    kernel = merge_complementary_loads(canonicalize_axes(kernel, hint))
     fused = fuse_segments(kernel, hint)
     return kernel if fused is kernel else canonicalize_axes(fused, hint)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from fxwrap.loop_ir import (
     Modulo,
     Operation,
     Store,
+    as_index,
     indices,
     interleaved_accesses,
 )
@@ -68,6 +69,17 @@ def vector_elements(kernel: Kernel, inner: Axis) -> int | None:
 def is_unaligned(kernel: Kernel, inner: Axis) -> bool:
     """Whether threads cannot load whole vectors along an axis."""
     return vector_elements(kernel, inner) is not None
+
+
+def row_step(index: Index, axes: Sequence[Axis]) -> Index | None:
+    """Returns the step of an index along the positions on all axes of a dimension; None if it is not linear in them."""
+    step = index.stride(axes[-1])
+    expected = step
+    for axis in reversed(axes):
+        if expected is None or index.stride(axis) != expected:
+            return None
+        expected = expected * as_index(axis.size)
+    return step
 
 
 def bytes_per_element(kernel: Kernel) -> int:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Reduce, RowsAndColumns, Store
+from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Reduce, RowsAndColumns, Store
 from fxwrap.printers.triton.accesses import (
     LANES,
     MIN_TILE_SIDE,
@@ -23,6 +23,7 @@ from fxwrap.printers.triton.accesses import (
     is_unaligned,
     itemsize,
     joined_accesses,
+    row_step,
     vector_elements,
 )
 from fxwrap.symbolic import product
@@ -222,14 +223,26 @@ def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block
 
 
 def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1) -> Configuration:
-    """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions."""
+    """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions.
+
+    Rows that are not aligned to whole vectors are a flat block where all accesses are linear: then these are vectors.
+    """
     rest = tuple([axis for axis in kernel.axes if axis != inner])
     size = hint(inner.size)
     x_block = min(block, next_power_of_2(size))
     filled = -(-size // x_block) * x_block
-    if not rest or (filled * 4 > size * 5 and isinstance(inner.size, int)):
+    has_vectors = is_unaligned(kernel, inner) and _is_linear(kernel)
+    if not rest or has_vectors or (filled * 4 > size * 5 and isinstance(inner.size, int)):
         return Configuration(x=kernel.axes, x_block=block, num_warps=warps)
     return Configuration((inner,), rest, x_block, max(block // x_block, 1) * rows, num_warps=warps)
+
+
+def _is_linear(kernel: Kernel) -> bool:
+    """Whether all accesses are of adjacent elements in adjacent iterations, over all axes, without masks."""
+    moved = [item for item in kernel.operations if isinstance(item, Load | Store)]
+    return all(
+        item.mask is None and not _is_gather(item) and row_step(item.index, kernel.axes) == ONE for item in moved
+    )
 
 
 # --- reductions -----------------------------------------------------------------------------------------------------

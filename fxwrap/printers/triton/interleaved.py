@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from fxwrap.loop_ir import ONE, Axis, InterleavedAccess, Load, Store
-from fxwrap.printers.triton.accesses import joined_accesses
+from fxwrap.printers.triton.accesses import joined_accesses, row_step
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
-from fxwrap.printers.triton.printer import TritonPrinter, row_step
+from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.schedule import Dimension
 from fxwrap.symbolic import Size, product
 

@@ -7,7 +7,7 @@ and compute again the operands they share with earlier ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,7 @@ from fxwrap.loop_ir import (
     SymbolicScalar,
     as_index,
 )
+from fxwrap.printers.triton.accesses import row_step
 from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
@@ -369,17 +370,6 @@ class TritonPrinter(TilePrinter):
         if looped and self.schedule.reloaded and self.tile.reduced in span:
             arguments.append('eviction_policy="evict_first"')
         self.line(f"tl.store({', '.join(arguments)})", operation.origin)
-
-
-def row_step(index: Index, axes: Sequence[Axis]) -> Index | None:
-    """Returns the step of an index along the positions on all axes of a dimension; None if it is not linear in them."""
-    step = index.stride(axes[-1])
-    expected = step
-    for axis in reversed(axes):
-        if expected is None or index.stride(axis) != expected:
-            return None
-        expected = expected * as_index(axis.size)
-    return step
 
 
 def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
