@@ -46,7 +46,8 @@ def unfuse_convolution_biases(graph: PreparedGraph, context: FxPassContext) -> P
 
 def _prefers_kernels(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
     """Whether a library adds biases of a convolution's dtype, and sums their gradients, in passes of its own."""
-    fake = fakes.get(node.args[0])
+    arguments: Any = node.args
+    fake = fakes.get(arguments[0])
     spec = specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
     return spec is not None and fake is not None and fake.dtype in spec.unfused_convolution_bias_dtypes
 
