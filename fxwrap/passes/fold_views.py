@@ -16,7 +16,8 @@ def fold_views(program: ir.Program) -> ir.Program:
     """Returns the program without redundant views.
 
     A `memory.view` of a view becomes a view of its base. Uses of a view of the base's type become uses of the base;
-    kernels with pointer arguments use the base of any view at the same offset. Allocations that only kernels use
+    kernels with pointer arguments use the base of any view at the same offset, unless they have other tensors of the
+    base: of these the types say which elements each has. Allocations that only kernels use
     directly get the type of their views. Uses of a view become uses of the first one of its base and type. A returned
     view becomes its base, or that first view, if no other returned value is the same tensor. Unused views are
     eliminated. Linear in the number of lines.
@@ -86,7 +87,8 @@ class _ViewFolder:
             return line if base is line.base else line.replace(base=base)
         if line.terminator or isinstance(line, Bind):
             return line
-        return _substitute(line, base_of, _same_start if self._takes_pointers(line) else _same_type)
+        line = _substitute(line, base_of, _same_type)
+        return _substitute(line, _only_bases(line, base_of), _same_start) if self._takes_pointers(line) else line
 
 
 def _bases(lines: Iterable[ir.LineBase]) -> dict[str, ir.Value]:
@@ -96,6 +98,13 @@ def _bases(lines: Iterable[ir.LineBase]) -> dict[str, ir.Value]:
         if isinstance(line, View):
             bases[line.result.name] = bases.get(line.base.name, line.base)
     return bases
+
+
+def _only_bases(line: ir.LineBase, base_of: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+    """Returns the bases of those operands of a line that are the only ones of their bases."""
+    operands = {value.name for value in ir.used(line)}
+    sharing = Counter([base_of[name].name if name in base_of else name for name in operands])
+    return {name: base_of[name] for name in operands if name in base_of and sharing[base_of[name].name] == 1}
 
 
 def _replaceable(
