@@ -420,14 +420,15 @@ def _check_refused(case: Case, subject: Subject, compiled: Callable[..., Any]) -
 def _check_raises(compiled: Callable[..., Any], inputs: Sequence[Tensor], wanted: Exception) -> None:
     """Checks that a program raises like eager mode.
 
-    A kernel need not find an integer that is divided by zero, and a size of -1 was inferred when the graph was traced.
+    A kernel need not find an integer that is divided by zero, a size of -1 was inferred when the graph was traced, and
+    only eager's gradient of a group norm lacks a device where there are no rows.
     """
     try:
         compiled(*inputs)
     except (RuntimeError, IndexError):
         return
-    is_benign = "ZeroDivisionError" in str(wanted) or "unspecified dimension size -1" in str(wanted)
-    assert is_benign, f"no error, where eager mode raises {wanted!r}"
+    benign = ("ZeroDivisionError", "unspecified dimension size -1", "tensor does not have a device")
+    assert any(text in str(wanted) for text in benign), f"no error, where eager mode raises {wanted!r}"
 
 
 def _fresh(tensor: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ def view_chain(base: TensorType, view: TensorType, infos: Infos = {}) -> tuple[V
     """Returns operators that turn a tensor of type `base` into a view of type `view`; as_strided if there are none.
 
     `infos` are the ranges of symbols, by which slices are within their dimensions. The last step has the layout of
-    `view`, whose dimensions of size 1 may have other strides than the operator gives them; a view that only orders
-    dimensions has its own.
+    `view`; dimensions of size 1 and empty tensors may have other strides than the operator gives them, but a view that
+    only orders dimensions has its own.
     """
     old, new = layout_of(base), layout_of(view)
     if old.is_static and new.is_static:
@@ -86,7 +86,7 @@ def _chain(base: StridedLayout, view: StridedLayout, infos: tuple[SymbolInfo, ..
     shortest = min(search.chains(base.simplified(ranges), _MAX_SPECIAL_STEPS), key=_cost, default=None)
     if shortest is None:
         return (ViewStep(_as_strided(base, view), view, search.reason),)
-    if 1 in view.sizes and (order := _permutation(base, view)):
+    if (0 in view.sizes or 1 in view.sizes) and (order := _permutation(base, view)):
         return (ViewStep(ViewOperator("permute", (order,)), view),)
     last = shortest[-1].operator
     if last.kind in ("view", "expand"):
@@ -97,7 +97,8 @@ def _chain(base: StridedLayout, view: StridedLayout, infos: tuple[SymbolInfo, ..
 def _permutation(base: StridedLayout, view: StridedLayout) -> tuple[int, ...]:
     """Returns the order of a base's dimensions that a view has, with their strides; () for none or the base's own.
 
-    Other chains have other strides of dimensions of size 1, which some operators check, as grouped matmuls do.
+    Other chains have other strides of dimensions of size 1 and of empty tensors, which some operators check, as grouped
+    matmuls do.
     """
     dims, order = [*zip(base.sizes, base.strides, strict=True)], list[int]()
     for dim in zip(view.sizes, view.strides, strict=True):

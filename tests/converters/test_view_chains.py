@@ -138,9 +138,9 @@ def typed(sizes: str, strides: str, offset: str = "0") -> TensorType:
     return tensor_type(map(parse_expr, sizes.split("; ")), map(parse_expr, strides.split("; ")), parse_expr(offset))
 
 
-@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (1, 3, 1, 4)])
-def test_orders_of_dimensions_have_the_strides_of_those_of_size_1(sizes: tuple[int, ...]) -> None:
-    """Grouped matmuls check them: the transpose of one row is not a column of a new layout."""
+@pytest.mark.parametrize("sizes", [(1, 16), (16, 1), (1, 3, 1, 4), (0, 24), (2, 0, 3)])
+def test_orders_of_dimensions_have_the_strides_of_all(sizes: tuple[int, ...]) -> None:
+    """Grouped matmuls check them: the transpose of one row, or of none, is not a column of a new layout."""
     tensor = torch.arange(product(sizes)).view(sizes)
     base = tensor_type(tensor.shape, tensor.stride())
     for order in itertools.permutations(range(len(sizes))):
