@@ -191,9 +191,9 @@ def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...]
 
 def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations."""
-    kernel = merge_complementary_loads(canonicalize_axes(kernel, hint))
+    kernel = canonicalize_axes(kernel, hint)
     fused = fuse_segments(kernel, hint)
-    return kernel if fused is kernel else canonicalize_axes(fused, hint)
+    return merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
 
 
 def _buffer(name: str, value: Value) -> Buffer:
