@@ -100,24 +100,24 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int]) -> SplitPlan | None
     wanted = min(-(-_SATURATING_PROGRAMS // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
     finds_positions = not across and not kernel.is_multi_pass and not kinds.isdisjoint(ORDERED_REDUCTIONS)
-    most = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
-    if count * size < _MIN_ELEMENTS and count * size <= busy * most:
+    limit = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
+    if count * size < _MIN_ELEMENTS and count * size <= busy * limit:
         return None
     if busy * (4 if kernel.is_multi_pass else 2) > _SATURATING_PROGRAMS or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
-    whole = kernel.reduced_count
+    whole, wave = kernel.reduced_count, None if across else max(_SATURATING_PROGRAMS // busy, 1)
     reach = 2 if kinds <= _KINDS_WITH_IDENTITY else 8  # others have equal parts or none
     for number in range(1, len(kernel.reduced) + 1):  # parts of whole rows need no divisions along these
         first, others = kernel.reduced[:number], kernel.reduced[number:]
         sizes = [axis.size for axis in first]
-        parts = _closest_divisor(product(sizes), wanted, reach)
+        parts = _closest_divisor(product(sizes), wanted, reach, wave)
         if parts is not None:
             part, rest = Axis("part", parts), Axis("inner", ceiling_divide(product(sizes), parts))
             rows = delinearize_index(as_index(part) * rest.size + rest, sizes)
             reduced = (rest, *others)
             size = product(axis.size for axis in reduced)
             return SplitPlan(kernel.reduced, part, reduced, dict(zip(first, rows, strict=True)), size, None)
-    equal = _closest_divisor(whole, wanted, reach)
+    equal = _closest_divisor(whole, wanted, reach, wave)
     part = Axis("part", wanted if equal is None else equal)
     each = Axis("inner", ceiling_divide(whole, part.size))
     position = as_index(part) * each.size + each
@@ -126,17 +126,23 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int]) -> SplitPlan | None
     return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
 
 
-def _closest_divisor(size: Size, wanted: int, reach: int) -> int | None:
+def _closest_divisor(size: Size, wanted: int, reach: int, wave: int | None) -> int | None:
     """Returns the divisor of a size that is closest to the wanted number of parts, or None.
 
-    It is within a factor of 2 if there is one, or else of `reach`.
+    It is within a factor of 2 if there is one, or else of `reach`. `wave` parts run beside each other: of a few more,
+    the last ones run alone, in as much time again.
     """
+
+    def distance(number: int) -> float:
+        waves = 1 if wave is None else -(-number // wave)
+        return max(number / wanted, waves * wanted / number)
+
     if not isinstance(size, int):
         return None
     for factor in (2, reach):
         near = [number for number in range(max(wanted // factor, 2), factor * wanted + 1) if size % number == 0]
         if near:
-            return min(near, key=lambda number: max(number / wanted, wanted / number))
+            return min(near, key=distance)
     return None
 
 

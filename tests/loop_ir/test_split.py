@@ -106,6 +106,13 @@ def test_parts_need_not_be_equal(kind: str) -> None:
     run(kernel, split, torch.randn(prime, generator=torch.Generator().manual_seed(2)))
 
 
+@pytest.mark.parametrize(("size", "parts"), [(447 * 563 * 8, 447), (43 * 43 * 105 * 1061, 645)])
+def test_the_last_parts_do_not_run_alone(size: int, parts: int) -> None:
+    """Of a wave of 528, the 35 of 563 parts that are left would take as long as all others; 301 would be too few."""
+    split = split_reductions(kernel_of([], [Axis("r0", size)], F32, {"out0": False}, one("sum")), hint)
+    assert split is not None and split.kernels[0].axes[0].size == parts
+
+
 def test_symbolic_rows_are_split() -> None:
     s0 = make_symbol("s0")
     kernel = kernel_of([], [Axis("r0", s0), Axis("r1", 8)], F32, {"out0": False}, one("sum"))
