@@ -107,8 +107,14 @@ class RowFile:
         return row is not None and set(sides) <= set(row["chosen sides"]) and row["date"] >= since
 
     def add(self, row: dict[str, Any]) -> None:
-        """Adds or replaces a row and writes the file, under another name first: a reader finds it whole."""
+        """Adds or replaces a row and writes the file, under another name first: a reader finds it whole.
+
+        A row that its time limit stopped does not replace one that is whole.
+        """
         with self._lock:
+            before = self.rows.get((row["model"], row["mode"]))
+            if row["failure"].startswith("stopped") and before is not None and not before["failure"]:
+                return
             self.rows[row["model"], row["mode"]] = row
             rows = self.sorted()
             runs = sorted({f"{item['machine']['device']}, commit {item['commit'][:8]}" for item in rows})

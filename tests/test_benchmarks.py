@@ -136,6 +136,11 @@ def test_dashboard_rows_that_are_there_are_not_measured_again(tmp_path: Path, mo
     assert list(tmp_path.rglob("*.tmp")) == []
     assert len(_dashboard(tmp_path, "--sides", "inductor,fxwrap,fxwrap:freezing").missing()) == 2
     assert [len(_dashboard(tmp_path, "--since", day).missing()) for day in (str(row["date"]), "9999-01-01")] == [1, 2]
+    rows = RowFile(tmp_path / "rows.json", "base models")
+    for failure, left in (("", ""), ("stopped after 5 s", ""), ("exit code 1: ", "exit code 1: ")):
+        rows.add({**row, "failure": failure})
+        (row,) = rows.rows.values()
+        assert row["failure"] == left, "a row that its limit stopped replaces no whole one"
     with pytest.raises(ValueError, match=r"rows of other sizes: 'base models; rows of .*', not 'small models'"):
         RowFile(tmp_path / "rows.json", "small models")
 
