@@ -10,9 +10,9 @@ bfloat16 with random weights. Sides: eager, Inductor (default, its C++ wrapper, 
     python benchmarks/gpu_models.py --measure plan --models gpt2,llama,resnet --sides fxwrap:python,fxwrap:cpp
     python benchmarks/gpu_models.py --device cpu --small                       # the script itself, on any machine
 
-Each model runs in its own process, several at a time. Messages are printed as they arrive, and tables at the end or
-after `--budget` seconds. Processes compile in parallel, but take times one at a time, while none compiles. All sides of
-a model are timed in one process in interleaved rounds. Measures:
+Each model runs in its own process, several at a time, which are killed after `--budget` seconds. Messages are printed
+as they arrive, and a model's rows when its process ends. Processes compile in parallel, but take times one at a time,
+while none compiles. All sides of a model are timed in one process in interleaved rounds. Measures:
 
 - time: median of a call with the device's work, over many calls in a row; "/ Inductor" is the ratio to Inductor's of
   the same kind (`+graphs` to `inductor:+graphs`, else to `inductor`).
@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,14 @@ class Runner:
     rows: dict[str, Row] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, title: str, job: Job) -> None:
-        """Runs a job in a new process."""
+    def run(self, title: str, job: Job) -> Row:
+        """Runs a job in a new process; returns its row."""
         with self._lock:
             row = self.rows.setdefault(title, Row(title))
         seconds = min(self.limit, self.until - time.monotonic())
         if seconds <= 1:
             row.failure = "the time budget is used up"
-            return
+            return row
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), json.dumps(dataclasses.asdict(job))],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -126,6 +126,7 @@ class Runner:
             last = [text.strip() for text in errors if text.strip()][-1:] or [""]
             row.failure = f"stopped after {seconds:.0f} s" if code == -9 else f"exit code {code}: {last[0]}"
             print(f"  {title}: {row.failure}", flush=True)
+        return row
 
     def _receive(self, row: Row, line: str) -> None:
         """Adds a line of a process to its row."""
@@ -192,23 +193,23 @@ def plan_cells(row: Row) -> dict[str, Cell]:
     return cells
 
 
-def report_rows(rows: Sequence[Row], chosen: argparse.Namespace) -> None:
-    """Prints and records the tables of the chosen measures."""
-    note = f"{chosen.dtype}, {chosen.rounds} interleaved rounds"
-    if "run" in chosen.measure:
-        for name, cells in (("run", run_cells), ("host", host_cells)):
-            report = Report(f"gpu_models-{name}", chosen, chosen.device, note)
-            for row in [row for row in rows if row.results and not row.failure]:
-                report.add(cells(row), row.results)
-    if "profile" in chosen.measure:
-        report = Report("gpu_models-profile", chosen, chosen.device, note)
-        for row in rows:
-            for side in [side for side, measures in row.results.items() if "classes" in measures]:
-                report.add(profile_cells(row, side), row.results[side]["classes"])
-    if "plan" in chosen.measure:
-        report = Report("gpu_models-plan", chosen, chosen.device, chosen.dtype)
-        for row in [row for row in rows if row.results and not row.failure]:
-            report.add(plan_cells(row), row.results)
+def tables_of(chosen: argparse.Namespace) -> dict[str, Report]:
+    """Returns the tables of the chosen measures by their names."""
+    names = [name for measure in chosen.measure for name in ((measure, "host") if measure == "run" else (measure,))]
+    note = {"plan": chosen.dtype}
+    rounds = f"{chosen.dtype}, {chosen.rounds} interleaved rounds"
+    return {name: Report(f"gpu_models-{name}", chosen, chosen.device, note.get(name, rounds)) for name in names}
+
+
+def report_row(row: Row, tables: Mapping[str, Report]) -> None:
+    """Adds a model's measurements to the tables, if its process came to its end."""
+    if not row.results or row.failure:
+        return
+    for name, cells in (("run", run_cells), ("host", host_cells), ("plan", plan_cells)):
+        if name in tables:
+            tables[name].add(cells(row), row.results)
+    for side in [side for side, measures in row.results.items() if "classes" in measures]:
+        tables["profile"].add(profile_cells(row, side), row.results[side]["classes"])
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -270,11 +271,12 @@ def main() -> None:
     chosen = parsed_arguments()
     with tempfile.TemporaryDirectory() as name:
         runner = Runner(time.monotonic() + chosen.budget, chosen.time_limit)
+        tables = tables_of(chosen)
         with ThreadPoolExecutor(chosen.parallel) as pool:
-            list(pool.map(lambda item: runner.run(*item), jobs(chosen, Path(name) / "lock").items()))
-    rows = list(runner.rows.values())
-    report_rows(rows, chosen)
-    print(summary(rows))
+            running = [pool.submit(runner.run, *item) for item in jobs(chosen, Path(name) / "lock").items()]
+            for done in as_completed(running):
+                report_row(done.result(), tables)
+    print(summary(list(runner.rows.values())))
 
 
 if __name__ == "__main__":
