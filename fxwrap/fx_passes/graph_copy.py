@@ -160,12 +160,65 @@ def _owns_storages(result: object, node: Node, fakes: NodeValues) -> bool:
     )
 
 
-def _fresh(mode: FakeTensorMode, item: object) -> object:
-    """Returns a tensor like a fake one on a new storage; another object as it is."""
+def _fresh(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> object:
+    """Returns a tensor like a fake one on a new storage, with other strides if some are named; other objects as is."""
     if not isinstance(item, FakeTensor):
         return item
-    meta = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    meta = torch.empty_strided(item.shape, strides or item.stride(), dtype=item.dtype, device="meta")
     return fake_tensor(mode, meta, item.device)
+
+
+_NORMALIZATIONS = frozenset({
+    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
+    "aten.native_batch_norm_backward.default",
+})  # fmt: skip
+"""Pointwise operators but for statistics, vectors of a channel each."""
+
+_CONTIGUOUS = frozenset({"aten.masked_fill.Scalar", "aten.mvlgamma.default", "aten.native_dropout_backward.default"})
+"""Pointwise operators whose fake results are contiguous in some layouts of their operands."""
+
+
+def pointwise_results(node: Node, fakes: NodeValues, like: object) -> Any:
+    """Returns the fake result of a pointwise call or batch norm whose operands all have one dense layout; else None.
+
+    `like` is the result for operands of the same sizes and dtypes in another layout. Torch computes the strides of a
+    result from those of all operands, by a Python implementation of the operator, which takes milliseconds. They are
+    the strides of the operands if these are equal and leave no choice: no dimension of size 1 or 0 and no gap.
+    """
+    items = items_of(like)
+    shape = items[0].shape if isinstance(items[0], FakeTensor) else ()
+    is_norm = str(node.target) in _NORMALIZATIONS
+    if not (is_norm or (len(items) == 1 and _is_pointwise(node))) or not shape:
+        return None
+    tensors = [fakes[operand] for operand in node.all_input_nodes]
+    if any(layout_text(item) is None for item in (*tensors, *items)):
+        return None
+    layouts = {tuple(item.stride()) for item in tensors if item.shape == shape}
+    is_broadcast = any(item.shape != shape and item.ndim > (1 if is_norm else 0) for item in tensors)
+    if is_broadcast or len(layouts) != 1 or any(size < 2 for size in shape) or not _is_dense(shape, *layouts):
+        return None
+    mode, strides = items[0].fake_mode, layouts.pop()
+    results = [_fresh(mode, item, strides if item.shape == shape else None) for item in items]
+    return tuple(results) if isinstance(like, tuple) else results[0]
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether each element of a call's result is computed from those of its operands, in no memory format named."""
+    if not isinstance(node.target, OpOverload) or node.kwargs.get("memory_format") is not None:
+        return False
+    if str(node.target) in _CONTIGUOUS:
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target is torch.ops.aten._to_copy.default
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements are adjacent in memory, in some order of the dimensions."""
+    count = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if stride != count:
+            return False
+        count *= size
+    return True
 
 
 def call_text(node: Node, fakes: NodeValues) -> str | None:

@@ -27,6 +27,7 @@ from fxwrap.fx_passes.graph_copy import (
     fake_call,
     has_static_strides,
     items_of,
+    pointwise_results,
     same_strides,
     size_hint,
     storages_of,
@@ -344,7 +345,9 @@ class _LayoutRewriter:
             self.changed.add(node)  # its storage is another one; its strides are the same
 
     def _propagate_fake(self, node: Node, operands: Mapping[Node, Node]) -> Any:
-        return self.results.run(node, {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes})
+        fakes = {operand: self.fakes[operands[operand]] for operand in node.all_input_nodes}
+        result = pointwise_results(node, fakes, self.source.fakes[node])
+        return self.results.run(node, fakes) if result is None else result
 
     def _aliases_operand(self, node: Node) -> bool:
         """Whether a node's result aliases an operand of its call."""

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.errors import GraphError
+from fxwrap.fx_passes.graph_copy import pointwise_results, run_on_fakes
 from fxwrap.lines import ExternCall
+from fxwrap.lowering import RULES
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, TensorType, Value, defined
 from tests.support.capture import recording_backend
@@ -384,3 +386,41 @@ def test_golden_program_of_a_small_network(update_golden: bool) -> None:
     program = fxwrap.lower(graph, options=Options(check_inputs=False))
     lines = str(program).partition("\n}\n")[0] + "\n}\n"
     check_golden(GOLDENS / "net.txt", sections([("input", str(graph.graph)), ("after lower", lines)]), update_golden)
+
+
+def _pointwise_calls() -> list[tuple[Node, dict[Node, Tensor], dict[Node, Tensor]]]:
+    """Returns calls of the pointwise operators with rules, with contiguous operands, and with permuted ones."""
+    mode, shape, calls = FakeTensorMode(), (2, 3, 4, 5), []
+    for name in sorted(name for name in RULES if name.startswith("aten.")):
+        operator = getattr(getattr(aten, name.split(".")[1]), name.split(".")[2])
+        if torch.Tag.pointwise not in operator.tags and operator is not aten._to_copy.default:
+            continue
+        graph, arguments = Graph(), list[Any]()
+        contiguous, permuted = dict[Node, Tensor](), dict[Node, Tensor]()
+        for argument in [item for item in operator._schema.arguments if not item.kwarg_only]:
+            if "Tensor" in str(argument.type):
+                operand = graph.placeholder(argument.name)
+                with mode:
+                    contiguous[operand] = torch.empty(shape, device="cuda")
+                    permuted[operand] = torch.empty(5, 3, 2, 4, device="cuda").permute(2, 1, 3, 0).detach()
+                arguments.append(operand)
+            else:
+                arguments.append(argument.default_value if argument.has_default_value() else 2)
+        calls.append((graph.call_function(operator, tuple(arguments)), contiguous, permuted))
+    return calls
+
+
+def test_fake_results_of_pointwise_calls() -> None:
+    """The pass knows the strides that torch computes for pointwise results, for every operator with a rule."""
+    known = 0
+    for node, contiguous, permuted in _pointwise_calls():
+        try:
+            like, expected = run_on_fakes(node, contiguous), run_on_fakes(node, permuted)
+        except (RuntimeError, TypeError, ValueError):  # other dtypes or arguments
+            continue
+        result = pointwise_results(node, permuted, like)
+        if result is not None:
+            known += 1
+            assert (result.shape, result.stride()) == (expected.shape, expected.stride()), node
+            assert result.dtype == expected.dtype, node
+    assert known > 60
