@@ -250,12 +250,28 @@ def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is
     return builder.result(builder.call(_aten.mul.Tensor, builder.upcast(gradient), slope))
 
 
-def _threshold_backward(builder: _NodeBuilder, gradient: Node, output: Node, threshold: float) -> Node:
-    """Which elements are zero is a byte for each, which may be saved instead of a wider result of a relu."""
+def _threshold_backward(builder: _NodeBuilder, gradient: Node, output: Node, threshold: float) -> Node | None:
+    """Which elements are zero is a byte for each, which may be saved instead of a wider result of a relu.
+
+    Results that the graph returns, and those of its inputs, are in memory anyway: there a mask would be more to store.
+    """
+    operand = output.args[0] if output.target is _aten.relu.default else None
+    while isinstance(operand, Node) and operand.target in _ELEMENT_COPIES:
+        operand = operand.args[0]
+    is_input = isinstance(operand, Node) and operand.op == "placeholder"
+    if is_input or any(user.op == "output" for user in output.users):
+        return None
     fake = gradient.meta["val"]
     zero = builder.call(_aten.full.default, [], 0.0, dtype=fake.dtype, device=fake.device)
     is_below = builder.call(_aten.le.Scalar, output, threshold)
     return builder.result(builder.call(_aten.where.self, is_below, zero, gradient))
+
+
+_ELEMENT_COPIES: frozenset[Target] = frozenset({
+    _aten._to_copy.default, _aten.view.default, _aten.permute.default, _aten.transpose.int, _aten.clone.default,
+    _aten.pixel_shuffle.default,
+})  # fmt: skip
+"""Views and copies of all elements."""
 
 
 def _nll_loss_backward(

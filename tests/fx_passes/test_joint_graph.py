@@ -172,6 +172,24 @@ HALF: dict[Callable[..., Tensor], torch.dtype] = {
 """The dtype of the one tensor as large as the product that the forward saves."""
 
 
+def test_masks_of_relus_are_saved_where_they_save_memory() -> None:
+    """Not of a relu of an input, nor of one that is returned: these tensors are in memory anyway."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        returned = torch.relu(x * y)
+        return returned, torch.relu(x.t()).exp() * 2, torch.relu(x @ y) * 3
+
+    programs: list[fxwrap.Program] = []
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    torch._dynamo.reset()
+    options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
+    results = torch.compile(step, backend="fxwrap", options=options)(x, y)
+    assert [type_.dtype for type_ in returned_types(programs[0])].count(torch.bool) == 1
+    actual = torch.autograd.grad([item.sum() for item in results], [x, y])
+    expected = torch.autograd.grad([item.sum() for item in step(x, y)], [x, y])
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("function", HALF, ids=lambda item: item.__name__)
 def test_gradients_in_half_precision(function: Callable[..., Tensor]) -> None:
     """Of tensors as large as the product, the forward saves it alone, or a mask; of softmaxes, row results."""
