@@ -124,7 +124,9 @@ def _softmax(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _welford(value: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Returns the mean, exactly that of equal elements, and the sum of squared deviations from it."""
     mean = value.mean(dim)
+    mean = torch.where(mean.isfinite(), mean + (value - mean.unsqueeze(dim)).mean(dim), mean)
     return mean, (value - mean.unsqueeze(dim)).square().sum(dim)
 
 

@@ -111,7 +111,8 @@ def norms(draw: st.DrawFn) -> RandomFunction:
         return (hidden, *results)
 
     scale, is_constant = choice(SCALES), choice((False, False, False, True))
-    scale = min(scale, 100.0 if dtype is not torch.float16 else 1.0)
+    if dtype is torch.float16:  # whose quotients by smaller norms overflow, in eager mode too
+        scale = min(max(scale, 1e-3), 1.0)
     first = choice(ROWS)
     sizes = [first, *draw(st.lists(st.sampled_from([item for item in ROWS if len(item) == len(first)]), max_size=2))]
     runs = []
