@@ -67,8 +67,8 @@ class Agreement:
     def holds(self, position: int, result: Tensor, noise: float = NOISE) -> bool:
         """Whether a result of eager's dtype and shape has each integer and truth value, and errors like eager's.
 
-        Errors may be `noise` times as large as eager's largest. Elements that overflow in eager mode, but not in
-        float64, may have any value.
+        Errors may be `noise` times as large as eager's largest. Elements that are not finite in eager mode, although
+        its dtype has the number that float64 shows, may have any value.
         """
         want = self.wanted[position]
         if not want.dtype.is_floating_point:
@@ -82,14 +82,14 @@ class Agreement:
         return _is_within(result[finite], want[finite], slack) or self._is_as_accurate(position, result, finite, noise)
 
     def _has_infinities(self, position: int, result: Tensor, infinite: Tensor) -> bool:
-        """Whether a result has eager's infinities and NaNs, but where only eager's are, not those of float64."""
+        """Whether a result has eager's infinities and NaNs, but where eager's dtype has the number of float64."""
         want = self.wanted[position]
         if _is_same(result[infinite], want[infinite]):
             return True
         exact = self._exact[position]
         if exact.shape != want.shape:
             return False
-        expected = infinite & ~exact.isfinite()
+        expected = infinite & ~exact.to(want.dtype).isfinite()
         return _is_same(result[expected], want[expected])
 
     def _is_as_accurate(self, position: int, result: Tensor, finite: Tensor, noise: float) -> bool:

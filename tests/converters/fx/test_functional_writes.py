@@ -435,7 +435,10 @@ LINES_ON_COPIES = {
         "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
         "kernel.launch @relu(%q, 4) outs=(%p)",
     ],
-    "a Triton kernel that overwrites its operand": ["kernel.launch @relu(%x, 8) outs=(%x) grid=(1, 1, 1)"],
+    "a Triton kernel that reads another part": [
+        "%p = memory.view(%x) : f32[4]@cpu", "%q = memory.view(%x) : f32[4 | 1 | 4]@cpu",
+        "kernel.launch @relu(%q, 4) outs=(%p) grid=(1, 1, 1)",
+    ],
 }  # fmt: skip
 
 
