@@ -1,10 +1,12 @@
 """Removal of negative views, as `imag` of a conjugate is one: kernels read memory, whose numbers lack the sign.
 
 Each view with a negative bit becomes the same view of the memory without the bit; what reads it negates it first.
+Calls whose results have other strides for operands with a conjugate bit get operands with the bit, as in the trace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,10 +15,10 @@ from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, mutated_operands
-from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, run_on_fakes, same_strides, storages_of
-from fxwrap.fx_passes.prepared_graph import PreparedGraph
+from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, items_of, run_on_fakes, same_strides, storages_of
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.fx_passes.source import location_of
-from fxwrap.torch_compat import negated_view
+from fxwrap.torch_compat import FakeTensor, negated_view
 
 _aten = torch.ops.aten
 _NEGATIVE_VIEW = _aten._neg_view.default
@@ -26,10 +28,11 @@ def resolve_negative_views(graph: PreparedGraph) -> PreparedGraph:
     """Returns a graph whose kernels read no tensor with a negative bit.
 
     Inputs have no negative or conjugate bit: the entry of a program resolves it, also where the graph was traced for
-    inputs with the bit. Results of the graph keep theirs.
+    inputs with the bit; calls whose strides depend on it get conjugates with the bit. Results of the graph keep theirs.
     """
     conjugates = {node: views for node in graph.nodes if (views := _conjugate_views(node))}
-    if not conjugates and not any(
+    resolved = _resolved_conjugates(graph)
+    if not (conjugates or resolved) and not any(
         node.target is _NEGATIVE_VIEW or _is_negative_constant(node, graph) for node in graph.nodes
     ):
         return graph
@@ -37,6 +40,8 @@ def resolve_negative_views(graph: PreparedGraph) -> PreparedGraph:
     for node in graph.nodes:
         if node in conjugates:
             editor.resolve_conjugate(node, *conjugates[node])
+        elif _needs_conjugate_bits(node, resolved, graph.fakes):
+            editor.restore_conjugates(node, resolved)
         editor.add(node)
     return editor.copy.finish()
 
@@ -59,6 +64,34 @@ def _conjugate_views(node: Node) -> list[Node]:
         base = base.args[0]
     is_conjugate = sum(view.target is _aten._conj.default for view in views) % 2 == 1
     return [base, *views] if is_conjugate and isinstance(base, Node) and base.op == "placeholder" else []
+
+
+def _resolved_conjugates(graph: PreparedGraph) -> set[Node]:
+    """Returns the inputs that had the conjugate bit when the graph was traced, and their views with the bit."""
+    result = set[Node]()
+    for node in graph.nodes:
+        fake = graph.fakes.get(node)
+        is_input = node.op == "placeholder" and node.name not in graph.constants
+        is_view = node.target is not _aten._conj.default and any(
+            operand in result and storages_of(fake) & storages_of(graph.fakes[operand])
+            for operand in node.all_input_nodes
+        )
+        if (is_input or is_view) and isinstance(fake, FakeTensor) and fake.is_conj():
+            result.add(node)
+    return result
+
+
+def _needs_conjugate_bits(node: Node, resolved: Collection[Node], fakes: NodeValues) -> bool:
+    """Whether the strides of a call's results depend on the conjugate bits of its operands, as those of solvers do."""
+    operands = [operand for operand in node.all_input_nodes if operand in resolved]
+    if not operands or node in resolved or not can_propagate_fake(node) or mutated_operands(node, fakes):
+        return False
+    expected = items_of(fakes.get(node))
+    plain = {operand: fakes[operand] for operand in node.all_input_nodes}
+    plain |= {operand: fakes[operand].conj_physical() for operand in operands}
+    results = items_of(run_on_fakes(node, plain))
+    pairs = zip(expected, results, strict=True)
+    return any(isinstance(item, FakeTensor) and not same_strides(item, result) for item, result in pairs)
 
 
 class _Editor:
@@ -105,6 +138,14 @@ class _Editor:
             view = self.copy.call(call, item.target, (view, *arguments), item.name, keywords)
         call.replace_input_with(self.copy.node_map[views[-1]], view)
         fakes[call] = call.meta["val"] = run_on_fakes(call, fakes)
+
+    def restore_conjugates(self, node: Node, resolved: Collection[Node]) -> None:
+        """Lets a call read conjugates of copies, with the bit, in place of operands whose bit the entry resolves."""
+        call = self.copy.node_map[node]
+        for operand in [item for item in node.all_input_nodes if item in resolved]:
+            own = self.copy.node_map[operand]
+            physical = self.copy.call(call, _aten._conj_physical.default, (own,), "physical")
+            call.replace_input_with(own, self.copy.call(call, _aten._conj.default, (physical,), "conjugate"))
 
     def _remove_bit(self, node: Node) -> None:
         own = self.copy.node_map[node]

@@ -118,6 +118,10 @@ BITS: dict[str, tuple[Callable[..., Any], Callable[[], Tensor]]] = {  # the func
     "a written conjugate": (lambda z: (z.mul_(2j), z + 1)[1], lambda: Z.clone().conj()),
     "imag of an input": (lambda z: z.imag * 2, lambda: Z.clone().conj()),
     "imag of a view": (lambda z: z.t()[1:].imag * 2, lambda: Z.clone().conj()),
+    "strides that depend on the bit": (
+        lambda z: torch.linalg.solve_triangular(z, torch.eye(3, dtype=z.dtype), upper=True).t().clone(),
+        lambda: (Z[:, :3].tril() + 3 * torch.eye(3)).mH,
+    ),
     "a negative conjugate": (lambda z: z.real.sin() + z.imag, lambda: negated_view(Z.clone().conj())),
 }
 
