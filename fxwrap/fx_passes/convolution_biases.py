@@ -32,7 +32,7 @@ def unfuse_convolution_biases(graph: PreparedGraph, context: FxPassContext) -> P
     if not calls:
         return graph
     aliases = StorageAliases(graph, context)
-    forwards = [node for node in calls if node.target is _FORWARD and _adds_bias_in_kernel(node, aliases, context)]
+    forwards = [node for node in calls if node.target is _FORWARD and _adds_bias_in_kernel(node, aliases)]
     gradients = {node: gradient for node in calls if (gradient := _bias_gradient(node)) is not None}
     if not forwards and not gradients:
         return graph
@@ -52,7 +52,7 @@ def _prefers_kernels(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSp
     return spec is not None and fake is not None and fake.dtype in spec.unfused_convolution_bias_dtypes
 
 
-def _adds_bias_in_kernel(node: Node, aliases: StorageAliases, context: FxPassContext) -> bool:
+def _adds_bias_in_kernel(node: Node, aliases: StorageAliases) -> bool:
     """Whether a convolution has a bias, and its result is read by kernels alone."""
     arguments: Any = node.args
     result, bias = aliases.fakes.get(node), aliases.fakes.get(arguments[_BIAS])
@@ -60,8 +60,7 @@ def _adds_bias_in_kernel(node: Node, aliases: StorageAliases, context: FxPassCon
         return False
     if aliases.is_mutated(node) or not _keeps_layout(result, bias):
         return False
-    readers, fused, extern = aliases.readers(node), context.fused_operators, context.extern_operators
-    return bool(readers) and all(str(item.target) in fused and str(item.target) not in extern for item in readers)
+    return bool(aliases.readers(node)) and aliases.has_kernels_as_readers(node)
 
 
 def _keeps_layout(result: FakeTensor, bias: FakeTensor) -> bool:

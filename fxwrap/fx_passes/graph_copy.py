@@ -73,6 +73,20 @@ def is_sum(node: Node, fakes: NodeValues) -> bool:
     )
 
 
+def is_dense(fake: torch.Tensor) -> bool:
+    """Whether a tensor is known to fill its memory without gaps or overlaps."""
+    sizes, strides = expressions_of(fake.shape), expressions_of(fake.stride())
+    dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    step = 1
+    while dims:
+        inner = next((dim for dim in dims if dim[1] == step), None)
+        if inner is None:
+            return False
+        dims.remove(inner)
+        step = inner[0] * step
+    return True
+
+
 def is_contiguous(fake: torch.Tensor) -> bool:
     """Whether the strides of a tensor are contiguous as expressions. Installs no guard."""
     return list(contiguous_strides(tuple(expressions_of(fake.shape)))) == expressions_of(fake.stride())
@@ -140,7 +154,7 @@ class CallResults:
             return run_on_fakes(node, fakes)
         known = self._known.get(text)
         if known is not None:
-            return tree_map(partial(_fresh, known[1]), known[0])
+            return tree_map(partial(fresh_like, known[1]), known[0])
         result = run_on_fakes(node, fakes)
         mode = _mode_among([fakes[operand] for operand in node.all_input_nodes])
         if mode is not None and _owns_storages(result, node, fakes):
@@ -160,65 +174,12 @@ def _owns_storages(result: object, node: Node, fakes: NodeValues) -> bool:
     )
 
 
-def _fresh(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> object:
+def fresh_like(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> object:
     """Returns a tensor like a fake one on a new storage, with other strides if some are named; other objects as is."""
     if not isinstance(item, FakeTensor):
         return item
     meta = torch.empty_strided(item.shape, strides or item.stride(), dtype=item.dtype, device="meta")
     return fake_tensor(mode, meta, item.device)
-
-
-_NORMALIZATIONS = frozenset({
-    "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
-    "aten.native_batch_norm_backward.default",
-})  # fmt: skip
-"""Pointwise operators but for statistics, vectors of a channel each."""
-
-_CONTIGUOUS = frozenset({"aten.masked_fill.Scalar", "aten.mvlgamma.default", "aten.native_dropout_backward.default"})
-"""Pointwise operators whose fake results are contiguous in some layouts of their operands."""
-
-
-def pointwise_results(node: Node, fakes: NodeValues, like: object) -> Any:
-    """Returns the fake result of a pointwise call or batch norm whose operands all have one dense layout; else None.
-
-    `like` is the result for operands of the same sizes and dtypes in another layout. Torch computes the strides of a
-    result from those of all operands, by a Python implementation of the operator, which takes milliseconds. They are
-    the strides of the operands if these are equal and leave no choice: no dimension of size 1 or 0 and no gap.
-    """
-    items = items_of(like)
-    shape = items[0].shape if isinstance(items[0], FakeTensor) else ()
-    is_norm = str(node.target) in _NORMALIZATIONS
-    if not (is_norm or (len(items) == 1 and _is_pointwise(node))) or not shape:
-        return None
-    tensors = [fakes[operand] for operand in node.all_input_nodes]
-    if any(layout_text(item) is None for item in (*tensors, *items)):
-        return None
-    layouts = {tuple(item.stride()) for item in tensors if item.shape == shape}
-    is_broadcast = any(item.shape != shape and item.ndim > (1 if is_norm else 0) for item in tensors)
-    if is_broadcast or len(layouts) != 1 or any(size < 2 for size in shape) or not _is_dense(shape, *layouts):
-        return None
-    mode, strides = items[0].fake_mode, layouts.pop()
-    results = [_fresh(mode, item, strides if item.shape == shape else None) for item in items]
-    return tuple(results) if isinstance(like, tuple) else results[0]
-
-
-def _is_pointwise(node: Node) -> bool:
-    """Whether each element of a call's result is computed from those of its operands, in no memory format named."""
-    if not isinstance(node.target, OpOverload) or node.kwargs.get("memory_format") is not None:
-        return False
-    if str(node.target) in _CONTIGUOUS:
-        return False
-    return torch.Tag.pointwise in node.target.tags or node.target is torch.ops.aten._to_copy.default
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements are adjacent in memory, in some order of the dimensions."""
-    count = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if stride != count:
-            return False
-        count *= size
-    return True
 
 
 def call_text(node: Node, fakes: NodeValues) -> str | None:
@@ -435,7 +396,7 @@ class StorageAliases:
 
     def __init__(self, graph: PreparedGraph, context: FxPassContext) -> None:
         nodes, self.fakes = graph.nodes, graph.fakes
-        self.fused_operators = context.fused_operators
+        self.fused_operators, self.extern_operators = context.fused_operators, context.extern_operators
         self._written = written_storages(nodes, self.fakes)
         self._returned = {
             storage for node in graph.output.all_input_nodes for storage in storages_of(self.fakes.get(node))
@@ -460,6 +421,11 @@ class StorageAliases:
         aliases = self.aliases(node)
         users = {user: None for item in aliases for user in item.users}
         return [user for user in users if user not in aliases and user.op != "output"]
+
+    def has_kernels_as_readers(self, node: Node) -> bool:
+        """Whether generated kernels alone read a tensor and its views, but for the graph's output."""
+        targets = {str(user.target) for user in self.readers(node)}
+        return targets.issubset(self.fused_operators) and targets.isdisjoint(self.extern_operators)
 
     def accepts_layout(self, node: Node, fake: FakeTensor) -> bool:
         """Whether a tensor can have the strides of `fake`: its views stay views, and its readers' results are equal.

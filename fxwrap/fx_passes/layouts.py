@@ -27,7 +27,6 @@ from fxwrap.fx_passes.graph_copy import (
     fake_call,
     has_static_strides,
     items_of,
-    pointwise_results,
     same_strides,
     size_hint,
     storages_of,
@@ -35,6 +34,7 @@ from fxwrap.fx_passes.graph_copy import (
 )
 from fxwrap.fx_passes.layout_costs import LayoutCost, convolution_saving
 from fxwrap.fx_passes.patch_convolutions import PatchConvolution, PatchMatmulWriter, patch_convolutions
+from fxwrap.fx_passes.pointwise_results import pointwise_results
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import FakeTensor, OpOverload

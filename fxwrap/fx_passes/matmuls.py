@@ -439,7 +439,11 @@ def unfuse_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph
     if not matmuls:
         return graph
     views = StorageAliases(graph, context)
-    matmuls = [matmul for matmul in matmuls if _is_read_by_kernels(matmul.node, views, context)]
+    matmuls = [
+        matmul for matmul in matmuls
+        if not views.is_mutated(matmul.node) and not views.is_returned(matmul.node)
+        and views.has_kernels_as_readers(matmul.node)
+    ]  # fmt: skip
     if not matmuls:
         return graph
     copy = GraphCopy(graph)
@@ -458,11 +462,3 @@ def _prefers_unfused_bias(matmul: Matmul, fakes: NodeValues, specs: Mapping[str,
     if fake is None or spec is None or matmul.bias is None:
         return False
     return fake.dtype in spec.unfused_bias_dtypes and fakes[matmul.bias].dtype == fake.dtype
-
-
-def _is_read_by_kernels(node: Node, views: StorageAliases, context: FxPassContext) -> bool:
-    """Whether all readers of a tensor are generated kernels."""
-    if views.is_mutated(node) or views.is_returned(node):
-        return False
-    fused, extern = context.fused_operators, context.extern_operators
-    return all(str(user.target) in fused and str(user.target) not in extern for user in views.readers(node))

@@ -254,7 +254,8 @@ class _BlockVerifier:
             self._consume(line, value)
         if not line.alias_fields:  # a view does not read memory
             self._check_initialized(read, written)
-        if written and len(read) + len(written) > 1 and kernel_name(line) not in self.scope.user_kernels:
+        kernel = kernel_name(line)
+        if kernel and written and len(read) + len(written) > 1 and kernel not in self.scope.user_kernels:
             self._check_overlaps(line, read, written)
         self.written.update([self.memory_of[value.name] for value in written])
         if line.is_async_wait:
@@ -304,8 +305,6 @@ class _BlockVerifier:
 
     def _check_overlaps(self, line: LineBase, read: list[Value], written: list[Value]) -> None:
         """Checks that no tensor of a launch shares elements with one that its kernel writes."""
-        if not kernel_name(line):
-            return
         accesses = [self._tensor_access(value, is_write=False) for value in read]
         overlap = certain_overlap([*accesses, *[self._tensor_access(value, is_write=True) for value in written]])
         if overlap is not None:

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.graph_copy import pointwise_results, run_on_fakes
+from fxwrap.fx_passes.graph_copy import run_on_fakes
+from fxwrap.fx_passes.pointwise_results import pointwise_results
 from fxwrap.lines import ExternCall
 from fxwrap.lowering import RULES
 from fxwrap.options import EMITTERS, Options

@@ -26,7 +26,7 @@ from fxwrap.fx_passes.effects import (
     launches_user_kernel,
     operator_label,
 )
-from fxwrap.fx_passes.graph_copy import bytes_of, expressions_of, same_layout
+from fxwrap.fx_passes.graph_copy import bytes_of, expressions_of, is_dense, same_layout
 from fxwrap.lowering.builder import Fakes
 from fxwrap.lowering.calls.slice_writes import SliceWrite, match_slice_write
 from fxwrap.torch_compat import HigherOrderOperator, OpOverload, storage_identity
@@ -245,7 +245,7 @@ class _AliasGraph:
         old, new = self.fakes.get(link.operand), self.fakes.get(link.result)
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
             return False
-        return old.dtype == new.dtype and old.device == new.device and _is_dense(old) and same_layout(old, new)
+        return old.dtype == new.dtype and old.device == new.device and is_dense(old) and same_layout(old, new)
 
     def _is_unobserved(self, result: Collection[Node], own: Collection[Node], following: int | None) -> bool:
         """Whether no call outside the chain writes a result, or reads it after the following call of the chain."""
@@ -300,20 +300,6 @@ def _same_storage(one: Node, other: Node) -> bool:
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     return storage_identity(first) == storage_identity(second)
-
-
-def _is_dense(fake: torch.Tensor) -> bool:
-    """Whether a tensor is known to fill its memory without gaps or overlaps."""
-    sizes, strides = expressions_of(fake.shape), expressions_of(fake.stride())
-    dims = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
-    step = 1
-    while dims:
-        inner = next((dim for dim in dims if dim[1] == step), None)
-        if inner is None:
-            return False
-        dims.remove(inner)
-        step = inner[0] * step
-    return True
 
 
 def _users(nodes: Collection[Node]) -> Iterator[Node]:
