@@ -20,6 +20,7 @@ from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
 from fxwrap.fx_passes.graph_copy import can_propagate_fake, expressions_of, is_contiguous, run_on_fakes, storages_of
+from fxwrap.fx_passes.joint_backward import operators_of_options
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target
 from fxwrap.fx_passes.recognize_attention import recognize_attention_in_joint_graph
@@ -66,7 +67,7 @@ def decompose_wide_softmax(joint: GraphModule, options: Options) -> GraphModule:
 def _decompose(
     joint: GraphModule, options: Options, decompositions: Mapping[Target, Callable[..., Node | None]]
 ) -> GraphModule:
-    excluded = {*options.preserve_ops, *options.lowerings, *map(str, options.decompositions or ())}
+    excluded = operators_of_options(options)
     row_sums: dict[Node, Node] = {}
     specs = options.device_specs()
     returned = joint.graph.output_node().all_input_nodes

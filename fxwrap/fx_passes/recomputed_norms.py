@@ -15,8 +15,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import name_of
+from fxwrap.fx_passes.joint_backward import CHAINED, backward_nodes, operators_of_options, redirect_backward, with_fake
 from fxwrap.fx_passes.prepared_graph import Target
-from fxwrap.fx_passes.recomputed_dropout import CHAINED, backward_nodes, redirect_backward, with_fake
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor, OpOverload
 
@@ -30,7 +30,7 @@ def recompute_norms(joint: GraphModule, options: Options) -> GraphModule:
 
     The forward reads the norms' own results, and so does a matmul, which reads no computed operand. Returns the graph.
     """
-    if str(_LAYER_NORM) in {*options.preserve_ops, *options.lowerings, *map(str, options.decompositions or ())}:
+    if str(_LAYER_NORM) in operators_of_options(options):
         return joint
     backward = _backward_only(joint)
     for node in reversed(joint.graph.find_nodes(op="call_function", target=_LAYER_NORM)):
