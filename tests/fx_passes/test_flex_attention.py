@@ -452,7 +452,9 @@ def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
     expected = {name: item.clone() for name, item in tensors.items()}
     evaluate_kernel(kernel, expected)
     for branches, loops, band in ((False, 2, 1), (True, 1, 3), (False, 2, 100)):
-        printed = print_streaming_triton(kernel, StreamingConfiguration(16, 16, branches=branches, band=band))
+        printed = print_streaming_triton(
+            kernel, StreamingConfiguration(row_block=16, key_block=16, branches=branches, band=band)
+        )
         assert (f"first_head = program // ({band} * rows)" in printed.source) == (band > 1)
         assert printed.source.count("for step in ") == loops
         assert ("if step < first_visits * tiles:" in printed.source) is branches

@@ -85,7 +85,7 @@ def test_tiles_that_a_mask_excludes_are_not_read(language: str, rows: int) -> No
     kernel = attention_kernel(heads=1, rows=rows, keys=300, width=16, columns=16, mask=_window)
     printed = print_cpp_kernel(kernel)
     if language == "triton":
-        printed = print_streaming_triton(kernel, StreamingConfiguration(32, 16))
+        printed = print_streaming_triton(kernel, StreamingConfiguration(row_block=32, key_block=16))
     launch = load_kernel(language, printed.source, printed.signature, printed.options)
     for first in (-rows - 1, -3, 130, 290, 1 << 40):
         buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
@@ -140,7 +140,7 @@ def test_updates_in_triton() -> None:
 def test_programs_of_a_band_of_heads(band: int) -> None:
     """The last band may have fewer heads than the others."""
     kernel = attention_kernel(heads=3, rows=40, keys=35)
-    source = _check_triton(kernel, StreamingConfiguration(16, 32, band=band))
+    source = _check_triton(kernel, StreamingConfiguration(row_block=16, key_block=32, band=band))
     assert f"first_head = program // ({band} * rows) * {band}" in source
 
 
@@ -157,7 +157,9 @@ def test_warps_of_few_rows_would_multiply_less_each() -> None:
 
 def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None = None) -> str:
     """Compares a kernel in Triton's interpreter with the evaluator; returns its text."""
-    printed: PrintedKernel = print_streaming_triton(kernel, configuration or StreamingConfiguration(16, 32))
+    printed: PrintedKernel = print_streaming_triton(
+        kernel, configuration or StreamingConfiguration(row_block=16, key_block=32)
+    )
     generator = torch.Generator().manual_seed(0)
     buffers = [*kernel.inputs, *kernel.outputs]
     results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}
@@ -183,7 +185,9 @@ def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None =
     ids=["forward", "gradients"],
 )
 def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kernel) -> None:
-    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, num_stages=2))).asm["ptx"]
+    ptx = compiled(
+        print_streaming_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, num_stages=2))
+    ).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx
     assert not SPILLED.search(ptx)
@@ -191,7 +195,9 @@ def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kerne
 
 def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
     kernel = attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16)
-    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(64, 64, max_registers=128))).asm["ptx"]
+    ptx = compiled(
+        print_streaming_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, max_registers=128))
+    ).asm["ptx"]
     assert ptx.count("div.rn.f32") == 2  # rows of a thread
     assert ptx.count("cvt.rn.f32.s32") <= 2  # in their logarithms
     assert ".maxnreg 128" in ptx
@@ -200,7 +206,7 @@ def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
 def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
     """PTX has these as `red`, or as `atom` whose result nothing uses."""
     kernel = update_kernel(rows=128, keys=128, width=64)
-    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(32, 32))).asm["ptx"]
+    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(row_block=32, key_block=32))).asm["ptx"]
     assert re.search(r"(red|atom)\.global\.\S*add\S*\.f32", ptx)
     assert not SPILLED.search(ptx)
 
@@ -208,7 +214,7 @@ def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
 def test_offsets_beyond_32_bits() -> None:
     for heads, is_large in ((2, False), (1 << 15, True)):
         kernel = attention_kernel(heads, rows=1024, keys=1024, width=64, columns=64)
-        source = print_streaming_triton(kernel, StreamingConfiguration(16, 32)).source
+        source = print_streaming_triton(kernel, StreamingConfiguration(row_block=16, key_block=32)).source
         assert (".to(tl.int64)\n" in source) is is_large
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxwrap.loop_ir import Axis, KernelBuilder, KernelError, as_index, linearize_index
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import TileConfiguration, configurations, print_triton
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check
 
 
@@ -24,7 +24,7 @@ def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> Non
     inputs = {"index": (I64, 7), "x": (dtype, 35), "use": (torch.bool, 5)}
     kernel = build([i, j], [], inputs, {"out": (dtype, 3)}, write)
     start = torch.tensor([1, -2, 3], dtype=dtype)
-    for configuration in (*configurations(kernel), Configuration(x=(i,), y=(j,), x_block=4, y_block=2)):
+    for configuration in (*configurations(kernel), TileConfiguration(x=(i,), y=(j,), x_block=4, y_block=2)):
         index = torch.tensor([0, 2, 2, 1, 0, 0, 2])
         check(kernel, configuration, inputs={"index": index}, in_place={"out": start})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, hoist_expressions, linearize_index
 from fxwrap.printers import PrintedKernel
-from fxwrap.printers.triton import Configuration, combine_triton_kernels, group_key, print_triton
+from fxwrap.printers.triton import TileConfiguration, combine_triton_kernels, group_key, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer_compile import compiled
@@ -47,16 +47,16 @@ def transposed(rows: int, columns: int) -> Kernel:
 
 
 def flat(kernel: Kernel, block: int = 64) -> PrintedKernel:
-    return print_triton(kernel, Configuration(x=kernel.axes, x_block=block), name="scaled")
+    return print_triton(kernel, TileConfiguration(x=kernel.axes, x_block=block), name="scaled")
 
 
 def tiled(kernel: Kernel) -> PrintedKernel:
     inner, outer = kernel.axes
-    return print_triton(kernel, Configuration((outer,), (inner,), 16, 8), name="transposed")
+    return print_triton(kernel, TileConfiguration(x=(outer,), y=(inner,), x_block=16, y_block=8), name="transposed")
 
 
 def rows_of(kernel: Kernel, looped: bool) -> PrintedKernel:
-    return print_triton(kernel, Configuration(y=kernel.axes, y_block=1, r_block=32, looped=looped), name="softmax")
+    return print_triton(kernel, TileConfiguration(y=kernel.axes, y_block=1, r_block=32, looped=looped), name="softmax")
 
 
 def check_combined(kernels: list[Kernel], printed: list[PrintedKernel]) -> PrintedKernel:

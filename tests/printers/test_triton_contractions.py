@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from fxwrap.loop_ir import Kernel, parse_kernel
-from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.printers.triton import DotConfiguration, configurations
 from tests.printers.test_cpp_printer_contractions import BATCHED, QUANTISED, ROW_REDUCTIONS, matmul, parts
 from tests.printers.triton_kernels import check
 
 
-def dot(kernel: Kernel, rows_first: bool, r_block: int = 32) -> Configuration:
+def dot(kernel: Kernel, rows_first: bool, r_block: int = 32) -> DotConfiguration:
     """Small tiles of the dot, with rows or columns as the left operand."""
     rows, columns = kernel.axes[-2:-1], kernel.axes[-1:]
     y, x = (rows, columns) if rows_first else (columns, rows)
-    return Configuration(x, y, 16, 32, r_block, looped=True, num_stages=2, dot=True)
+    return DotConfiguration(x=x, y=y, x_block=16, y_block=32, r_block=r_block, num_stages=2)
 
 
 @pytest.mark.parametrize("rows_first", [True, False])
@@ -78,7 +78,7 @@ def test_symbolic_sizes() -> None:
 def test_every_configuration_is_correct(rows: int) -> None:
     kernel = matmul(rows, 24, 40, "f16")
     found = configurations(kernel)
-    assert any(item.dot for item in found)
+    assert any(isinstance(item, DotConfiguration) for item in found)
     for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
         check(kernel, item)
 
@@ -89,7 +89,7 @@ def test_every_configuration_is_correct(rows: int) -> None:
 )
 def test_few_rows_have_tiles_by_rows_and_columns(rows: int, columns: int, tile: tuple[int, int]) -> None:
     first = configurations(matmul(rows, columns, 4096, "bf16"))[0]
-    assert (first.x_block, first.y_block) == tile and first.dot
+    assert (first.x_block, first.y_block) == tile and isinstance(first, DotConfiguration)
 
 
 def test_blocks_of_all_stages_fit_in_shared_memory() -> None:
@@ -98,7 +98,7 @@ def test_blocks_of_all_stages_fit_in_shared_memory() -> None:
         size = max([item.dtype.itemsize for item in kernel.inputs])
         matrices = len(kernel.reductions)
         for item in configurations(kernel):
-            if item.dot:
+            if isinstance(item, DotConfiguration):
                 assert (item.x_block + matrices * item.y_block) * item.r_block * size * item.num_stages <= 227 << 10
 
 
@@ -123,7 +123,7 @@ def _sums(count: int) -> str:
 def test_row_reductions_of_parts_of_columns(rows: int, kind: str) -> None:
     kernel = parts(rows, 512 if kind == "welford" else 300, kind)
     tiles = {(item.x_block, item.y_block): item for item in configurations(kernel)}
-    assert all(item.dot and 128 in sizes for sizes, item in tiles.items())
+    assert all(isinstance(item, DotConfiguration) and 128 in sizes for sizes, item in tiles.items())
     for item in list(tiles.values())[:2]:
         check(kernel, replace(item, band=2), tolerance=1e-4)
 
@@ -135,7 +135,8 @@ def test_programs_go_through_bands_of_rows(band: int) -> None:
         (split, split.reduced[:1], split.axes[1:], 128),
         (whole, whole.axes[1:], whole.axes[:1], 32),
     ):
-        check(kernel, Configuration(columns, rows, block, 16, 16, looped=True, dot=True, band=band), tolerance=1e-2)
+        dot = DotConfiguration(x=columns, y=rows, x_block=block, y_block=16, r_block=16, band=band)
+        check(kernel, dot, tolerance=1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -152,7 +153,7 @@ def test_row_reductions_of_whole_rows(rows: int) -> None:
 
 
 def test_sums_in_float64_have_no_dot() -> None:
-    assert not any(item.dot for item in configurations(matmul(8, 24, 40, "f64")))
+    assert not any(isinstance(item, DotConfiguration) for item in configurations(matmul(8, 24, 40, "f64")))
 
 
 def _one_row(reduced: int, dtype: str, sums: int) -> Kernel:

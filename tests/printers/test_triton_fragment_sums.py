@@ -9,7 +9,7 @@ import triton
 from torch.torch_version import TorchVersion
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import FragmentConfiguration, configurations, print_triton
 from tests.loop_ir.test_group_sums import int8
 from tests.printers.test_triton_group_sums import COMPUTED_ROW, ROW, large, replaced
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
@@ -30,14 +30,15 @@ def int4(rows: int, groups: int, size: int) -> Kernel:
 
 
 def fragments(
-    kernel: Kernel, rows: int, columns: int, warps: int, parts: int, loads_first: bool = False
-) -> Configuration:
+    kernel: Kernel, rows: int, columns: int, warps: int, parts: int, loads_ahead: bool = False
+) -> FragmentConfiguration:
     """Groups of some columns in a step: as many as share a fragment with `rows`, times warps and parts."""
     form = find_contraction(kernel)
     assert form is not None
-    return Configuration(
-        form.rows, form.columns, rows, columns, int(kernel.reduced[1].size), True, warps, 1, True,
-        p=kernel.reduced[:1], p_block=8 // rows * warps * parts, fragments=True, loads_first=loads_first,
+    return FragmentConfiguration(
+        x=form.rows, y=form.columns, p=kernel.reduced[:1], x_block=rows, y_block=columns,
+        p_block=8 // rows * warps * parts, r_block=int(kernel.reduced[1].size), num_warps=warps,
+        loads_ahead=loads_ahead,
     )  # fmt: skip
 
 
@@ -90,11 +91,15 @@ def test_one_row_has_fragments_first() -> None:
     kernels = [parse_kernel(one.replace("g: 64", f"g: {groups}")) for groups in (64, 224, 60)]
     kernels += [int4(0, 16, size) for size in (16, 64, 128)]
     firsts = [configurations(kernel)[0] for kernel in kernels]
-    tiles = [(item.num_warps, item.p_block, item.loads_first) if item.fragments else None for item in firsts]
+    tiles = [
+        (item.num_warps, item.p_block, item.loads_ahead) if isinstance(item, FragmentConfiguration) else None
+        for item in firsts
+    ]
     assert tiles == [(4, 32, True), (4, 32, True), None, (2, 16, False), (4, 16, False), (4, 8, True)]
     for rows in (2, 8, 16):
         known = configurations(large(rows))
-        assert any(item.fragments for item in known) == (rows <= 8) and not known[0].fragments
+        have_fragments = [isinstance(item, FragmentConfiguration) for item in known]
+        assert any(have_fragments) == (rows <= 8) and not have_fragments[0]
 
 
 SHUFFLED = pytest.mark.xfail(
@@ -109,7 +114,9 @@ SHUFFLED = pytest.mark.xfail(
 def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
     """Shared memory and shuffles are for the sums of warps after the last product."""
     kernel = large(rows) if rows else parse_kernel(replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""}))
-    known = next(item for item in configurations(kernel) if item.fragments and item.num_warps == 2)
+    known = next(
+        item for item in configurations(kernel) if isinstance(item, FragmentConfiguration) and item.num_warps == 2
+    )
     ptx = compiled(print_triton(kernel, known)).asm["ptx"]
     products = [item.start() for item in re.finditer("mma.sync", ptx)]
     moves = [item.start() for item in re.finditer(r"bar\.sync|ld\.shared|st\.shared|shfl|ldmatrix", ptx)]

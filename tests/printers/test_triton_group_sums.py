@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
-from fxwrap.printers.triton import Configuration, can_use_dot, configurations, print_triton
+from fxwrap.printers.triton import (
+    BatchedDotConfiguration,
+    FragmentConfiguration,
+    GroupSumConfiguration,
+    RowGroupSumConfiguration,
+    can_use_dot,
+    configurations,
+    print_triton,
+)
 from tests.loop_ir.test_group_sums import PLAIN, SCALED_WORDS, int8
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.printers.test_triton_shared_elements import INT4
@@ -39,14 +47,14 @@ def large(rows: int) -> Kernel:
     return parse_kernel(replaced(INT4.format(rows=rows), sizes))
 
 
-def steps(kernel: Kernel, columns: int, groups: int) -> Configuration:
+def steps(kernel: Kernel, columns: int, groups: int) -> BatchedDotConfiguration:
     """Some groups of some columns in a step."""
     form = find_contraction(kernel)
     assert form is not None
     rows = 32 if form.rows and form.rows[0].size == 17 else 8
-    return Configuration(
-        form.rows, form.columns, rows, columns, int(kernel.reduced[1].size), True, 4, 2, True,
-        p=kernel.reduced[:1], p_block=groups,
+    return BatchedDotConfiguration(
+        x=form.rows, y=form.columns, p=kernel.reduced[:1], x_block=rows, y_block=columns, p_block=groups,
+        r_block=int(kernel.reduced[1].size), num_stages=2,
     )  # fmt: skip
 
 
@@ -75,7 +83,7 @@ def test_digits_of_words() -> None:
 def test_warps_share_out_the_products_of_columns() -> None:
     """Parts of int8 sums are a batch of the dot, which adds to the totals."""
     kernel = parse_kernel(PLAIN.format(row="bf16"))
-    known = [item for item in configurations(kernel) if item.p]
+    known = [item for item in configurations(kernel) if isinstance(item, GroupSumConfiguration)]
     assert known, "few columns"
     for item in known:
         source = check(kernel, item, tolerance=2e-3)
@@ -92,7 +100,8 @@ def test_every_configuration_is_correct() -> None:
     for rows in (0, 3):
         kernel = int4(rows)
         known = configurations(kernel)
-        assert not known[-1].p and all(item.p == kernel.reduced[:1] for item in known[:-1])
+        assert not isinstance(known[-1], GroupSumConfiguration)
+        assert all(isinstance(item, GroupSumConfiguration) and item.p == kernel.reduced[:1] for item in known[:-1])
         for item in known:
             check(kernel, item, tolerance=0.5)
 
@@ -105,10 +114,10 @@ def test_the_first_tile_occupies_a_large_gpu(rows: int) -> None:
     int8_kernel = parse_kernel(int8_text if rows else replaced(int8_text, without_rows))
     firsts = [
         next(item for item in configurations(kernel, lambda size, columns=columns: {32: columns}.get(size, size))
-             if not item.fragments)
+             if not isinstance(item, FragmentConfiguration))
         for kernel in (int4(rows), int8_kernel) for columns in (4096, 16384)
     ]  # fmt: skip
-    tiles = [(item.y_block, item.num_warps, bool(item.p)) for item in firsts]
+    tiles = [(item.y_block, item.num_warps, isinstance(item, GroupSumConfiguration)) for item in firsts]
     int4_tiles = [(16, 4, True), (32, 4, True)] if rows else [(4, 4, True), (4, 1, True)]
     assert tiles == [*int4_tiles, (16, 2, True), (64, 4, False) if rows else (16, 4, True)]
 
@@ -120,13 +129,13 @@ def test_tiles_of_several_rows_follow_rows_and_columns(rows: int, few: tuple[int
     kernel = large(rows)
     for columns, wanted in ((4096, few), (16384, many)):
         known = configurations(kernel, lambda size, columns=columns: columns if size == 4096 else size)
-        first = next(item for item in known if not item.fragments)
+        first = next(item for item in known if not isinstance(item, FragmentConfiguration))
         assert (first.y_block, first.p_block) == wanted, columns
 
 
 def test_all_stages_of_many_rows_fit_shared_memory() -> None:
     kernel = large(64)
-    known = [item for item in configurations(kernel) if item.p]
+    known = [item for item in configurations(kernel) if isinstance(item, GroupSumConfiguration)]
     assert known[0].p_block < 16 and compiled(print_triton(kernel, known[0])).metadata.shared <= 227 << 10
     assert all(item.p_block * item.num_stages < 48 for item in known)
 
@@ -141,7 +150,11 @@ def test_one_row_without_dots_loads_first_unless_it_is_long() -> None:
 def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     """No conversion of integers, no byte or half word of operands by itself, no register in local memory."""
     kernel = large(rows)
-    first = next(item for item in configurations(kernel) if item.p and not item.fragments)
+    first = next(
+        item
+        for item in configurations(kernel)
+        if isinstance(item, GroupSumConfiguration) and not isinstance(item, FragmentConfiguration)
+    )
     binary = compiled(print_triton(kernel, first))
     ptx = binary.asm["ptx"]
     assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
@@ -195,9 +208,9 @@ for [i: 4, j: 4] reduce [g: 4, h: 32, p: 2] {
 """A computed row; columns along two axes, with a coefficient that the epilogue uses too."""
 
 
-def row_sums(kernel: Kernel) -> Configuration:
+def row_sums(kernel: Kernel) -> RowGroupSumConfiguration:
     """The first configuration of a row without dots."""
-    return next(item for item in configurations(kernel) if item.p and not item.dot)
+    return next(item for item in configurations(kernel) if isinstance(item, RowGroupSumConfiguration))
 
 
 @pytest.mark.parametrize(("columns", "groups"), [(4, 1), (8, 4)])
@@ -220,7 +233,9 @@ def test_one_row_needs_no_dot(columns: int, groups: int, loads_first: bool, text
 def test_a_gpu_reads_weights_of_one_row_straight_into_registers() -> None:
     kernel = large(1)
     text = str(kernel)
-    assert all(item.dot for item in configurations(kernel) if item.p), "an axis of one row has dots"
+    assert not any(isinstance(item, RowGroupSumConfiguration) for item in configurations(kernel)), (
+        "an axis of one row has dots"
+    )
     one = parse_kernel(replaced(text, {"i: 1, ": "", "4096*i + ": ""}))
     without_stages = replace(row_sums(one), loads_first=False)
     binary = compiled(print_triton(one, without_stages))

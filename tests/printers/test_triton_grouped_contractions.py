@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, parse_kernel
-from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.printers.triton import DotConfiguration, configurations
 from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import check
 
@@ -57,10 +57,10 @@ for [i: 19, s: 2, j: 24] reduce [k: 40] {
 GROUPS = torch.tensor([0] * 5 + [2] * 20 + [3] * 12)
 
 
-def tile(kernel: Kernel, rows_first: bool) -> Configuration:
+def tile(kernel: Kernel, rows_first: bool) -> DotConfiguration:
     """Tiles of 16 rows, as the left or as the right operand of the dot."""
     y, x = kernel.axes if rows_first else kernel.axes[::-1]
-    return Configuration((x,), (y,), 16, 16, 32, looped=True, num_stages=2, dot=True)
+    return DotConfiguration(x=(x,), y=(y,), x_block=16, y_block=16, r_block=32, num_stages=2)
 
 
 @pytest.mark.parametrize("rows_first", [True, False])
@@ -84,7 +84,7 @@ def test_programs_go_through_bands_of_rows(rows_first: bool) -> None:
 def test_every_configuration_is_correct() -> None:
     kernel = parse_kernel(GROUPED)
     found = configurations(kernel)
-    assert any(item.dot for item in found)
+    assert any(isinstance(item, DotConfiguration) for item in found)
     for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
         check(kernel, item, {"group": GROUPS}, tolerance=1e-3)
 
@@ -94,7 +94,7 @@ def test_a_gpu_multiplies_blocks_of_a_group_in_a_pipeline(rows: int) -> None:
     kernel = parse_kernel(
         GROUPED.replace("37", str(rows)).replace("24", "256").replace("960", "65536").replace("40", "256")
     )
-    dots = [item for item in configurations(kernel) if item.dot]
+    dots = [item for item in configurations(kernel) if isinstance(item, DotConfiguration)]
     text = instructions(kernel, dots[0])
     assert "wgmma.mma_async" in text and "cp.async" in text
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
-from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.printers.triton import TileConfiguration, configurations
 from fxwrap.symbolic import Size, make_symbol, product
 from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import BF16, F32, F64, build, check, random
@@ -47,7 +47,9 @@ def test_adjacent_elements_are_one_access(
     kernel = neighbours(sizes, count, dtype)
     i, j = kernel.axes
     x_block, y_block = blocks
-    tile = Configuration((j,), (i,), x_block, y_block) if y_block else Configuration((i, j), (), x_block)
+    tile = TileConfiguration(x=(i, j), x_block=x_block)
+    if y_block:
+        tile = TileConfiguration(x=(j,), y=(i,), x_block=x_block, y_block=y_block)
     text = check(kernel, tile, numbers={"s0": 7})
     assert text.count("tl.load(") == 2 and text.count("tl.store(") == 1
     in_place = neighbours(sizes, count, dtype, "out")
@@ -77,7 +79,7 @@ def test_positions_are_as_aligned_as_their_mask(size: int, alignment: int) -> No
         [axis], [], {"x": (BF16, size)}, {"out": (BF16, size)},
         lambda body: body.store("out", as_index(axis), body.load("x", as_index(axis), BF16)),
     )  # fmt: skip
-    tile = Configuration((axis,), (), 1024)
+    tile = TileConfiguration(x=(axis,), x_block=1024)
     assert ("tl.multiple_of(" in check(kernel, tile)) == (alignment < 16)
     loads = re.findall(r"ld\.global[.\w]*", instructions(kernel, tile))
     assert loads and all(item.endswith({1: ".b16", 4: ".v2.b32", 16: ".v4.b32"}[alignment]) for item in loads)

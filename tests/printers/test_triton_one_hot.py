@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import TileConfiguration, configurations, print_triton
 from tests.printers.triton_kernels import BF16, F32, I64, build, check
 
 PICKS = "    if total - total == 0.0:"
@@ -30,7 +30,7 @@ def loss_kernel(rows: int, size: int, flag: str = "eq") -> Kernel:
     return build([p], [r], inputs, {"out": (F32, rows)}, write)
 
 
-ROW = Configuration(y=(Axis("p0", 9),), r_block=32, num_warps=1)
+ROW = TileConfiguration(y=(Axis("p0", 9),), r_block=32, num_warps=1)
 
 
 @pytest.mark.parametrize("size", [32, 27])
@@ -55,8 +55,8 @@ def test_only_an_exclusive_full_row_is_gathered_from() -> None:
     (axis,) = kernel.axes
     labels = torch.arange(9)
     for cut in (
-        Configuration(y=(axis,), y_block=4, r_block=32, num_warps=1),
-        Configuration(y=(axis,), r_block=8, looped=True, num_warps=1),
+        TileConfiguration(y=(axis,), y_block=4, r_block=32, num_warps=1),
+        TileConfiguration(y=(axis,), r_block=8, looped=True, num_warps=1),
     ):
         assert PICKS not in check(kernel, cut, inputs={"label": labels})
 

@@ -29,7 +29,7 @@ from fxwrap.loop_ir import (
     hoist_expressions,
     linearize_index,
 )
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import Configuration, TileConfiguration, configurations, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import canonicalize, evaluate, expression_kind, make_symbol, parse_expr
 from tests.printers.triton_kernels import (
@@ -197,12 +197,12 @@ def tilings(kernel: Kernel) -> list[Configuration]:
     size = int(kernel.reduced_count)
     whole = 1 << max(size - 1, 0).bit_length()
     return [
-        Configuration(r_block=whole, y=p, y_block=1),
-        Configuration(r_block=whole, y=p, y_block=4),
-        Configuration(r_block=whole, x=p, x_block=2),
-        Configuration(r_block=8, y=p, y_block=1, looped=True),
-        Configuration(r_block=8, y=p, y_block=4, looped=True),
-        Configuration(r_block=4, x=p, x_block=4, looped=True, num_stages=3),
+        TileConfiguration(r_block=whole, y=p, y_block=1),
+        TileConfiguration(r_block=whole, y=p, y_block=4),
+        TileConfiguration(r_block=whole, x=p, x_block=2),
+        TileConfiguration(r_block=8, y=p, y_block=1, looped=True),
+        TileConfiguration(r_block=8, y=p, y_block=4, looped=True),
+        TileConfiguration(r_block=4, x=p, x_block=4, looped=True, num_stages=3),
         *configurations(kernel)[:1],
     ]
 
@@ -259,7 +259,7 @@ def test_reductions_of_special_numbers(kind: str) -> None:
 def test_reductions_of_nothing(kind: str) -> None:
     kernel = reduction_kernel(kind, torch.bool if kind in ("any", "all") else F32, 3, 0)
     check(kernel)
-    check(kernel, Configuration(y=kernel.axes, r_block=4, looped=True))
+    check(kernel, TileConfiguration(y=kernel.axes, r_block=4, looped=True))
 
 
 SCAN_CASES = [
@@ -297,7 +297,7 @@ def test_the_error_of_a_sum_does_not_grow_with_the_blocks_of_its_scan() -> None:
     kernel = body.finish([p], [r], [Buffer("x", F32, 8192)], [Buffer("out", F32, 8192)])
     operand, result = torch.full((8192,), 0.1), torch.zeros(8192)
     wanted = operand.double().view(2, 4096).cumsum(1).flatten()
-    printed = print_triton(kernel, Configuration(r_block=16, y=(p,), y_block=2, looped=True))
+    printed = print_triton(kernel, TileConfiguration(r_block=16, y=(p,), y_block=2, looped=True))
     launch_interpreted(kernel, printed, {"x": operand, "out": result})
     assert (result - wanted).norm() <= 5e-7 * wanted.norm()
 
@@ -532,11 +532,11 @@ def test_broadcast_over_every_axis(sizes: tuple[int, int, int]) -> None:
     kernel = build(axes, [], inputs, {"out": (F32, count)}, write)
     for configuration in (
         *configurations(kernel),
-        Configuration(x=tuple(axes), x_block=16),
-        Configuration(x=(axes[2],), y=(axes[0], axes[1]), x_block=4, y_block=2),
-        Configuration(x=(axes[2],), y=(axes[0],), x_block=8, y_block=2),
-        Configuration(x=(axes[2],), x_block=8),
-        Configuration(),
+        TileConfiguration(x=tuple(axes), x_block=16),
+        TileConfiguration(x=(axes[2],), y=(axes[0], axes[1]), x_block=4, y_block=2),
+        TileConfiguration(x=(axes[2],), y=(axes[0],), x_block=8, y_block=2),
+        TileConfiguration(x=(axes[2],), x_block=8),
+        TileConfiguration(),
     ):
         check(kernel, configuration)
 
@@ -564,7 +564,7 @@ def test_indirect_rows(columns: int) -> None:
 
     inputs = {"index": (I64, 6), "table": (BF16, 4 * columns)}
     kernel = build([i, j], [], inputs, {"out": (F32, 6 * columns)}, write)
-    for configuration in (*configurations(kernel), Configuration(x=(j,), y=(i,), x_block=4, y_block=2)):
+    for configuration in (*configurations(kernel), TileConfiguration(x=(j,), y=(i,), x_block=4, y_block=2)):
         check(kernel, configuration, inputs={"index": torch.tensor([0, 3, 1, 1, 2, 0])})
 
 
@@ -622,14 +622,17 @@ def test_symbolic_sizes_and_numbers() -> None:
     kernel = build([p], [r], {"x": (F32, s0 * s1)}, outputs, write)
     for sizes in ((5, 19), (1, 1), (2, 8), (0, 3)):
         numbers = {"s0": sizes[0], "s1": sizes[1], "f0": 0.1}
-        for configuration in (*configurations(kernel), Configuration(y=(p,), y_block=2, r_block=8, looped=True)):
+        for configuration in (*configurations(kernel), TileConfiguration(y=(p,), y_block=2, r_block=8, looped=True)):
             check(kernel, configuration, numbers=numbers)
 
 
 @pytest.mark.parametrize("sizes", [(3, 4), (1, 1), (2, 0)])
 def test_powers_of_symbols(sizes: tuple[int, int]) -> None:
     kernel = squares_kernel()
-    for configuration in (configurations(kernel)[0], Configuration(y=kernel.axes, y_block=4, r_block=8, looped=True)):
+    for configuration in (
+        configurations(kernel)[0],
+        TileConfiguration(y=kernel.axes, y_block=4, r_block=8, looped=True),
+    ):
         assert "**" not in check(kernel, configuration, numbers=dict(zip(("s0", "s1"), sizes, strict=True)))
 
 

@@ -23,7 +23,7 @@ from fxwrap.loop_ir import (
     linearize_index,
 )
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton import Configuration, configurations, print_triton
+from fxwrap.printers.triton import Configuration, TileConfiguration, configurations, print_triton
 from fxwrap.runtime.triton.compile import load_jit_function
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer import layer_norm_kernel
@@ -166,7 +166,7 @@ def test_symbolic_sizes_keep_vector_accesses() -> None:
 def test_powers_of_symbols_compile() -> None:
     kernel = squares_kernel()
     assert instructions(kernel)
-    assert instructions(kernel, Configuration(y=kernel.axes, y_block=4, r_block=64, looped=True))
+    assert instructions(kernel, TileConfiguration(y=kernel.axes, y_block=4, r_block=64, looped=True))
 
 
 @pytest.mark.sampled(3)
@@ -219,14 +219,14 @@ def test_every_combination_compiles(dtype: torch.dtype, looped: bool) -> None:
     kernel = every_combination(dtype)
     block = 64 if looped else 256
     for rows in (1, 2):
-        cut = Configuration(y=kernel.axes, y_block=rows, r_block=block, looped=looped)
+        cut = TileConfiguration(y=kernel.axes, y_block=rows, r_block=block, looped=looped)
         assert compiled(print_triton(kernel, cut)).asm["cubin"]
 
 
 def test_reductions_of_columns_compile() -> None:
     kernel = every_combination(F32)
     for looped in (False, True):
-        cut = Configuration(x=kernel.axes, x_block=4, r_block=64 if looped else 256, looped=looped)
+        cut = TileConfiguration(x=kernel.axes, x_block=4, r_block=64 if looped else 256, looped=looped)
         assert compiled(print_triton(kernel, cut)).asm["cubin"]
 
 
@@ -267,5 +267,5 @@ def test_axes_of_odd_sizes_are_contiguous_together(windows: int, is_vector: bool
 
     inputs = {"x": (F32, 1024 * 1025), "bias": (F32, 1025)}
     kernel = build([i, j], [], inputs, {"out": (F32, 1024 * 1025)}, write)
-    text = instructions(kernel, Configuration(x=(i, j), x_block=512))
+    text = instructions(kernel, TileConfiguration(x=(i, j), x_block=512))
     assert len(re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", text)) == (2 if is_vector else 0)

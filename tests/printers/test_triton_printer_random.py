@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxwrap.loop_ir import Axis, Buffer, Index, Kernel, KernelBuilder, Scalar, as_index, linearize_index
-from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.printers.triton import Configuration, TileConfiguration, configurations
 from tests.printers.triton_kernels import BF16, F32, F64, I64, check
 from tests.support.long_form import sample_size
 
@@ -131,12 +131,13 @@ def draw_configuration(draw: st.DrawFn, kernel: Kernel) -> Configuration:
     x, y = tuple(order[:split][:1]), tuple(order[split:][:2])
     blocks = st.sampled_from((1, 2, 4, 16))
     if not kernel.reduced:
-        return Configuration(x, y, draw(blocks), draw(blocks))
+        return TileConfiguration(x=x, y=y, x_block=draw(blocks), y_block=draw(blocks))
     size = int(kernel.reduced_count)
     looped = draw(st.booleans())
     whole = 1 << max(size - 1, 0).bit_length()
     r_block = draw(st.sampled_from((2, 4, 8))) if looped else whole
-    return Configuration(x, y, draw(blocks), draw(blocks), r_block, looped, num_stages=draw(st.integers(1, 3)))
+    blocks_of_axes = {"x_block": draw(blocks), "y_block": draw(blocks), "r_block": r_block}
+    return TileConfiguration(x=x, y=y, **blocks_of_axes, looped=looped, num_stages=draw(st.integers(1, 3)))
 
 
 @settings(max_examples=sample_size(25), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index
-from fxwrap.printers.triton import Configuration, print_triton
+from fxwrap.printers.triton import TileConfiguration, print_triton
 from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, launch_interpreted, softmax_kernel
 
 # NumPy, which the interpreter computes with, warns of what these tests are about: overflow, NaN, division by zero.
@@ -174,7 +174,7 @@ def scaled_rows(mean_first: bool) -> Kernel:
 def test_loads_independent_of_a_reduction_are_hoisted(mean_first: bool) -> None:
     index = torch.arange(16) % 4
     kernel = scaled_rows(mean_first)
-    text = check(kernel, Configuration(y=kernel.axes, r_block=16), inputs={"index": index})
+    text = check(kernel, TileConfiguration(y=kernel.axes, r_block=16), inputs={"index": index})
     order = [
         text.index(part) for part in ("load(x_ptr", "load(index_ptr", "device_assert", "load(weight_ptr", "tl.sum(")
     ]
@@ -192,7 +192,7 @@ def test_loads_are_not_hoisted_over_writes() -> None:
         body.store("twice", element, body.load("x", as_index(p) * 16 + 15 - r, F32) * 2.0)
 
     kernel = build([p], [r], {}, {"x": (F32, 32), "twice": (F32, 32)}, write)
-    text = print_triton(kernel, Configuration(r_block=16)).source
+    text = print_triton(kernel, TileConfiguration(r_block=16)).source
     assert text.index("tl.store(x_ptr") < text.rindex("tl.load(x_ptr")
 
 
@@ -222,7 +222,10 @@ def test_indices_in_a_row_are_compared_in_32_bits() -> None:
     outputs = dict.fromkeys(("same", "other"), (F32, 6))
     kernel = build([p], [r], {"x": (F32, 96), "label": (I64, 6)}, outputs, write)
     arguments = {"label": torch.tensor([0, 15, 16, -1, 2**32 + 3, -(2**63)])}
-    for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), y_block=4, r_block=8, looped=True)):
+    for configuration in (
+        TileConfiguration(y=(p,), r_block=16),
+        TileConfiguration(y=(p,), y_block=4, r_block=8, looped=True),
+    ):
         assert check(kernel, configuration, inputs=arguments).count("to_int32_or_minus_one(label)") == 2
 
 
@@ -237,6 +240,6 @@ def test_softmax_sums_flush_small_exponentials_to_zero() -> None:
     operand = torch.linspace(-300, 300, 64).to(BF16)
     operand[:16] = -float("inf")
     operand[16:18] = torch.tensor([float("nan"), float("inf")])
-    for configuration in (Configuration(y=(p,), r_block=16), Configuration(y=(p,), r_block=8, looped=True)):
+    for configuration in (TileConfiguration(y=(p,), r_block=16), TileConfiguration(y=(p,), r_block=8, looped=True)):
         assert "exp_ftz(" in check(kernel, configuration, inputs={"x": operand})
     assert "exp_ftz(" not in print_triton(softmax_kernel(8, 64)).source, "what is stored keeps small numbers"

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fxwrap.loop_ir import Kernel, parse_kernel
-from fxwrap.printers.triton import Configuration, configurations
+from fxwrap.printers.triton import Configuration, DotConfiguration, TileConfiguration, configurations
 from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import check
 
@@ -58,8 +58,8 @@ def tile(kernel: Kernel, block: int) -> Configuration:
     """Blocks of one row times columns, or of a dot; the weights on either side."""
     i, j = kernel.axes
     if kernel.axes[0].size == 1:
-        return Configuration((), kernel.axes, 1, 4, block, looped=True, num_stages=2)
-    return Configuration((i,), (j,), 16, 16, block, looped=True, num_stages=2, dot=True)
+        return TileConfiguration(y=kernel.axes, y_block=4, r_block=block, looped=True, num_stages=2)
+    return DotConfiguration(x=(i,), y=(j,), x_block=16, y_block=16, r_block=block, num_stages=2)
 
 
 @pytest.mark.parametrize("text", [INT4, WORDS], ids=["bytes", "words"])
@@ -81,7 +81,8 @@ def test_the_last_block_may_have_fewer_runs(rows: int) -> None:
 def test_weights_may_be_the_right_operand_of_the_dot() -> None:
     kernel = parse_kernel(INT4.format(rows=64))
     i, j = kernel.axes
-    source = check(kernel, Configuration((j,), (i,), 16, 32, 64, looped=True, dot=True), tolerance=0.5)
+    dot = DotConfiguration(x=(j,), y=(i,), x_block=16, y_block=32, r_block=64)
+    source = check(kernel, dot, tolerance=0.5)
     assert "tl.broadcast_to(w[:, None, :], (R_BLOCK // 2, 2, X_BLOCK))" in source
 
 

@@ -9,3 +9,4 @@ from fxwrap.printers.triton.scheduled_kernel import *
 from fxwrap.printers.triton.shared_elements import *
 from fxwrap.printers.triton.streaming import *
 from fxwrap.printers.triton.streaming_configuration import *
+from fxwrap.printers.triton.tiling import *

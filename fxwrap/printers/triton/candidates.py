@@ -6,6 +6,7 @@ The first configuration of a kernel is the default; autotuning times all.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +23,6 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.accesses import Hint, full_tile_loads
 from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
 from fxwrap.printers.triton.configuration import (
-    Configuration,
     inner_reduction_configurations,
     next_power_of_2,
     pointwise_configurations,
@@ -40,6 +40,7 @@ from fxwrap.printers.triton.few_rows import (
 )
 from fxwrap.printers.triton.group_sum_configuration import group_sum_configurations, split_sum_configurations
 from fxwrap.printers.triton.shared_memory import fitting
+from fxwrap.printers.triton.tiling import Configuration, DotConfiguration, TileConfiguration
 from fxwrap.symbolic import Size, evaluate, product
 
 _MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
@@ -95,6 +96,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     hint = hint or _default_hint
     contraction = find_contraction(kernel)
     form = find_rows_and_columns(kernel)
+    candidates: Sequence[Configuration]
     if form is not None:
         candidates = row_part_configurations(kernel, form, hint, spec)
     elif contraction is not None and contraction.row_reductions:
@@ -119,7 +121,7 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     return tuple(dict.fromkeys(candidates))
 
 
-def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
 
     Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
@@ -127,18 +129,20 @@ def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list
     plain = inner_reduction_configurations(kernel, hint, spec)
     longest = next_power_of_2(hint(kernel.reduced_count))
     blocks = [
-        Configuration(y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages)
+        TileConfiguration(
+            y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages
+        )
         for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
     ]  # fmt: skip
     is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(kernel.reductions) > 1
-    preferred: list[Configuration] = []
+    preferred: list[TileConfiguration] = []
     if is_long != has_several and all(load.dtype.itemsize == 2 for load in full_tile_loads(kernel)):
         preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
         blocks = [item for item in blocks if item not in preferred]
     return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
 
 
-def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> Sequence[Configuration]:
     """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
 
     It has all columns that row reductions reduce.
@@ -150,35 +154,41 @@ def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSp
     if contraction.row_reductions:
         whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
     if rows > MAX_FEW_ROWS:
-        tiles = [(whole or x, y, min(r * narrow, longest), warps, stages) for y, x, r, warps, stages in _DOT_TILES]
-        many = [Configuration(columns, few, x, y, r, True, warps, stages, True) for x, y, r, warps, stages in tiles]
+        many = [
+            DotConfiguration(
+                x=columns, y=few, x_block=whole or x, y_block=y, r_block=min(r * narrow, longest), num_warps=warps,
+                num_stages=stages,
+            )
+            for y, x, r, warps, stages in _DOT_TILES
+        ]  # fmt: skip
         banded = [replace(item, band=_band(contraction, item, hint)) for item in many]
         return fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
     padded = max(next_power_of_2(rows), MIN_PADDED_ROWS)
     wide, has_bytes = is_wide(contraction, hint), has_integer_columns(contraction) and padded == MIN_PADDED_ROWS
     best = _WIDE_TILES[padded] if wide else _FEW_ROWS_TILES[0]
     tiles_of_few = preferred_first(_FEW_ROWS_TILES, _WIDE_BYTES_TILE if wide and has_bytes else best)
-    blocks = [(whole or y, r, warps, stages) for y, r, warps, stages in tiles_of_few]
-    sized = [Configuration(few, columns, padded, y, r, True, warps, stages, True) for y, r, warps, stages in blocks]
+    all_rows = DotConfiguration(x=few, y=columns, x_block=padded)
+    sized = [
+        replace(all_rows, y_block=whole or y, r_block=r, num_warps=warps, num_stages=stages)
+        for y, r, warps, stages in tiles_of_few
+    ]
     small = [item for item in sized if _shared_bytes(contraction, item) <= few_rows_bytes(spec)]
-    small = small or [Configuration(few, columns, padded, whole or 16, 64, True, 2, 2, True)]
+    small = small or [replace(all_rows, y_block=whole or 16, r_block=64, num_warps=2, num_stages=2)]
     dots = [replace(item, r_block=min(item.r_block, longest)) for item in small]
     dots = fitting(dots, partial(_shared_bytes, contraction), _smaller, spec)
     grouped = group_sum_configurations(contraction, hint, spec)
     if grouped:
         return [*grouped, *dots[:1]]
     split = split_sum_configurations(contraction, hint)
-    dots = [*split, *dots] if has_bytes and not wide else [*dots, *split]
+    by_dots: list[Configuration] = [*split, *dots] if has_bytes and not wide else [*dots, *split]
     if rows > _MAX_SUMMED_ROWS or whole:
-        return dots
-    summed = [
-        Configuration(few, columns, max(next_power_of_2(rows), 2), 4, min(256, longest), True, 4, stages)
-        for stages in (3, 1)
-    ]
-    return [*dots[:1], *summed, *dots[1:]]
+        return by_dots
+    x_block = max(next_power_of_2(rows), 2)
+    summed = TileConfiguration(x=few, y=columns, x_block=x_block, y_block=4, r_block=min(256, longest), looped=True)
+    return [*by_dots[:1], replace(summed, num_stages=3), summed, *by_dots[1:]]
 
 
-def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> Sequence[Configuration]:
     """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
 
     Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
@@ -189,11 +199,17 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: Devi
     block = min(max(next_power_of_2(in_group), MIN_DOT_BLOCK), 128)
     longest = max(next_power_of_2(hint(kernel.reduced_count)), MIN_DOT_BLOCK)
     wide = [
-        Configuration(columns, rows, x_block, y_block, min(r_block, longest), True, warps, stages, True)
+        DotConfiguration(
+            x=columns, y=rows, x_block=x_block, y_block=y_block, r_block=min(r_block, longest), num_warps=warps,
+            num_stages=stages,
+        )
         for y_block, x_block, r_block, warps, stages in _DOT_TILES if y_block <= block
     ]  # fmt: skip
     narrow = [
-        Configuration(rows, columns, min(block, 64), y_block, min(r_block, longest), True, warps, stages, True)
+        DotConfiguration(
+            x=rows, y=columns, x_block=min(block, 64), y_block=y_block, r_block=min(r_block, longest), num_warps=warps,
+            num_stages=stages,
+        )
         for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
     ]  # fmt: skip
     banded = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
@@ -203,12 +219,14 @@ def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: Devi
     blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
     tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
     y_block, r_block, warps = _GROUPED_ROW_BLOCK
-    first = Configuration((), kernel.axes, 1, y_block, min(r_block, longest), True, warps)
-    single = [first, *_matvec_configurations(kernel, hint, spec)]
+    single_row = TileConfiguration(
+        y=kernel.axes, y_block=y_block, r_block=min(r_block, longest), looped=True, num_warps=warps
+    )
+    single = [single_row, *_matvec_configurations(kernel, hint, spec)]
     return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
 
 
-def _band(contraction: ContractionForm, configuration: Configuration, hint: Hint) -> int:
+def _band(contraction: ContractionForm, configuration: DotConfiguration, hint: Hint) -> int:
     """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
     kernel = contraction.kernel
     block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
@@ -228,7 +246,7 @@ def _has_float8_operands(contraction: ContractionForm) -> bool:
     return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
 
 
-def _shared_bytes(contraction: ContractionForm, configuration: Configuration) -> int:
+def _shared_bytes(contraction: ContractionForm, configuration: DotConfiguration) -> int:
     """Returns the bytes of the operands of a block, once for each stage."""
     kernel = contraction.kernel
     blocks = ((configuration.x, configuration.x_block), (configuration.y, configuration.y_block))
@@ -243,7 +261,7 @@ def _shared_bytes(contraction: ContractionForm, configuration: Configuration) ->
     return size * configuration.num_stages
 
 
-def _smaller(item: Configuration) -> Configuration | None:
+def _smaller(item: DotConfiguration) -> DotConfiguration | None:
     """Returns a configuration that needs less shared memory, by fewer stages, then smaller blocks; else None."""
     if item.num_stages > 1:
         return replace(item, num_stages=item.num_stages - 1)

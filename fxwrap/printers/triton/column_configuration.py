@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import Axis, Kernel, Load, Store
 from fxwrap.printers.triton.accesses import (
@@ -15,12 +17,12 @@ from fxwrap.printers.triton.accesses import (
 from fxwrap.printers.triton.configuration import (
     MAX_PERSISTENT_ELEMENTS,
     STEP_ELEMENTS,
-    Configuration,
     has_long_iterations,
     next_power_of_2,
     programs_of_a_wave,
     warps_of_tile,
 )
+from fxwrap.printers.triton.tiling import TileConfiguration
 
 _STEP_LOADS = 16
 """The elements of several tensors that a thread loads at most in a step of a loop."""
@@ -48,7 +50,7 @@ _NARROW_BLOCK = 16
 """The columns of such a program, which waits once for all rows, not for one block of them after another."""
 
 
-def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns tiles of rows by columns, of whole columns or in a loop over them, the default one first."""
     inner, _ = contiguous_axes(kernel, hint, reduced=False)
     narrow = _narrow_tiles(kernel, inner, hint, spec)
@@ -66,7 +68,7 @@ def _prefers_loops(kernel: Kernel, inner: Axis, hint: Hint) -> bool:
     return rows > _MANY_ROWS or (is_padded and _has_column_steps(kernel, inner) and not _stores_elements(kernel))
 
 
-def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns the tile of many rows of so few columns that wider ones would leave multiprocessors idle, if they are."""
     rows, width = kernel.reduced_count, min(_NARROW_BLOCK, next_power_of_2(hint(inner.size)))
     height = next_power_of_2(hint(rows))
@@ -74,15 +76,16 @@ def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> 
     if not has_few or not _MANY_ROWS < height <= _MAX_NARROW_ROWS or kernel.is_multi_pass:
         return []
     warps = warps_of_tile(height * width, 16)
-    return [Configuration((inner,), (), width, 1, height, looped=not isinstance(rows, int), num_warps=warps)]
+    looped = not isinstance(rows, int)
+    return [TileConfiguration(x=(inner,), x_block=width, r_block=height, looped=looped, num_warps=warps)]
 
 
-def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns tiles of whole columns. Threads sum a few rows by themselves, with whole vectors of columns."""
     rows, widest = kernel.reduced_count, next_power_of_2(hint(inner.size))
     if not isinstance(rows, int):
         return []
-    height, tiles = next_power_of_2(rows), list[Configuration]()
+    height, tiles = next_power_of_2(rows), list[TileConfiguration]()
     if rows <= _FEW_ROWS:
         elements = 8 if height * max(len(full_tile_loads(kernel)), 1) <= 2 * _FEW_ROWS else 4
         width = min(128 * elements, widest)
@@ -90,20 +93,20 @@ def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> l
             width //= 2
         if width > _MOST_COLUMNS:
             warps = max(width // (LANES * elements), 1)
-            tiles.append(Configuration((inner,), (), width, 1, height, num_warps=warps))
+            tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
     if height * width <= MAX_PERSISTENT_ELEMENTS:
         warps = warps_of_tile(height * width, 16)
-        tiles.append(Configuration((inner,), (), width, 1, height, num_warps=warps))
+        tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     return tiles
 
 
-def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns loops over columns: first those of few elements a thread in a step, where they are faster.
 
     The others have three pipeline stages, but one first if several buffers are loaded.
     """
-    has_several, loops = len(full_tile_loads(kernel)) > 1, list[Configuration]()
+    has_several, loops = len(full_tile_loads(kernel)) > 1, list[TileConfiguration]()
     shapes = [(64, 64, 3), (128, 32, 3), (64, 32, 3), (64, 64, 1)]
     if has_several:
         shapes = [shapes[3], *shapes[:3]]
@@ -116,13 +119,14 @@ def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Co
             loops += _column_configurations(kernel, inner, hint, spec)
     elif has_several and is_unaligned(kernel, inner) and _has_masked_elements(kernel):
         if next_power_of_2(hint(inner.size)) >= LANES:
-            loops.append(Configuration((inner,), (), LANES, 1, LANES, looped=True, num_warps=4))
+            loops.append(TileConfiguration(x=(inner,), x_block=LANES, r_block=LANES, looped=True))
     widest = _widest_columns(kernel, inner, hint, spec)
     for width, height, stages in shapes:
         block = min(width, widest)
         rows = min(height * (width // block), next_power_of_2(hint(kernel.reduced_count)))
         warps = min(warps_of_tile(block * rows, 16), 4)
-        loops.append(Configuration((inner,), (), block, 1, rows, looped=True, num_warps=warps, num_stages=stages))
+        tile = TileConfiguration(x=(inner,), x_block=block, r_block=rows, looped=True)
+        loops.append(replace(tile, num_warps=warps, num_stages=stages))
     return loops
 
 
@@ -167,7 +171,7 @@ def _widest_columns(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -
     return min(width, _FEWEST_COLUMNS)
 
 
-def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns loops over columns of few elements a thread in a step, with as many warps as occupy the device.
 
     They load elements one by one, as rows demand that are not aligned to whole vectors: asynchronous copies of single
@@ -188,15 +192,16 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
         warps *= 2
     shapes = dict.fromkeys([(warps, 1), (min(2 * warps, 16), 1), (max(warps // 2, 4), 1), (4, 2)])
     tiles = [(max(min(step * count * times // width, size), 1), count) for count, times in shapes]
-    return [Configuration((inner,), (), width, 1, rows, looped=True, num_warps=count) for rows, count in tiles]
+    whole = TileConfiguration(x=(inner,), x_block=width, looped=True)
+    return [replace(whole, r_block=rows, num_warps=count) for rows, count in tiles]
 
 
-def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[Configuration]:
+def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[TileConfiguration]:
     """Returns loops over columns of which each thread has one by itself, and scans it without shared memory."""
     size = next_power_of_2(hint(kernel.reduced_count))
     shapes = ((LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4))
     return [
-        Configuration((inner,), (), width, 1, min(rows, size), looped=True, num_warps=warps)
+        TileConfiguration(x=(inner,), x_block=width, r_block=min(rows, size), looped=True, num_warps=warps)
         for width, rows, warps in shapes if width <= hint(inner.size)
     ]  # fmt: skip
 

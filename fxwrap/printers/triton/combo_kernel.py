@@ -18,6 +18,7 @@ from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.configuration import programs_of_a_wave
 from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, RESERVED_WORDS, BodyParameters, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
+from fxwrap.printers.triton.tiling import DotConfiguration, GroupSumConfiguration, RowGroupSumConfiguration
 from fxwrap.symbolic import product
 
 _RESIDENT_WARPS = 32
@@ -55,10 +56,13 @@ def leaves_idle(kernel: PrintedKernel, spec: DeviceSpec) -> bool:
     scheduled, programs = kernel.scheduled, product(kernel.grid)
     if not isinstance(scheduled, ScheduledKernel) or not isinstance(programs, int):
         return False
-    configuration = scheduled.configuration
-    if configuration.dot:
-        return programs <= programs_of_a_wave(spec)
-    return bool(configuration.p) and programs * configuration.num_warps <= spec.multiprocessors * _RESIDENT_WARPS
+    match scheduled.configuration:
+        case RowGroupSumConfiguration(num_warps=warps):
+            return programs * warps <= spec.multiprocessors * _RESIDENT_WARPS
+        case DotConfiguration() | GroupSumConfiguration():
+            return programs <= programs_of_a_wave(spec)
+        case _:
+            return False
 
 
 def combine_triton_kernels(kernels: Sequence[PrintedKernel], shared: Sequence[bool], name: str = "") -> PrintedKernel:

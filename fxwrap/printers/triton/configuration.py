@@ -1,4 +1,4 @@
-"""Configurations of Triton kernels: tiles, blocks, warps and pipeline stages.
+"""Configurations of kernels of elements, of reductions of rows, and of rows whose columns are accumulated.
 
 `candidates.py` returns the configurations of a kernel. The heuristics come from sweeps over memory-bound kernels on an
 H200.
@@ -7,7 +7,7 @@ H200.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Reduce, RowsAndColumns, Store
@@ -26,6 +26,7 @@ from fxwrap.printers.triton.accesses import (
     row_step,
     vector_elements,
 )
+from fxwrap.printers.triton.tiling import RowPartConfiguration, TileConfiguration
 from fxwrap.symbolic import product
 
 _ROW_TILE = 1024
@@ -89,50 +90,13 @@ def programs_of_a_wave(spec: DeviceSpec) -> int:
     return 2 * spec.multiprocessors
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """The tiling and launch metadata of a kernel.
-
-    Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
-    elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
-    The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements. `looped` reads them in
-    a loop for each stage; otherwise one block has all of them. `dot` multiplies blocks of a contraction's operands;
-    then programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
-    `rows` are the reduced axes of rows that a program reduces in a loop, `row_block` at once, and whose columns it
-    accumulates (`row_parts.py`); a row in chunks of `chunk` elements, so that a warp has whole rows; 0 for one chunk.
-    `p` are the reduced axes of groups whose sums get coefficients (`sum_groups`): `p_block` groups are a dot's batch.
-    `fragments`: groups of up to 8 rows are loaded into the registers of tensor cores (`fragment_sums.py`).
-    `loads_first`: a step of one row without dots loads all that it reads before it computes, to wait for memory once;
-    one of fragments loads the next step. `max_registers` limits a thread's registers; 0 for no limit.
-    """
-
-    x: tuple[Axis, ...] = ()
-    y: tuple[Axis, ...] = ()
-    x_block: int = 1
-    y_block: int = 1
-    r_block: int = 1
-    looped: bool = False
-    num_warps: int = 4
-    num_stages: int = 1
-    dot: bool = False
-    band: int = 0
-    rows: tuple[Axis, ...] = ()
-    row_block: int = 1
-    chunk: int = 0
-    p: tuple[Axis, ...] = ()
-    p_block: int = 1
-    loads_first: bool = False
-    fragments: bool = False
-    max_registers: int = 0
-
-
 # --- pointwise ------------------------------------------------------------------------------------------------------
 
 
-def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns configurations of a kernel without reduced axes, the default one first."""
     if not kernel.axes:
-        return [Configuration(num_warps=1)]
+        return [TileConfiguration(num_warps=1)]
     inner, other = contiguous_axes(kernel, hint)
     if other is not None and hint(inner.size) >= MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
@@ -215,14 +179,16 @@ def _has_overlapping_loads(kernel: Kernel) -> bool:
     return any(sum(one.buffer == other.buffer for other in loads) > 1 for one in loads if one.mask is not None)
 
 
-def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> Configuration:
+def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> TileConfiguration:
     """Returns a tile with whole cache lines in both directions."""
     x_block = min(x_block, next_power_of_2(hint(inner.size)))
     y_block = min(y_block, next_power_of_2(hint(other.size)))
-    return Configuration((inner,), (other,), x_block, y_block, num_warps=warps)
+    return TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, num_warps=warps)
 
 
-def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1) -> Configuration:
+def _pointwise_tile(
+    kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1
+) -> TileConfiguration:
     """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions.
 
     Rows that are not aligned to whole vectors are a flat block where all accesses are linear: then these are vectors.
@@ -233,8 +199,9 @@ def _pointwise_tile(kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: 
     filled = -(-size // x_block) * x_block
     has_vectors = is_unaligned(kernel, inner) and _is_linear(kernel)
     if not rest or has_vectors or (filled * 4 > size * 5 and isinstance(inner.size, int)):
-        return Configuration(x=kernel.axes, x_block=block, num_warps=warps)
-    return Configuration((inner,), rest, x_block, max(block // x_block, 1) * rows, num_warps=warps)
+        return TileConfiguration(x=kernel.axes, x_block=block, num_warps=warps)
+    y_block = max(block // x_block, 1) * rows
+    return TileConfiguration(x=(inner,), y=rest, x_block=x_block, y_block=y_block, num_warps=warps)
 
 
 def _is_linear(kernel: Kernel) -> bool:
@@ -248,7 +215,7 @@ def _is_linear(kernel: Kernel) -> bool:
 # --- reductions -----------------------------------------------------------------------------------------------------
 
 
-def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
     block = next_power_of_2(hint(kernel.reduced_count))
     persistent, looped = _persistent_rows(kernel, hint, spec), _looped_rows(kernel, hint, spec)
@@ -260,7 +227,7 @@ def _persistent_limit(kernel: Kernel) -> int:
     return MAX_PERSISTENT_ELEMENTS if count_varying_loads(kernel) <= 2 else MAX_PERSISTENT_ELEMENTS // 2
 
 
-def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns configurations of whole rows in registers; none for rows that are too long, or of symbolic length."""
     size, count, wave = kernel.reduced_count, hint(kernel.count), programs_of_a_wave(spec)
     if not isinstance(size, int) or next_power_of_2(size) > _persistent_limit(kernel):
@@ -271,7 +238,7 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Confi
         rows //= 2
     tile = rows * block
     warps = warps_of_tile(tile, 16 if tile <= _SHORT_ROW else _elements_per_thread(kernel, count >= wave))
-    whole = Configuration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
+    whole = TileConfiguration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
     candidates = []
     vector = vector_elements(kernel, kernel.reduced[-1])
     if rows > 1 and vector is not None and LANES * vector < block:
@@ -287,7 +254,7 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Confi
     return candidates
 
 
-def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns configurations of loops over rows, of which a program has one."""
     count, wave = hint(kernel.count), programs_of_a_wave(spec)
     block, is_twice = next_power_of_2(hint(kernel.reduced_count)), kernel.is_multi_pass
@@ -299,13 +266,13 @@ def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[Configura
         shapes.reverse()
     shapes.append((max(loop // 4, 1), 8))
     looped = [
-        Configuration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
+        TileConfiguration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
         for r, warps in shapes
     ]
     warps = 8 if count >= 4 * wave else _MOST_WARPS
     step = STEP_ELEMENTS * LANES * warps
     if (unaligned or has_long_iterations(kernel)) and not is_twice and loop >= step:
-        looped.insert(0, Configuration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
+        looped.insert(0, TileConfiguration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
     if is_twice and count >= 2 * wave:
         if block > MAX_PERSISTENT_ELEMENTS:
             # few rows at a time, so that the second pass reads from the cache
@@ -331,7 +298,9 @@ def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
     return 64 if element_bytes <= 2 and not kernel.is_multi_pass and has_many_rows else 32
 
 
-def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def row_part_configurations(
+    kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec
+) -> list[RowPartConfiguration]:
     """Returns configurations of whole rows in a loop, whose columns are accumulated.
 
     Unaligned rows are first in chunks, as are others later, where each element is an access of its own.
@@ -343,7 +312,7 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
     reductions = [kernel.operations[position] for position in form.row_reductions]
     has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
     live = len(form.column_reductions) + len(full_tile_loads(kernel))
-    plain, chunked = list[Configuration](), list[Configuration]()
+    plain, chunked = list[RowPartConfiguration](), list[RowPartConfiguration]()
     tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
     for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
         rows = min(max(LANES * warps * elements // block, 1), size)
@@ -353,7 +322,7 @@ def row_part_configurations(kernel: Kernel, form: RowsAndColumns, hint: Hint, sp
         copied = (stages - 1) * rows * block * bytes_per_element(kernel)
         if block <= LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
             stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
-        whole = Configuration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
+        whole = RowPartConfiguration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
         plain.append(whole)
         if chunk < block and has_chunks:
             chunked.append(replace(whole, chunk=chunk, num_stages=1))

@@ -24,11 +24,10 @@ from fxwrap.loop_ir import (
     operation_dtype,
     widened_dtype,
 )
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.schedule import Dimension, Tile
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
+from fxwrap.printers.triton.tiling import Dimension, DotConfiguration, GroupSumConfiguration, Tile
 
 _DOT_FLOAT8 = {torch.float8_e4m3fn: "dot_float8_e4m3fn", torch.float8_e5m2: "dot_float8_e5m2"}
 """The helper that converts codes of each float8 dtype of tensor cores to an operand of a dot."""
@@ -45,13 +44,14 @@ class DotPrinter(ContractionLoadPrinter):
     they reduce.
     """
 
+    configuration: DotConfiguration | GroupSumConfiguration
     result_block = "yx"
     """The dimensions of results."""
 
     def __init__(
         self,
         kernel: Kernel,
-        configuration: Configuration,
+        configuration: DotConfiguration | GroupSumConfiguration,
         limits: Mapping[str, int],
         parameters: BodyParameters,
         contraction: ContractionForm | None = None,
@@ -60,6 +60,7 @@ class DotPrinter(ContractionLoadPrinter):
         contraction = contraction or find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction
+        self.band = configuration.band if isinstance(configuration, DotConfiguration) else 0
         self.is_summed = kernel.varying_along(contraction.summed)
         self.float8_operands = self._find_float8_operands()
         self.whole = self.tile
@@ -75,7 +76,7 @@ class DotPrinter(ContractionLoadPrinter):
         self.line(f"{program} = {self.parameters.program}{'.to(tl.int64)' if self.use_int64 else ''}")
         self._enter(self.result_block)
         blocks = {item: self.index_printer.size_operand(item.blocks) for item in (y, x)}
-        parts = self.whole.outer if self.configuration.band and self._has_parts() else ()
+        parts = self.whole.outer if self.band and self._has_parts() else ()
         if self.whole.outer and not parts:
             program = self._emit_outer_axes(program, f"({blocks[y]} * {blocks[x]})")
         for item, offset in self._block_numbers(program, y, x, blocks, parts).items():
@@ -106,7 +107,7 @@ class DotPrinter(ContractionLoadPrinter):
 
         Programs go through a band of rows for each block of columns, and of each of the `parts` of these.
         """
-        band = self.configuration.band
+        band = self.band
         if not band:
             return {y: f"{program} % {blocks[y]}", x: f"{program} // {blocks[y]}"}
         rows, columns = (y, x) if self._rows_are_first() else (x, y)

@@ -8,19 +8,21 @@ from contextlib import contextmanager
 import torch
 
 from fxwrap.loop_ir import Axis, GroupedSums, Index, IndirectIndex, Kernel, Load
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, LANES, RUN, FragmentBlock, make_fragments, shape_text
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
+from fxwrap.printers.triton.tiling import FragmentConfiguration
 
 
 class FragmentBlockPrinter(GroupSumPrinter):
     """Prints the positions and the loads of the blocks of a kernel of `sum_groups` whose operands are fragments."""
 
+    configuration: FragmentConfiguration
+
     def __init__(
         self,
         kernel: Kernel,
-        configuration: Configuration,
+        configuration: FragmentConfiguration,
         limits: Mapping[str, int],
         parameters: BodyParameters,
         form: GroupedSums,

@@ -78,7 +78,7 @@ class FragmentSumPrinter(FragmentBlockPrinter):
             (self.column_block, self._prologue(columns)),
             (self.coefficient_block, kernel.backward_slice([at for at in step if at not in self.combined])),
         )
-        if self.configuration.loads_first:
+        if self.configuration.loads_ahead:
             self._emit_steps_ahead(row, of_columns, rows, columns)
         else:
             self._emit_steps(row, of_columns, rows, columns)

@@ -8,8 +8,9 @@ from math import prod
 from typing import NamedTuple
 
 from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
-from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
+from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.kernel_text import parenthesize
+from fxwrap.printers.triton.tiling import FragmentConfiguration
 from fxwrap.symbolic import product
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8
@@ -80,7 +81,7 @@ class Fragments:
         return self.parts > 0 and has_lanes and self.columns % FRAGMENT_ROWS == 0
 
 
-def make_fragments(configuration: Configuration) -> Fragments:
+def make_fragments(configuration: FragmentConfiguration) -> Fragments:
     """Returns how the elements of a configuration are shared out."""
     rows, warps = configuration.x_block, configuration.num_warps
     parts = configuration.p_block * rows // (warps * FRAGMENT_COLUMNS)
@@ -103,7 +104,7 @@ class FragmentTile(NamedTuple):
 
 def fragment_configurations(
     contraction: ContractionForm, form: GroupedSums, tiles: Sequence[FragmentTile]
-) -> list[Configuration]:
+) -> list[FragmentConfiguration]:
     """Returns configurations of up to 8 rows whose blocks divide columns and groups.
 
     Fewer larger groups than those of a tile share a fragment or follow one another.
@@ -124,10 +125,10 @@ def fragment_configurations(
             warps //= 2
         fragments = Fragments(int(size), padded, tile.columns, warps, parts)
         if fragments.fits() and int(columns) % tile.columns == 0 and int(groups) % fragments.groups == 0:
-            candidates.append(Configuration(
-                contraction.rows, contraction.columns, padded, tile.columns, int(size), True, warps, 1, True,
-                p=form.groups, p_block=fragments.groups, loads_first=tile.loads_ahead and groups > fragments.groups,
-                fragments=True, max_registers=tile.max_registers,
+            candidates.append(FragmentConfiguration(
+                x=contraction.rows, y=contraction.columns, p=form.groups, x_block=padded, y_block=tile.columns,
+                p_block=fragments.groups, r_block=int(size), num_warps=warps, max_registers=tile.max_registers,
+                loads_ahead=tile.loads_ahead and groups > fragments.groups,
             ))  # fmt: skip
     return list(dict.fromkeys(candidates))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import ContractionForm, GroupedSums, find_grouped_sums, row_precision, split_sums, sum_groups
 from fxwrap.printers.triton.accesses import Hint
-from fxwrap.printers.triton.configuration import Configuration, next_power_of_2
+from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.few_rows import (
     MAX_FEW_ROWS,
     MIN_PADDED_ROWS,
@@ -21,6 +22,12 @@ from fxwrap.printers.triton.few_rows import (
     preferred_first,
 )
 from fxwrap.printers.triton.fragments import FragmentTile, fragment_configurations
+from fxwrap.printers.triton.tiling import (
+    BatchedDotConfiguration,
+    FragmentConfiguration,
+    GroupSumConfiguration,
+    RowGroupSumConfiguration,
+)
 from fxwrap.symbolic import product
 
 
@@ -96,7 +103,9 @@ _MIN_GROUP_BYTES = 32
 """The fewest bytes of a group that a dot of tensor cores multiplies as they are in registers."""
 
 
-def group_sum_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> list[Configuration]:
+def group_sum_configurations(
+    contraction: ContractionForm, hint: Hint, spec: DeviceSpec
+) -> Sequence[GroupSumConfiguration]:
     """Returns configurations that sum groups of quantised weights of few rows; none for other contractions.
 
     The first of these has few columns a program where all are few, so that programs occupy the device.
@@ -143,15 +152,17 @@ def _groups_of_step(tile: _Tile, size: int, count: int) -> int:
 
 def _batched_dots(
     contraction: ContractionForm, form: GroupedSums, rows: int, size: int, tile: _Tile, block: int
-) -> Configuration:
+) -> BatchedDotConfiguration:
     """Returns a configuration whose dots have a batch of a `block` of groups, or parts of sums, of `size` products."""
-    return Configuration(
-        contraction.rows, contraction.columns, rows, tile.columns, size, True, tile.warps, tile.stages, True,
-        p=form.groups, p_block=block,
+    return BatchedDotConfiguration(
+        x=contraction.rows, y=contraction.columns, p=form.groups, x_block=rows, y_block=tile.columns, p_block=block,
+        r_block=size, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _fragment_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+def _fragment_configurations(
+    contraction: ContractionForm, form: GroupedSums, hint: Hint
+) -> list[FragmentConfiguration]:
     """Returns configurations of fragments."""
     wide, has_one_sum = is_wide(contraction, hint), len(contraction.sums) == 1
     if hint(contraction.row_count) > MIN_PADDED_ROWS // 2:
@@ -176,7 +187,9 @@ def _is_long(form: GroupedSums, hint: Hint) -> bool:
     return hint(count * form.contraction.summed_count) >= _LONG_ROW_GROUPS * _MIN_GROUP_BYTES
 
 
-def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> list[Configuration]:
+def _row_group_sum_configurations(
+    contraction: ContractionForm, form: GroupedSums, hint: Hint
+) -> list[RowGroupSumConfiguration]:
     """Returns configurations of one row of bfloat16 without dots, for blocks that divide columns and groups.
 
     Those of one stage load all of a step before they compute.
@@ -191,16 +204,15 @@ def _row_group_sum_configurations(contraction: ContractionForm, form: GroupedSum
     else:
         best = _LONG_ROW_TILE if _is_long(form, hint) else _FEW_COLUMNS_ROW_TILE
     return [
-        Configuration(
-            y=contraction.columns, y_block=tile.columns, r_block=size, looped=True, num_warps=tile.warps,
-            num_stages=tile.stages, p=form.groups, p_block=_groups_of_step(tile, size, count),
-            loads_first=tile.stages == 1,
+        RowGroupSumConfiguration(
+            y=contraction.columns, p=form.groups, y_block=tile.columns, p_block=_groups_of_step(tile, size, count),
+            r_block=size, num_warps=tile.warps, num_stages=tile.stages, loads_first=tile.stages == 1,
         )
         for tile in preferred_first(_ROW_TILES, best) if columns % tile.columns == 0
     ]  # fmt: skip
 
 
-def split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[Configuration]:
+def split_sum_configurations(contraction: ContractionForm, hint: Hint) -> list[BatchedDotConfiguration]:
     """Returns configurations of few rows times weights of one byte, whose warps share out the products of a column.
 
     Where columns are few, a program's warps would otherwise compute the same products.

@@ -26,10 +26,10 @@ from fxwrap.loop_ir import (
     operation_dtype,
 )
 from fxwrap.printers.triton.accesses import row_step
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.tiling import GroupSumConfiguration
 
 _ONE: Mapping[torch.dtype, int] = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
@@ -51,7 +51,7 @@ class GroupSumPrinter(DotPrinter):
     def __init__(
         self,
         kernel: Kernel,
-        configuration: Configuration,
+        configuration: GroupSumConfiguration,
         limits: Mapping[str, int],
         parameters: BodyParameters,
         form: GroupedSums,

@@ -13,7 +13,7 @@ from fxwrap.loop_ir import ONE, Axis, InterleavedAccess, Load, Store
 from fxwrap.printers.triton.accesses import joined_accesses, row_step
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
 from fxwrap.printers.triton.printer import TritonPrinter
-from fxwrap.printers.triton.schedule import Dimension
+from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import Size, product
 
 MAX_VECTOR_ELEMENTS = 16

@@ -34,7 +34,6 @@ from fxwrap.loop_ir import (
     as_index,
 )
 from fxwrap.printers.triton.accesses import row_step
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
 from fxwrap.printers.triton.one_hot import SelectedElement
@@ -47,15 +46,9 @@ from fxwrap.printers.triton.reductions import (
     reduce_persistent,
     scan_block,
 )
-from fxwrap.printers.triton.schedule import (
-    ATOMIC_DTYPES,
-    Dimension,
-    Schedule,
-    atomic_text,
-    eviction_policy,
-    make_schedule,
-)
+from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
 from fxwrap.printers.triton.tile_printer import TilePrinter
+from fxwrap.printers.triton.tiling import Configuration, Dimension
 
 _INT32 = 2**31 - 1
 
@@ -93,12 +86,13 @@ class TritonPrinter(TilePrinter):
         else:
             self._emit_persistent()
         constants = {item.block_constant: item.block for item in self.tile.dimensions}
-        if self.is_looped or self.configuration.rows:
+        if self._has_loop():
             constants["LOOP_STAGES"] = self.configuration.num_stages
-        options: dict[str, int | bool] = {"num_warps": self.configuration.num_warps}
-        if self.configuration.max_registers:
-            options["maxnreg"] = self.configuration.max_registers
-        return self.kernel_text(constants, options, self.tile.num_programs)
+        return self.kernel_text(constants, self.configuration.launch_options, self.tile.num_programs)
+
+    def _has_loop(self) -> bool:
+        """Whether the text has a loop, whose pipeline stages are a constant."""
+        return self.is_looped
 
     def _check_stores(self) -> None:
         types = {buffer.name: buffer.dtype for buffer in self.kernel.outputs}

@@ -23,18 +23,18 @@ from fxwrap.loop_ir import (
     split_sums,
     sum_groups,
 )
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.fragment_sums import FragmentSumPrinter
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
+from fxwrap.printers.triton.tiling import FragmentConfiguration, GroupSumConfiguration, RowGroupSumConfiguration
 
 _BIASED_FLOATS = " ".join([f"prmt.b32 ${byte}, $4, 0x43, 0x4{byte}55;" for byte in range(4)])
 """Instructions that put a byte n into the bits of a float32 of 128, which are then those of 128 + n."""
 
 
 def print_grouped_sums(
-    kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
+    kernel: Kernel, configuration: GroupSumConfiguration, limits: Mapping[str, int], parameters: BodyParameters
 ) -> TritonKernelText:
     """Prints a contraction as the sums of its groups, with their coefficients, or else of parts of its sums."""
     contraction = find_contraction(kernel)
@@ -44,9 +44,9 @@ def print_grouped_sums(
     row_dtype = None if contraction is None else row_precision(contraction, contraction.sums[0])
     assert contraction is not None and grouped is not None and row_dtype is not None, "a configuration with groups"
     form = find_grouped_sums(grouped, contraction)
-    printer = GroupSumPrinter if configuration.dot else RowGroupSumPrinter
-    if configuration.fragments:
-        printer = FragmentSumPrinter
+    if isinstance(configuration, FragmentConfiguration):
+        return FragmentSumPrinter(grouped, configuration, limits, parameters, form, row_dtype).print()
+    printer = RowGroupSumPrinter if isinstance(configuration, RowGroupSumConfiguration) else GroupSumPrinter
     return printer(grouped, configuration, limits, parameters, form, row_dtype).print()
 
 
@@ -56,6 +56,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
     Operands are blocks of (p, r), of which p are groups, totals blocks of (p, y), of which y are the program's columns.
     """
 
+    configuration: RowGroupSumConfiguration
     result_block = "py"
 
     def _emit_program_offsets(self) -> None:

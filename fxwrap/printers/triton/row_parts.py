@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxwrap.loop_ir import DeviceAssert, Index, Reduce, Scan, Store, find_rows_and_columns
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.reductions import accumulate, identity, reduce_expression
-from fxwrap.printers.triton.schedule import Dimension
+from fxwrap.printers.triton.tiling import Dimension, RowPartConfiguration
 
 
 class RowPartPrinter(TritonPrinter):
@@ -17,6 +17,11 @@ class RowPartPrinter(TritonPrinter):
     Where a tile has chunks of rows in a dimension of their own, Triton gives whole rows to a warp, which reduces them
     without waiting for others. It would share out each row among all warps if this was one dimension.
     """
+
+    configuration: RowPartConfiguration
+
+    def _has_loop(self) -> bool:
+        return True
 
     def _position_of(self, name: str) -> int | None:
         return next((number for number, item in enumerate(self.tile.dimensions) if item.name == name), None)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from typing_extensions import assert_never
+
 from fxwrap.loop_ir import Kernel, find_contraction
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.candidates import configurations
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.interleaved import InterleavedPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, IntegerSlots, TritonKernelText
@@ -18,8 +19,14 @@ from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_eleme
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
 from fxwrap.printers.triton.row_parts import RowPartPrinter
-from fxwrap.printers.triton.schedule import make_tile
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
+from fxwrap.printers.triton.tiling import (
+    Configuration,
+    DotConfiguration,
+    GroupSumConfiguration,
+    RowPartConfiguration,
+    TileConfiguration,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,17 +41,26 @@ class ScheduledKernel:
     def text(self, parameters: BodyParameters) -> TritonKernelText:
         """Prints the kernel."""
         kernel = order_reduced_axes(narrow_indirect_indices(collapse_bool_casts(self.kernel)))
+        match self.configuration:
+            case TileConfiguration():
+                return self._tile_text(kernel, self.configuration, parameters)
+            case DotConfiguration():
+                return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
+            case GroupSumConfiguration():
+                return print_grouped_sums(kernel, self.configuration, self.limits, parameters)
+            case RowPartConfiguration():
+                return RowPartPrinter(kernel, self.configuration, self.limits, {}, parameters).print()
+            case _:
+                assert_never(self.configuration)
+
+    def _tile_text(
+        self, kernel: Kernel, configuration: TileConfiguration, parameters: BodyParameters
+    ) -> TritonKernelText:
         selected: dict[int, SelectedElement] = {}
-        if self.configuration.p:
-            return print_grouped_sums(kernel, self.configuration, self.limits, parameters)
-        if self.configuration.rows:
-            return RowPartPrinter(kernel, self.configuration, self.limits, selected, parameters).print()
-        if self.configuration.dot:
-            return DotPrinter(kernel, self.configuration, self.limits, parameters).print()
-        if not self.configuration.looped and len(make_tile(kernel, self.configuration).dimensions) == 1:
+        if not configuration.looped and len(configuration.tile(kernel).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
         printer = InterleavedPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
-        return printer(kernel, self.configuration, self.limits, selected, parameters).print()
+        return printer(kernel, configuration, self.limits, selected, parameters).print()
 
     @cached_property
     def template(self) -> tuple[TritonKernelText, list[int]]:

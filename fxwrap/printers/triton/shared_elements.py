@@ -28,7 +28,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.printer import TritonPrinter, load_literal
-from fxwrap.printers.triton.schedule import Dimension
+from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import product
 
 _MAX_JOINED = 8

@@ -82,11 +82,10 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
     def _text(self) -> TritonKernelText:
         configuration = self.configuration
         constants = {**self.constants, "LOOP_STAGES": configuration.num_stages}
-        options = {"num_warps": configuration.num_warps}
-        if configuration.max_registers:
-            options["maxnreg"] = configuration.max_registers
         blocks = ceiling_divide(self.parts.row.size, configuration.row_block)
-        return self.kernel_text(constants, options, product([blocks, *[axis.size for axis in self.outer]]))
+        return self.kernel_text(
+            constants, configuration.launch_options, product([blocks, *[axis.size for axis in self.outer]])
+        )
 
     # --- axes -------------------------------------------------------------------------------------------------------
 

@@ -25,28 +25,27 @@ from fxwrap.loop_ir import (
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.shared_memory import fitting
+from fxwrap.printers.triton.tiling import LaunchConfiguration
 from fxwrap.symbolic import product
 
 MIN_DOT = 16
 """Smallest extent of an operand of `tl.dot`."""
 
 
-@dataclass(frozen=True)
-class StreamingConfiguration:
-    """The blocks and launch metadata of a streaming reduction: rows of a program, and positions of an iteration.
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfiguration(LaunchConfiguration):
+    """The blocks of a streaming reduction: rows of a program, and positions of an iteration.
 
     With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
-    `max_registers` limits the registers of a thread, so that more programs run beside each other; 0 for no limit. With
-    `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two loops.
+    With `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two
+    loops.
     Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
     first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
     """
 
     row_block: int
     key_block: int
-    num_warps: int = 4
     num_stages: int = 2
-    max_registers: int = 0
     branches: bool = False
     half_products: bool = True
     band: int = 1
@@ -75,7 +74,15 @@ def streaming_configurations(
         table = _LOADED_BIAS
     branches = is_half and matrices == 2 and rows > _FEW_ROWS and not (width > 64 and biases)
     candidates = [
-        StreamingConfiguration(min(r, rows), min(k, keys), warps, stages, registers, branches, not interpreted)
+        StreamingConfiguration(
+            row_block=min(r, rows),
+            key_block=min(k, keys),
+            num_warps=warps,
+            num_stages=stages,
+            max_registers=registers,
+            branches=branches,
+            half_products=not interpreted,
+        )
         for r, k, warps, stages, registers in table[min(max(width, 64), max(table))]
     ]
     if is_uneven:

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operands
-from fxwrap.printers.triton.configuration import Configuration
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.kernel_writer import KernelWriter
-from fxwrap.printers.triton.schedule import Dimension, Tile, make_tile
+from fxwrap.printers.triton.tiling import Configuration, Dimension, Tile
 from fxwrap.symbolic import Size
 
 
@@ -21,7 +20,7 @@ class TilePrinter(KernelWriter, ABC):
     ) -> None:
         self.configuration = configuration
         self.parameters = parameters
-        self.tile: Tile = make_tile(kernel, configuration)
+        self.tile: Tile = configuration.tile(kernel)
         super().__init__(kernel, limits, parameters.comments)
         self.axis_names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
         self.index_printer = TritonIndexPrinter(self.axis_names, self._indirect_index, self.helpers, parameters.integer)

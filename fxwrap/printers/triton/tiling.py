@@ -1,0 +1,229 @@
+"""How the programs of a Triton kernel share out its iterations: tiles, and the configurations that these follow from.
+
+Each class of configuration belongs to one schedule, whose printer it is passed to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fxwrap.loop_ir import Axis, Kernel
+from fxwrap.symbolic import Size, ceiling_divide, product
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of a tile, "x", "y", "r", "p", "row" or "chunk": blocks of flattened axes."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    block: int
+
+    @property
+    def size(self) -> Size:
+        """The number of elements of the axes."""
+        return product(axis.size for axis in self.axes)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the last block may extend beyond the end."""
+        size = self.size
+        return not isinstance(size, int) or size == 0 or size % self.block != 0
+
+    @property
+    def blocks(self) -> Size:
+        """The number of blocks."""
+        return ceiling_divide(self.size, self.block)
+
+    @property
+    def block_constant(self) -> str:
+        """The name of the constant parameter for the block's size."""
+        return f"{self.name.upper()}_BLOCK"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The iterations of a program: the tile's `dimensions` in order, and `outer` axes with one element a program."""
+
+    dimensions: tuple[Dimension, ...]
+    outer: tuple[Axis, ...]
+
+    @property
+    def reduced(self) -> int | None:
+        """The position of the dimension with reduced axes, or None."""
+        return next((position for position, item in enumerate(self.dimensions) if item.name == "r"), None)
+
+    @property
+    def parallel(self) -> tuple[Dimension, ...]:
+        """The dimensions of parallel axes, the fastest first."""
+        return tuple([item for item in reversed(self.dimensions) if item.name in ("x", "y")])
+
+    @property
+    def shape(self) -> str:
+        """The tile's shape as text."""
+        sizes = [item.block_constant for item in self.dimensions]
+        return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+    @property
+    def num_programs(self) -> Size:
+        """The number of programs."""
+        return product([*[item.blocks for item in self.parallel], *[axis.size for axis in self.outer]])
+
+    def broadcast_subscript(self, position: int) -> str:
+        """Returns the subscript that broadcasts a vector along one dimension."""
+        if len(self.dimensions) == 1:
+            return ""
+        return f"[{', '.join([':' if other == position else 'None' for other in range(len(self.dimensions))])}]"
+
+
+def make_tile(kernel: Kernel, outer: Sequence[Dimension], r_block: int, inner: Sequence[Dimension] = ()) -> Tile:
+    """Returns the tile of some dimensions, with one of the remaining reduced axes between them, if there are any.
+
+    Parallel axes that no dimension has are those with one element a program.
+    """
+    axes = {axis for item in (*outer, *inner) for axis in item.axes}
+    rest = tuple([axis for axis in kernel.reduced if axis not in axes])
+    reduced = [Dimension("r", rest, r_block)] if rest else []
+    return Tile((*outer, *reduced, *inner), tuple([axis for axis in kernel.axes if axis not in axes]))
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfiguration:
+    """The launch metadata that every configuration has.
+
+    Fields: the warps of a program; the stages of its loop's software pipeline; the most registers of a thread, so that
+    more programs run beside each other, 0 for no limit.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 1
+    max_registers: int = 0
+
+    @property
+    def launch_options(self) -> dict[str, int | bool]:
+        """Triton's options of a launch."""
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, **limit}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfiguration(LaunchConfiguration):
+    """Blocks of parallel and of reduced axes.
+
+    Fields: `x` are the parallel axes flattened into the tile's contiguous dimension, of which a program has `x_block`
+    elements; `y` and `y_block` are the same for the other dimension. Other parallel axes have one element a program.
+    The reduced axes are flattened into the remaining dimension, in blocks of `r_block` elements.
+    """
+
+    x: tuple[Axis, ...] = ()
+    y: tuple[Axis, ...] = ()
+    x_block: int = 1
+    y_block: int = 1
+    r_block: int = 1
+
+    @property
+    def looped(self) -> bool:
+        """Whether a loop goes through blocks of reduced axes; otherwise one block has all of them."""
+        return True
+
+    def tile(self, kernel: Kernel) -> Tile:
+        """Returns the tile of a kernel's programs. A block of one element is no dimension."""
+        return make_tile(kernel, self._y(), self.r_block, self._x() if self.x_block > 1 or not kernel.reduced else ())
+
+    def _x(self) -> tuple[Dimension, ...]:
+        return (Dimension("x", self.x, self.x_block),) if self.x else ()
+
+    def _y(self) -> tuple[Dimension, ...]:
+        return (Dimension("y", self.y, self.y_block),) if self.y and self.y_block > 1 else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfiguration(BlockConfiguration):
+    """Elements, or reduced rows or columns: if `looped`, they are read in a loop for each stage of reductions."""
+
+    looped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DotConfiguration(BlockConfiguration):
+    """A contraction by dots of blocks of its operands.
+
+    Programs go through `band` blocks of rows, which stay in a cache, for each block of columns; 0 are all blocks.
+    """
+
+    band: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSumConfiguration(BlockConfiguration):
+    """A contraction of few rows whose sums of groups get coefficients (`sum_groups`).
+
+    Fields: `p` are the reduced axes of groups, of which a step has `p_block`, whose elements are a block of `r_block`.
+    `x` are the rows: a block of several has them also where the kernel has no axis of rows.
+    """
+
+    p: tuple[Axis, ...]
+    p_block: int = 1
+
+    def tile(self, kernel: Kernel) -> Tile:
+        p, x = Dimension("p", self.p, self.p_block), Dimension("x", self.x, self.x_block)
+        return make_tile(kernel, (p, *self._y()), self.r_block, (x,) if self.x_block > 1 else ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedDotConfiguration(GroupSumConfiguration):
+    """Sums of groups by dots, of which the groups of a step are a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroupSumConfiguration(GroupSumConfiguration):
+    """Sums of groups of one row without dots.
+
+    With `loads_first`, a step loads all that it reads before it computes, to wait for memory once.
+    """
+
+    loads_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentConfiguration(GroupSumConfiguration):
+    """Sums of groups of up to 8 rows, loaded into the registers of tensor cores (`fragment_sums.py`).
+
+    With `loads_ahead`, a step loads the weights of the next one.
+    """
+
+    loads_ahead: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPartConfiguration(LaunchConfiguration):
+    """Rows that a program reduces in a loop, and whose columns it accumulates (`row_parts.py`).
+
+    Fields: `rows` are the reduced axes of rows, of which a step has `row_block`; `r_block` has all elements of a row,
+    in chunks of `chunk`, so that a warp has whole rows, or in one if that is 0.
+    """
+
+    rows: tuple[Axis, ...]
+    row_block: int = 1
+    r_block: int = 1
+    chunk: int = 0
+
+    @property
+    def looped(self) -> bool:
+        """Whether a loop goes through blocks of a row: no step has less than a row."""
+        return False
+
+    def tile(self, kernel: Kernel) -> Tile:
+        """Returns the tile of a kernel's programs. Chunks are a dimension of their own."""
+        rows = Dimension("row", self.rows, self.row_block)
+        chunks = [Dimension("chunk", (), self.r_block // self.chunk)] if self.chunk else []
+        return make_tile(kernel, (rows, *chunks), self.chunk or self.r_block)
+
+
+Configuration: TypeAlias = TileConfiguration | DotConfiguration | GroupSumConfiguration | RowPartConfiguration
+"""A configuration of a kernel whose programs compute a tile each."""
