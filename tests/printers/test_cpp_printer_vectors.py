@@ -245,7 +245,7 @@ def test_gcc_vectorises_loops_over(
     simd_loops = lines_of(tmp_path / "kernel.cpp", r"#pragma omp.* simd")
     for file, line in simd_loops:
         assert {(file, line + number) for number in (1, 2, 3)} & vectorised, "the head of the loop, or its body"
-    header = PROGRAM_HEADERS / "kernel.h"
+    header = PROGRAM_HEADERS / "kernel_reductions.h"
     calls = {"for_lanes<": r"body\(start \+ lane, lane\)", "for_overlapping_lanes<": r"body\(first \+ lane, lane"}
     lane_loops = [lines_of(header, body) for call, body in calls.items() if call in kernel.source]
     assert simd_loops or lane_loops

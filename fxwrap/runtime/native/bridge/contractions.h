@@ -1,5 +1,8 @@
-// Contractions: tiles of sums of products, whose accumulators stay in registers. Included by kernel.h alone.
+// Contractions: tiles of sums of products, whose accumulators stay in registers.
 #pragma once
+
+#include "kernel_reductions.h"
+#include "kernel_tiles.h"
 
 // A tile of a product of matrices holds one vector of accumulators for each of its elements in registers.
 #ifdef __AVX512F__

@@ -1,0 +1,67 @@
+// Tiles of matrices that are transposed: elements are only moved, as integers of their size.
+#pragma once
+
+#include "kernel_operations.h"
+
+template <int size> struct Bits;
+template <> struct Bits<1> { using Type = uint8_t; };
+template <> struct Bits<2> { using Type = uint16_t; };
+template <> struct Bits<4> { using Type = uint32_t; };
+template <> struct Bits<8> { using Type = uint64_t; };
+
+// Rows and columns of tiles: a multiple of 16, and `most` at most. A row of a tile is two lines of the nearest cache, or one
+// on processors of the Zen family, whose nearest cache holds only 8 lines at addresses that agree in their last 12 bits.
+constexpr int tile_size(int most, int bytes) {
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+  const int size = 64 / bytes;
+#else
+  const int size = 128 / bytes;
+#endif
+  return size < 16 ? 16 : size < most ? size : most;
+}
+
+// Transposes 16 x 16 elements: pairs, then fours of rows are interleaved, then fours of columns change places. Each
+// step is one instruction for 32-bit elements.
+template <class T> inline void transpose_16(const T* source, int64_t stride, T* target, int64_t target_stride) {
+  using Element = typename Bits<sizeof(T)>::Type;
+  typedef Element Row __attribute__((vector_size(16 * sizeof(T)), aligned(sizeof(T)), may_alias));
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  Row a[16], b[16];
+  for (int i = 0; i < 16; ++i) a[i] = *reinterpret_cast<const Row*>(source + i * stride);
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = MIX(a[i], a[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    b[i + 1] = MIX(a[i], a[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      a[i + 2 * k] = MIX(b[i + k], b[i + k + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      a[i + 2 * k + 1] = MIX(b[i + k], b[i + k + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+  for (int i = 0; i < 16; i += 8)
+    for (int k = i; k < i + 4; ++k) {
+      b[k] = MIX(a[k], a[k + 4], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+      b[k + 4] = MIX(a[k], a[k + 4], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+  for (int i = 0; i < 8; ++i) {
+    a[i] = MIX(b[i], b[i + 8], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    a[i + 8] = MIX(b[i], b[i + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+#undef MIX
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<Row*>(target + i * target_stride) = a[i];
+}
+
+// target[i * target_stride + j] = source[j * stride + i], for i < height and j < width. The last blocks overlap those before
+// them.
+template <class T>
+inline void transpose(const T* source, int64_t stride, int height, int width, T* target, int64_t target_stride) {
+  if (height < 16 || width < 16) {
+    for (int j = 0; j < width; ++j)
+      for (int i = 0; i < height; ++i) target[i * target_stride + j] = source[j * stride + i];
+    return;
+  }
+  for (int j = 0; j < width; j += 16)
+    for (int i = 0; i < height; i += 16) {
+      const int row = fxwrap::min(i, height - 16), column = fxwrap::min(j, width - 16);
+      transpose_16(source + column * stride + row, stride, target + row * target_stride + column, target_stride);
+    }
+}
