@@ -150,10 +150,16 @@ def test_a_matmul_that_is_a_kernel_alone_is_one_among_others(
 
 
 def assert_close(graph: SharedInput, results: Sequence[Tensor], operands: list[Tensor]) -> None:
-    exact = graph.all(*[item.double() if item.is_floating_point() else item for item in operands])
-    for want, eager, result in zip(exact, graph.all(*operands), results, strict=True):
+    """Errors are at most eager's times 1.2, or a rounding of the result and one of its terms in float32.
+
+    Where terms cancel, eager's error is luck: it depends on the order in which this processor's library adds them.
+    """
+    doubles = [item.double() if item.is_floating_point() else item for item in operands]
+    exact, terms = graph.all(*doubles), graph.all(*map(torch.abs, doubles))
+    for want, eager, result, sizes in zip(exact, graph.all(*operands), results, terms, strict=True):
         assert result.dtype is eager.dtype and result.shape == eager.shape
-        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(eager.dtype).eps * want.norm()
+        rounding = torch.finfo(eager.dtype).eps * want.norm() + torch.finfo(torch.float32).eps / 2 * sizes.norm()
+        allowed = 1.2 * (eager.double() - want).norm() + rounding
         assert (result.double() - want).norm() <= allowed
 
 

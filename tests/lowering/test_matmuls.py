@@ -58,7 +58,9 @@ def test_results_are_as_exact_as_those_of_eager_mode(dtype: torch.dtype) -> None
     exact = every_matmul(*[item.double() for item in inputs])
     for want, eager, result in zip(exact, every_matmul(*inputs), compiled(*inputs), strict=True):
         assert result.dtype is dtype and result.shape == eager.shape and result.stride() == eager.stride()
-        allowed = 1.2 * (eager.double() - want).norm() + torch.finfo(dtype).eps / 8 * want.norm()
+        # Processors' libraries add the terms in different orders, all of them in float32.
+        rounding = torch.finfo(dtype).eps / 8 + torch.finfo(F32).eps / 4
+        allowed = 1.2 * (eager.double() - want).norm() + rounding * want.norm()
         assert (result.double() - want).norm() <= allowed
 
 

@@ -67,7 +67,7 @@ def test_random_numbers_match_eager(function: Any, device: str) -> None:
         compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"emitter": emitter})
         result, gradient, next_numbers = run(compiled)
         assert torch.equal(result == 0, wanted[0] == 0) and torch.equal(next_numbers, wanted[2]), emitter
-        torch.testing.assert_close((result, gradient), wanted[:2], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close((result, gradient), wanted[:2], rtol=1e-4, atol=1e-5)
 
 
 def checkpointed_layers(x: Tensor, w: Tensor) -> Tensor:
