@@ -22,6 +22,28 @@ def functional_collectives() -> Any:
     return _functional_collectives
 
 
+def all_gather_single(shard: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns the shards of all ranks of a group, concatenated along a dimension, as a functional collective.
+
+    Why: its name is another since torch 2.15, where the former one warns.
+    """
+    collectives = functional_collectives()
+    gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    whole: torch.Tensor = gather(shard, dim, group)
+    return whole
+
+
+def reduce_scatter_single(tensor: torch.Tensor, reduction: str, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part, along a dimension, of the reduction over all ranks, as a functional collective.
+
+    Why: its name is another since torch 2.15, where the former one warns.
+    """
+    collectives = functional_collectives()
+    scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+    part: torch.Tensor = scatter(tensor, reduction, dim, group)
+    return part
+
+
 def process_group(name: str) -> ProcessGroup | None:
     """Returns the process group of a name, None where there is none; its collectives raise torch's error."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

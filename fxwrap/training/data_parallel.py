@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxwrap.torch_compat import (
     FsdpParameter,
+    all_gather_single,
     ddp_buffers,
     ddp_parameters,
     fsdp_casts,
@@ -27,6 +28,7 @@ from fxwrap.torch_compat import (
     input_device,
     is_ddp,
     moved_inputs,
+    reduce_scatter_single,
 )
 
 
@@ -83,7 +85,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, parameter: FsdpParameter) -> Tensor:
         ctx.parameter, ctx.rows, ctx.dtype = parameter, local.size(parameter.dim), local.dtype
         shard = _padded(local.to(parameter.dtype or local.dtype), parameter.dim, parameter.shard_rows)
-        whole: Tensor = functional_collectives().all_gather_tensor(shard, parameter.dim, parameter.group)
+        whole = all_gather_single(shard, parameter.dim, parameter.group)
         return whole.narrow(parameter.dim, 0, parameter.rows).contiguous()
 
     @staticmethod
@@ -94,7 +96,7 @@ class _Gather(torch.autograd.Function):
         if overflows:
             gradient = gradient / parameter.ranks
         gradient = _padded(gradient, parameter.dim, parameter.shard_rows * parameter.group.size())
-        gradient = functional_collectives().reduce_scatter_tensor(gradient, "sum", parameter.dim, parameter.group)
+        gradient = reduce_scatter_single(gradient, "sum", parameter.dim, parameter.group)
         if parameter.replicate_group is not None:
             gradient = functional_collectives().all_reduce(gradient, "sum", parameter.replicate_group)
         if not overflows:

@@ -91,6 +91,7 @@ class Places(nn.Module):
         return y if self.inner is None else self.inner(y, masks={"mask": y})
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of former names of torch's collectives
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 def test_the_outermost_module_moves_its_inputs(wrapper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced on fake tensors of a GPU that may not exist; parameters stay on the CPU."""
