@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fxwrap.devices import TRITON, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
-from fxwrap.printers import add_dependent_launch, is_waiting
+from fxwrap.printers import Signal, add_dependent_launch, is_waiting
 from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import (
     Block,
@@ -47,13 +47,13 @@ class _DependentLaunches:
     """The pass over one program.
 
     Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals` has,
-    for each kernel of a chain, whether the next launch may start after its wait.
+    for each kernel of a chain, when the next launch may start.
     """
 
     original: Program
     specs: Mapping[str, DeviceSpec]
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
-    signals: dict[str, bool] = field(default_factory=dict)
+    signals: dict[str, Signal] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         printed = [
@@ -75,6 +75,7 @@ class _DependentLaunches:
     def _block(self, block: Block, arguments: Collection[Value]) -> Block:
         root_of, chain, lines = alias_roots(block.lines, arguments), LaunchChain(), []
         before: Launch | None = None
+        is_calm = True  # whether what may still run when the launch before waits leaves most of the GPU idle
         for line in block.lines:
             inner = {name: self._block(nested, nested.arguments) for name, nested in blocks(line)}
             new: LineBase = line.replace(**inner) if inner else line
@@ -84,8 +85,12 @@ class _DependentLaunches:
                     new = line.replace(dependent=True)
                     early = chain.unwritten(line, root_of)
                     self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
-                    self.signals.setdefault(line.kernel, True)
-                    self.signals[before.kernel] = self.signals.get(before.kernel, True) and self._spreads(before, line)
+                    signal = self._signal(before, line, is_calm)
+                    self.signals[before.kernel] = min(self.signals.get(before.kernel, signal), signal)
+                    self.signals.setdefault(line.kernel, Signal.AT_START)
+                    is_calm = self._is_small(before)
+                else:
+                    is_calm = True
                 before = line
             chain.add(line, waits, root_of)
             lines.append(new)
@@ -95,17 +100,28 @@ class _DependentLaunches:
         on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.specs
         return on_device and line.kernel in self.warps
 
-    def _spreads(self, before: Launch, line: Launch) -> bool:
-        """Whether the programs of a launch occupy a GPU evenly if they start while those of the one before run.
+    def _signal(self, before: Launch, line: Launch, is_calm: bool) -> Signal:
+        """Returns when a launch may start: as early as its programs occupy a GPU evenly nevertheless.
 
         Programs start where others end first. That leaves processors without work unless one launch has few programs,
-        or the later one has so many that they are distributed until its end.
+        or the later one has so many that they are distributed until its end. Before its wait, a launch runs beside the
+        one before it, which must have few programs (`is_calm`), too.
         """
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
-            return False
-        processors = self.specs[line.outs[0].tensor_type.device.type].multiprocessors
-        return min(programs, new) <= processors or new * self.warps[line.kernel] >= 2 * processors * _RESIDENT_WARPS
+            return Signal.AT_END
+        many = 2 * self._processors(line) * _RESIDENT_WARPS
+        if not self._is_small(before) and not self._is_small(line) and new * self.warps[line.kernel] < many:
+            return Signal.AT_END
+        return Signal.AT_START if is_calm else Signal.AFTER_WAIT
+
+    def _is_small(self, line: Launch) -> bool:
+        """Whether a launch has no more programs than the device has processors."""
+        programs = product(line.grid)
+        return isinstance(programs, int) and programs <= self._processors(line)
+
+    def _processors(self, line: Launch) -> int:
+        return self.specs[line.outs[0].tensor_type.device.type].multiprocessors
 
     def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
         """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""

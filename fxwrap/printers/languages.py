@@ -15,6 +15,7 @@ from fxwrap.errors import FxwrapError
 from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_rows_and_columns
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
+from fxwrap.printers.triton import Signal as Signal
 from fxwrap.printers.triton import add_dependent_launch as add_dependent_launch
 from fxwrap.printers.triton import (
     can_use_dot,

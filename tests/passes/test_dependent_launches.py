@@ -7,6 +7,7 @@ import pytest
 from fxwrap.devices import CUDA
 from fxwrap.lines import CORE_LINES, Launch
 from fxwrap.passes.dependent_launches import insert_dependent_launches
+from fxwrap.printers import Signal
 from fxwrap.wrapper_ir import KernelDefinition, Program, early_reads, parse_program, print_program, verify
 
 SOURCE = """import triton
@@ -70,30 +71,57 @@ def test_launches_after_a_launch_are_dependent_and_read_weights_early() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "early"),
+    ("first", "before", "after", "signal"),
     [
-        (1, 4000, True),
-        (4000, 1, True),
-        (4000, 4000, False),
-        (4000, 10_000, True),
-        ("s0", 1, False),
-        (4000, "s0", False),
+        (1, 1, 4000, Signal.AT_START),
+        (1, 4000, 1, Signal.AT_START),
+        (4000, 1, 4000, Signal.AFTER_WAIT),
+        (4000, 1, 1, Signal.AFTER_WAIT),
+        (4000, 4000, 1, Signal.AFTER_WAIT),
+        ("s0", 1, 1, Signal.AFTER_WAIT),
+        (1, 4000, 4000, Signal.AT_END),
+        (1, 4000, 10_000, Signal.AT_START),
+        (4000, 4000, 10_000, Signal.AFTER_WAIT),
+        (1, "s0", 1, Signal.AT_END),
+        (1, 4000, "s0", Signal.AT_END),
     ],
 )
 def test_the_next_kernel_starts_early_where_its_programs_spread(
-    before: int | str, after: int | str, early: bool
+    first: int | str, before: int | str, after: int | str, signal: Signal
 ) -> None:
-    """A kernel of which one launch is before one that does not spread signals at its end."""
+    """Programs of a launch, of the ones before and after it, and when its kernel signals."""
     lines = f"""%a = memory.alloc() : {F}
-        kernel.launch @k(%x, %w) outs=(%a)
+        kernel.launch @other(%x, %w) outs=(%a) grid=(1, 1, 1)
+        kernel.launch @other(%x, %w) outs=(%a) grid=({first}, 1, 1)
         kernel.launch @k(%a, %w) outs=(%c) grid=({before}, 1, 1)
         %y = memory.alloc() : {F}
         kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
         memory.free(%a)
         control.return(%y)"""
     source = insert_dependent_launches(program_of(lines), {"cuda": CUDA}).kernel("k").source
-    assert ("wait_for_launches()\n    launch_dependents()" in source) == early
-    assert source.rstrip().endswith("launch_dependents()") == (not early)
+    assert signal_of(source) is signal
+
+
+def test_a_kernel_signals_when_all_its_launches_may() -> None:
+    """The first of a chain may at its start, the second, behind a large one, after its wait."""
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a)
+        kernel.launch @other(%a, %w) outs=(%c) grid=(4000, 1, 1)
+        kernel.launch @k(%c, %w) outs=(%a)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%a, %v) outs=(%y) grid=(4000, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    program = insert_dependent_launches(program_of(lines), {"cuda": CUDA})
+    assert [signal_of(program.kernel(name).source) for name in ("k", "other")] == [Signal.AFTER_WAIT, Signal.AT_START]
+
+
+def signal_of(source: str) -> Signal:
+    """When a waiting kernel lets the next one start."""
+    before, after = source[source.rindex("@triton.jit") :].split("    wait_for_launches()\n")
+    if "    launch_dependents()\n" in before:
+        return Signal.AT_START
+    return Signal.AFTER_WAIT if after.startswith("    launch_dependents()\n") else Signal.AT_END
 
 
 def test_other_devices_and_languages_are_unchanged() -> None:

@@ -14,6 +14,7 @@ from fxwrap.loop_ir import Kernel, parse_kernel
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.triton import (
     Configuration,
+    Signal,
     add_dependent_launch,
     combine_triton_kernels,
     configurations,
@@ -61,15 +62,19 @@ def row_times_matrix(columns: int = 16, products: int = 64) -> Kernel:
     )
 
 
-def waiting(printed: PrintedKernel, unwritten: Collection[int], signals_early: bool = True) -> PrintedKernel:
+def waiting(printed: PrintedKernel, unwritten: Collection[int], signal: Signal = Signal.AFTER_WAIT) -> PrintedKernel:
     """The kernel with both instructions; before the wait it accesses none but unwritten tensors."""
-    source, read = add_dependent_launch(printed.source, printed.signature, printed.options, unwritten, signals_early)
+    source, read = add_dependent_launch(printed.source, printed.signature, printed.options, unwritten, signal)
     assert set(read) <= set(unwritten)
     header, *body = source[source.rindex("@triton.jit") :].splitlines()[1:]
     assert [line for line in body if "wait_for_launches" in line] == ["    wait_for_launches()"]
     assert [line for line in body if "launch_dependents" in line] == ["    launch_dependents()"]
     at = body.index("    wait_for_launches()")
-    assert body.index("    launch_dependents()") == (at + 1 if signals_early else len(body) - 1)
+    signalled = body.index("    launch_dependents()")
+    if signal is Signal.AT_START:
+        assert signalled < at and not [line for line in body[:signalled] if "load" in line]
+    else:
+        assert signalled == (at + 1 if signal is Signal.AFTER_WAIT else len(body) - 1)
     before = body[:at]
     assert not [line for line in before for effect in EFFECTS if effect in line]
     parameters = re.findall(r"\w+", header.partition("(")[2])
@@ -77,8 +82,8 @@ def waiting(printed: PrintedKernel, unwritten: Collection[int], signals_early: b
     return replace(printed, source=source)
 
 
-def make_waiting(*unwritten: int, signals_early: bool = True) -> Callable[[PrintedKernel], PrintedKernel]:
-    return lambda printed: waiting(printed, unwritten, signals_early)
+def make_waiting(*unwritten: int, signal: Signal = Signal.AFTER_WAIT) -> Callable[[PrintedKernel], PrintedKernel]:
+    return lambda printed: waiting(printed, unwritten, signal)
 
 
 def early_lines(source: str) -> list[str]:
@@ -111,16 +116,14 @@ def test_an_index_is_loaded_early_with_what_it_selects() -> None:
     assert [line.split(" ")[0] for line in early_lines(text) if "load" in line] == ["x_early"]
 
 
-@pytest.mark.parametrize("signals_early", [True, False])
-def test_loops_and_dots_are_after_the_wait(signals_early: bool) -> None:
+@pytest.mark.parametrize("signal", Signal)
+def test_loops_and_dots_are_after_the_wait(signal: Signal) -> None:
     kernel = matmul(5, 40, 256, "f16")
-    transform = make_waiting(1, signals_early=signals_early)
+    transform = make_waiting(1, signal=signal)
     text = check(kernel, dot(kernel, rows_first=False), transform=transform, tolerance=0.1)
     assert not [line for line in early_lines(text) if "load" in line]
     quantised = int4(3)
-    check(
-        quantised, steps(quantised, 8, 2), transform=make_waiting(1, 2, 3, signals_early=signals_early), tolerance=0.5
-    )
+    check(quantised, steps(quantised, 8, 2), transform=make_waiting(1, 2, 3, signal=signal), tolerance=0.5)
 
 
 def test_no_thread_loads_many_bytes_early() -> None:
@@ -154,7 +157,7 @@ def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr):
 def test_a_combo_kernel_selects_its_weights_before_it_waits() -> None:
     printed = [flat(scaled(size)) for size in (100, 200)]
     combo = combine_triton_kernels(printed, [False, False, False], "combo")
-    source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3), False)
+    source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3), Signal.AT_END)
     assert read == (0, 1)  # the shift of the first kernel may be written
     before = early_lines(source)
     assert before[-1].startswith("x_early = tl.load(x_ptr + ")
@@ -190,18 +193,19 @@ GPU_KERNELS: dict[str, tuple[Kernel, tuple[int, ...]]] = {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("signals_early", [True, False])
+@pytest.mark.parametrize("signal", Signal)
 @pytest.mark.parametrize("name", GPU_KERNELS)
-def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str, signals_early: bool) -> None:
+def test_the_wait_is_after_reads_of_weights_and_before_all_other_accesses(name: str, signal: Signal) -> None:
     kernel, unwritten = GPU_KERNELS[name]
-    printed = waiting(print_triton(kernel), unwritten, signals_early)
+    printed = waiting(print_triton(kernel), unwritten, signal)
     text: str = compiled(printed).asm["ptx"]
     assert not SPILLED.search(text)
     assert text.count("griddepcontrol.launch_dependents") == text.count("griddepcontrol.wait") == 1
     before, _, after = text.partition("griddepcontrol.wait")
     assert ("ld.global" in before) == (name != "rows"), "a step that is no loop reads weights early"
     assert not re.search(r"st\.global|red\.|atom\.|\bret;|\bexit;", before) and "st.global" in after
-    stored = after.partition("griddepcontrol.launch_dependents")[0]
-    assert ("st.global" in stored) == (not signals_early)
+    signalled, _, rest = text.partition("griddepcontrol.launch_dependents")
+    assert ("griddepcontrol.wait" in rest) == (signal is Signal.AT_START)
+    assert ("st.global" in signalled) == (signal is Signal.AT_END)
     old: str = compiled(printed, 80).asm["ptx"]
     assert "griddepcontrol" not in old

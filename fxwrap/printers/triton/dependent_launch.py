@@ -2,7 +2,7 @@
 
 The kernel computes indices, reads memory that no launch before it writes, and then waits. All other statements, which
 stay as they were printed, run after the wait: that a program waits once, whatever it computes, follows from the form of
-the text. It lets the next kernel start right after its wait, or at its end.
+the text. It signals that the next kernel may start: first of all, right after its wait, or at its end.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from fxwrap.names import NameAllocator
 from fxwrap.printers.triton.helpers import helper_sources
@@ -31,12 +32,20 @@ _LOADED_BYTES = 128
 _WAIT, _SIGNAL = "wait_for_launches", "launch_dependents"
 
 
+class Signal(IntEnum):
+    """When a kernel lets the next one start, once all its programs have come so far: the earlier, the larger."""
+
+    AT_END = 0
+    AFTER_WAIT = 1
+    AT_START = 2
+
+
 def add_dependent_launch(
     source: str,
     signature: tuple[str, ...],
     options: Sequence[tuple[str, object]],
     unwritten: Collection[int],
-    signals_early: bool,
+    signal: Signal,
 ) -> tuple[str, tuple[int, ...]]:
     """Returns a printed kernel's source with both instructions, and the parameters that it reads before the wait.
 
@@ -45,12 +54,12 @@ def add_dependent_launch(
         signature: of the kernel.
         options: of the kernel.
         unwritten: the positions of tensors that no launch writes which may run while the kernel starts.
-        signals_early: whether the next kernel may start after the wait of all programs instead of at their end.
+        signal: when the next kernel may start.
     """
     kernel = KernelSource(source, signature, {name: item for name, item in options if name.isupper()})
     warps = dict(options).get("num_warps", 4)
     assert isinstance(warps, int), "the number of warps is an integer"
-    return _Prelude(kernel, frozenset(unwritten), warps).text(signals_early)
+    return _Prelude(kernel, frozenset(unwritten), warps).text(signal)
 
 
 def is_waiting(source: str) -> bool:
@@ -93,7 +102,7 @@ class _Prelude:
         for statement in kernel.body[: self.prefix]:
             self._define(self.definitions, statement)
 
-    def text(self, signals_early: bool) -> tuple[str, tuple[int, ...]]:
+    def text(self, signal: Signal) -> tuple[str, tuple[int, ...]]:
         """Returns the kernel's new source and the parameters that it reads early."""
         replaced: list[tuple[ast.Call, str]] = []
         current = dict(self.definitions)
@@ -103,7 +112,7 @@ class _Prelude:
                     with suppress(_NotEarlyError), self._attempt():
                         replaced.append((load, self._load(load, current)))
             self._define(current, statement)
-        return self._inserted(replaced, signals_early), tuple(sorted(self.read))
+        return self._inserted(replaced, signal), tuple(sorted(self.read))
 
     def _pure_prefix(self) -> int:
         """Returns the number of statements before the first one that accesses memory."""
@@ -220,19 +229,21 @@ class _Prelude:
 
     # --- the text -----------------------------------------------------------------------------------------------------
 
-    def _inserted(self, replaced: Sequence[tuple[ast.Call, str]], signals_early: bool) -> str:
+    def _inserted(self, replaced: Sequence[tuple[ast.Call, str]], signal: Signal) -> str:
         """Returns the source with the prelude and both instructions, and early loads replaced by their results."""
         lines = [line.encode() for line in self.kernel.source.splitlines()]
         for load, name in sorted(replaced, key=lambda item: (item[0].lineno, item[0].col_offset), reverse=True):
             line = lines[load.lineno - 1]
             lines[load.lineno - 1] = line[: load.col_offset] + name.encode() + line[load.end_col_offset :]
         texts = [line.decode() for line in lines]
-        if not signals_early:
+        if signal is Signal.AT_END:
             texts.insert(self.kernel.body[-1].end_lineno or len(texts), f"    {_SIGNAL}()")
         start = self.kernel.body[min(self.prefix, len(self.kernel.body) - 1)].lineno - 1
         while texts[start - 1].strip().startswith("#"):
             start -= 1
-        prelude = [*self.lines, f"{_WAIT}()", *([f"{_SIGNAL}()"] if signals_early else [])]
+        prelude = [*self.lines, f"{_WAIT}()"]
+        if signal is not Signal.AT_END:
+            prelude.insert(0 if signal is Signal.AT_START else len(prelude), f"{_SIGNAL}()")
         texts[start:start] = [f"    {line}" for line in prelude]
         head = self.kernel.function.decorator_list[0].lineno - 1
         texts[head:head] = [*"\n\n\n".join(helper_sources([_WAIT, _SIGNAL])).splitlines(), "", ""]
