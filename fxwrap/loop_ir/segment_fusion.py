@@ -7,17 +7,20 @@ resulting loops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, as_index
+from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
-from fxwrap.loop_ir.segments import MAX_SEGMENTS, AxisComparison, axis_comparisons, decide_comparisons
+from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, decide_comparisons
 from fxwrap.loop_ir.traffic import access_bytes
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, floor_divide
+
+MAX_UNROLLED = 4
+"""The most elements of an axis that may each be a segment."""
 
 
 def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
@@ -26,8 +29,9 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     Stores do not transfer more: scattered ones cost more than the loads that they save.
 
     The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
-    axis; each segment has stores of its own, after all loads. Other kernels are returned unchanged. `hint` returns a
-    typical value of a size.
+    axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements that indices
+    divide, as those of a cross product or a roll, has a segment for each element. Other kernels are returned unchanged.
+    `hint` returns a typical value of a size.
     """
     if kernel.reduced or any(store.mode != "set" for store in kernel.stores):
         return kernel
@@ -41,7 +45,10 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
 def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kernel | None:
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
-    ordinals = _equal_segments(axis, comparisons.values())
+    points = {point for comparison in comparisons.values() for point in comparison.points}
+    if _is_short(axis) and _divides(kernel, axis):
+        points |= {as_index(element) for element in range(1, int(axis.size))}
+    ordinals = _equal_segments(axis, points)
     if not ordinals:
         return None
     count = max(ordinals.values())
@@ -61,13 +68,22 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
     return fused if fused_loaded + fused_stored < loaded + stored and not is_scattered else None
 
 
-def _equal_segments(axis: Axis, comparisons: Collection[AxisComparison]) -> dict[Index, int]:
-    """Returns the first segment at or after each point of comparisons; {} unless segments provably have one length.
+def _is_short(axis: Axis) -> bool:
+    return isinstance(axis.size, int) and axis.size <= MAX_UNROLLED
+
+
+def _divides(kernel: Kernel, axis: Axis) -> bool:
+    """Whether a load's index divides an axis, as that of a roll or a cross product does: its elements are anywhere."""
+    atoms = {atom for load in kernel.operations if isinstance(load, Load) for atom in load.index.atoms()}
+    return any(axis in atom.base.axes() for atom in atoms if isinstance(atom, FloorDivide | Modulo))
+
+
+def _equal_segments(axis: Axis, points: Set[Index]) -> dict[Index, int]:
+    """Returns the first segment at or after each point; {} unless segments provably have one length.
 
     The points at or beyond the end of the axis have the number of segments.
     """
     whole = as_index(axis.size)
-    points = {point for comparison in comparisons for point in comparison.points}
     ordinals = {point: number for point in points if (number := _outside(point, whole)) is not None}
     count = len(points) - len(ordinals) + 1
     if not 1 < count <= MAX_SEGMENTS:

@@ -81,8 +81,32 @@ def concatenations(draw: st.DrawFn) -> Kernel:
     return body.finish(axes, [], [Buffer(name, dtype, size) for name in "xyz"], [Buffer("out", dtype, size)])
 
 
+@st.composite
+def rolled(draw: st.DrawFn) -> Kernel:
+    """Products of elements anywhere in the rows of short tensors, of which conditions may select some."""
+    dtype, count = draw(st.sampled_from((F32, torch.float64, torch.int8, torch.int16))), draw(st.integers(1, 5))
+    short, rows = Axis("a", count), Axis("b", draw(st.integers(1, 5)))
+    body = KernelBuilder()
+    value: Scalar | None = None
+    for _ in range(draw(st.integers(1, 4))):
+        along = (as_index(short) * draw(st.integers(1, 2)) + draw(st.integers(0, count))) % count
+        row = (as_index(rows) + draw(st.integers(0, 4))) % rows.size if draw(st.booleans()) else as_index(rows)
+        name = draw(st.sampled_from("xyz"))
+        if draw(st.integers(0, 3)):
+            element = body.load(name, row * count + along, dtype)
+        else:
+            with body.masked(condition(draw, body, short, draw(st.integers(0, count)))):
+                element = body.load(name, row * count + along, dtype)
+        value = element if value is None else value * element
+    assert value is not None
+    body.store("out", as_index(rows) * count + short, value)
+    size = count * int(rows.size)
+    buffers = [Buffer(name, dtype, size) for name in "xyz"]
+    return body.finish([rows, short], [], buffers, [Buffer("out", dtype, size)])
+
+
 @settings(max_examples=sample_size(300))
-@given(concatenations())
+@given(concatenations() | rolled())
 def test_fused_segments_compute_the_same(kernel: Kernel) -> None:
     fused = fuse_segments(kernel, int)
     generator = torch.Generator().manual_seed(1)

@@ -76,6 +76,9 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int, int]] = {
     "a bounds check": (
         lambda x, y: torch.cat((x.gather(0, y.abs().long()), y), 1), [(9, 8), (3, 8)], 2, 2,
     ),
+    "rolled elements of a short dimension": (
+        lambda x, y: x.roll(1, -1) * y.roll(2, -1) - x.roll(3, -1) * y, [(64, 4), (64, 4)], 8, 4,
+    ),
     "elements that it overwrites": (
         lambda x, y: x.copy_(torch.cat((y + 1, y - 1), 1) * x), [(3, 16), (3, 8)], 3, 2,
     ),
@@ -89,6 +92,12 @@ UNCHANGED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     ),
     "a reduction": (lambda x, y: torch.cat((x + y, x - y), 1).sum(0), [(3, 8), (3, 8)]),
 }  # fmt: skip
+
+DIVIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "elements that stride over sectors": (lambda x, y: torch.linalg.cross(x, y.roll(1, 0)), [(64, 3), (64, 3)]),
+    "a longer dimension": (lambda x, y: x.roll(1, -1) * y + x.roll(2, -1), [(64, 8), (64, 8)]),
+    "elements that are read once": (lambda x, y: x.roll(1, -1) * y, [(64, 3), (64, 3)]),
+}
 
 
 SEPARATE: dict[str, Callable[..., Any]] = {
@@ -105,9 +114,9 @@ def test_costly_values_are_not_computed_by_a_kernel_that_selects(case: str) -> N
     assert len(planned.kernels) > 1
 
 
-def run(function: Callable[..., Any], shapes: list[tuple[int, ...]]) -> Kernel:
+def run(function: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Kernel:
     """Compares a function's kernel with eager, also one iteration after another; returns it."""
-    inputs = [torch.randn(shape) for shape in shapes]
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
     planned = check(function, *inputs)
     results = planned.run([item.clone() for item in inputs], evaluate_in_loop_order)
     wanted = leaves(function(*[item.clone() for item in inputs]))
@@ -133,6 +142,23 @@ def test_other_concatenations_select_their_elements(case: str) -> None:
     function, shapes = UNCHANGED[case]
     kernel = run(function, shapes)
     assert len(kernel.stores) == 1 and any(item.mask for item in loads(kernel)), str(kernel)
+
+
+def test_a_cross_product_loads_each_element_once() -> None:
+    """The three elements of a row are near each other: in half precision, rows are loaded and stored as a whole."""
+
+    def cross(x: Tensor, y: Tensor) -> Tensor:
+        return x.roll(2, -1) * y.roll(1, -1) - x.roll(1, -1) * y.roll(2, -1)
+
+    kernel = run(cross, [(64, 3), (64, 3)], torch.bfloat16)
+    assert (len(loads(kernel)), len(kernel.stores), len(kernel.axes)) == (6, 3, 1), str(kernel)
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_other_divided_dimensions_are_not_unrolled(case: str) -> None:
+    function, shapes = DIVIDED[case]
+    kernel = run(function, shapes)
+    assert len(kernel.stores) == 1, str(kernel)
 
 
 def symbolic(function: Callable[..., Any], *inputs: Tensor) -> Planned:
