@@ -31,7 +31,6 @@ from fxwrap.lowering.fusion.definitions import (
     copy_definition,
     pointwise,
 )
-from fxwrap.lowering.rules.creation import full_tensor
 from fxwrap.lowering.rules.indexing_common import (
     broadcast_sizes,
     canonicalize_dim,
@@ -216,9 +215,6 @@ ElementWrite = Callable[[ElementReader, Indices], tuple[Sequence[IndexLike], Sca
 SCATTER_MODES = {"sum": "add", "add": "add", "prod": "prod", "multiply": "prod", "amax": "max", "amin": "min"}
 """Store modes by the `reduce` argument of scatter operators."""
 
-_MAX_SUM_RATIO = 8
-"""The most elements of a half-precision table for each gradient with which its sums in float32 are faster."""
-
 _DOMINANT_NAN_BITS = {
     ("max", torch.float32): (torch.int32, 0x7FC00000), ("max", torch.float64): (torch.int64, 0x7FF8000000000000),
     ("min", torch.float32): (torch.int32, -0x400000), ("min", torch.float64): (torch.int64, -0x8000000000000),
@@ -273,7 +269,7 @@ def lower_scatter(
     last index is the last one of the space.
     """
     check_store_mode(call.dtype, call.spec, mode, space[-1] if of_rows and space else 1)
-    is_wide = rounds_once or mode != "add" or not _is_larger(call.sizes, space)
+    is_wide = rounds_once or mode != "add" or not is_larger(call.sizes, space)
     computes = compute_dtype(call.dtype)
     dtype = computes if call.dtype in HALF_PRECISION and mode != "set" and is_wide else call.dtype
 
@@ -290,7 +286,7 @@ def lower_scatter(
     return scattered if dtype is call.dtype else copy_definition(scattered, call.dtype)
 
 
-def _is_larger(sizes: Sequence[Size], space: Sequence[Size]) -> bool:
+def is_larger(sizes: Sequence[Size], space: Sequence[Size]) -> bool:
     """Whether a tensor has more elements than an index space, as far as both are known."""
     own, other = product(sizes), product(space)
     return not isinstance(own, int) or not isinstance(other, int) or own > other
@@ -436,26 +432,6 @@ def _put(call: OperatorCall, x: Definition, index: Definition, source: Definitio
         return from_flat([flat]), reader.load(source, to_source(indices))
 
     return lower_scatter(call, x, index.sizes, "add" if accumulate else "set", write)
-
-
-@lowering_rule("aten.embedding_dense_backward.default", index_argument=1)
-def _embedding_backward(
-    call: OperatorCall, grad: Definition, index: Definition, rows: Size, padding: int, scale_by_frequency: bool
-) -> LoweringResult:
-    if scale_by_frequency:
-        raise Declined("the number of reads of each row must be counted first")
-    if call.dtype in HALF_PRECISION and _is_larger(call.sizes, (_MAX_SUM_RATIO, *grad.sizes)):
-        raise Declined("two passes over a table in float32 would take longer than the library, which sorts the rows")
-
-    def write(reader: ElementReader, indices: Indices) -> tuple[Sequence[IndexLike], Scalar]:
-        row = load_indirect_index(reader, index, indices[:-1], rows, writes=True)
-        value = reader.load(grad, indices)
-        if padding != -1:
-            value = reader.body.index(row).equals(reader.number(padding, torch.int64)).where(0, value)
-        return [row, indices[-1]], value
-
-    zeros = full_tensor(call.sizes, call.dtype, call.device, 0)
-    return lower_scatter(call, zeros, grad.sizes, "add", write, rounds_once=True, of_rows=True)
 
 
 @lowering_rule("aten.masked_scatter.default", "aten.index_reduce.default")

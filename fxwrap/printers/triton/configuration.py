@@ -50,6 +50,9 @@ MAX_PERSISTENT_ELEMENTS = 16384
 _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 """The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
 
+_MIN_ROW_BLOCK = 128
+"""The least columns of a block of rows at indirect indices: a vector of four for each thread of a warp."""
+
 _MIN_PROGRAM_BYTES = 4096
 """The bytes that a program moves at least: an H200 starts no more than 1.6 programs in a nanosecond."""
 
@@ -125,7 +128,7 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
 
     Interleaved accesses have 16 bytes together.
     """
-    moved = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
+    moved = _accesses(kernel)
     smallest = min([itemsize(kernel, access) for access in moved], default=4)
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
@@ -149,6 +152,10 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, wave: int) -> tupl
     return min(block, next_power_of_2(total)), 4
 
 
+def _accesses(kernel: Kernel) -> list[Load | Store]:
+    return [item for item in kernel.operations if isinstance(item, Load | Store)]
+
+
 def _is_gather(access: Load | Store) -> bool:
     """Whether an access is at an indirect index."""
     return any(isinstance(atom, IndirectIndex) for atom in access.index.atoms())
@@ -157,7 +164,7 @@ def _is_gather(access: Load | Store) -> bool:
 def _gathers_rows(kernel: Kernel, inner: Axis) -> bool:
     """Whether all indirect indices select rows: none of them varies along the inner axis."""
     varies = kernel.varying_along((inner,))
-    atoms = [atom for item in kernel.operations if isinstance(item, Load | Store) for atom in item.index.atoms()]
+    atoms = [atom for item in _accesses(kernel) for atom in item.index.atoms()]
     return not any(isinstance(atom, IndirectIndex) and varies[atom.operation] for atom in atoms)
 
 
@@ -192,11 +199,16 @@ def _pointwise_tile(
     """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions.
 
     Rows that are not aligned to whole vectors are a flat block where all accesses are linear: then these are vectors.
+    Those at indirect indices have narrower blocks, which they fill: in a flat block, an index differs for each element.
     """
     rest = tuple([axis for axis in kernel.axes if axis != inner])
     size = hint(inner.size)
     x_block = min(block, next_power_of_2(size))
     filled = -(-size // x_block) * x_block
+    is_row = any(_is_gather(item) for item in _accesses(kernel)) and _gathers_rows(kernel, inner)
+    while is_row and filled * 4 > size * 5 and x_block > _MIN_ROW_BLOCK:
+        x_block //= 2
+        filled = -(-size // x_block) * x_block
     has_vectors = is_unaligned(kernel, inner) and _is_linear(kernel)
     if not rest or has_vectors or (filled * 4 > size * 5 and isinstance(inner.size, int)):
         return TileConfiguration(x=kernel.axes, x_block=block, num_warps=warps)
@@ -206,9 +218,9 @@ def _pointwise_tile(
 
 def _is_linear(kernel: Kernel) -> bool:
     """Whether all accesses are of adjacent elements in adjacent iterations, over all axes, without masks."""
-    moved = [item for item in kernel.operations if isinstance(item, Load | Store)]
     return all(
-        item.mask is None and not _is_gather(item) and row_step(item.index, kernel.axes) == ONE for item in moved
+        item.mask is None and not _is_gather(item) and row_step(item.index, kernel.axes) == ONE
+        for item in _accesses(kernel)
     )
 
 

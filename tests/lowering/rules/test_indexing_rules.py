@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxwrap
 from fxwrap.devices import CPU
+from fxwrap.lines import Alloc
 from fxwrap.loop_ir import Axis, Buffer, DeviceAssert, Kernel, evaluate_kernel
 from fxwrap.lowering.fusion.definitions import Scattered, Stored, pointwise
 from fxwrap.lowering.fusion.tracing import BodyBuilder
-from fxwrap.lowering.rules import RULES, OperatorCall, indexing
+from fxwrap.lowering.rules import RULES, OperatorCall, embedding_gradients, indexing
 from fxwrap.lowering.rules.indexing_common import checked_indirect_index
 from tests.lowering import evaluate_definitions
 from tests.lowering.rules.check_rules import (
@@ -140,7 +145,7 @@ def test_rules_match_eager(name: str) -> None:
 
 
 def test_every_rule_has_a_sample() -> None:
-    named = registered_names(indexing)
+    named = registered_names(indexing) | registered_names(embedding_gradients)
     assert named == set(SAMPLES) | set(DECLINED)
     assert named <= set(RULES)
 
@@ -307,6 +312,62 @@ def test_half_precision_is_summed_in_float32_where_the_tensor_is_small_or_eager_
     assert isinstance(result, Scattered) and result.dtype is torch.bfloat16
     table = (values[:, None], zeros, 8 * 512 + 1, -1, False)
     assert "two passes" in run_rule("aten.embedding_dense_backward.default", table, "cuda")
+
+
+@pytest.mark.parametrize("padding", [-1, 3])
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (5, 1)])
+def test_embedding_gradients_of_large_tables_are_summed_in_slots(
+    shape: tuple[int, ...], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of float32 have a row for each gradient; the table is written once, in half precision."""
+    name = "aten.embedding_dense_backward.default"
+    grad = torch.randn(*shape, 8, dtype=torch.bfloat16)
+    sample = (grad, torch.randint(9, shape), 40, padding, False)
+    exact = overload(name)(grad.double(), *sample[1:]).bfloat16()
+    scattered = run_rule(name, sample, "cuda")
+    monkeypatch.setattr(embedding_gradients, "_COMPACT_LAUNCHES", 0)
+    compact = run_rule(name, sample, "cuda")
+    for result in (scattered, compact):
+        torch.testing.assert_close(result, exact, rtol=2**-7, atol=0)
+    assert torch.equal(compact == 0, exact == 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "device", "is_compact"),
+    [
+        (torch.bfloat16, 4096, "cuda", True),
+        (torch.bfloat16, 128, "cuda", False),  # the launches cost more
+        (torch.float32, 4096, "cuda", False),  # the sums are the result
+        (torch.bfloat16, 4096, "cpu", False),
+    ],
+)
+def test_compact_sums_are_chosen_by_the_bytes_that_they_save(
+    dtype: torch.dtype, rows: int, device: str, is_compact: bool
+) -> None:
+    with FakeTensorMode():
+        fakes = torch.empty(16, 1024, dtype=dtype, device=device), torch.empty(16, dtype=torch.int64, device=device)
+        graph = make_fx(lambda grad, index: torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False))(
+            *fakes
+        )
+    program = fxwrap.lower(graph, fakes)
+    types = [line.result.tensor_type for line in program.lines() if isinstance(line, Alloc)]
+    allocated = {(item.dtype, item.sizes) for item in types}
+    assert ((torch.int32, (rows,)) in allocated) == is_compact, str(program)
+    assert (torch.float32, (rows, 1024)) not in allocated or not is_compact
+
+
+@pytest.mark.parametrize("padding", [-1, 5])
+def test_compact_sums_in_triton(padding: int) -> None:
+    """Gradients of few rows of a table, many of one row, in Triton's interpreter."""
+    spec = dataclasses.replace(CPU, massively_parallel=True, cpu_rounding=False)
+    options = fxwrap.Options(devices=(spec,), cpu_kernels="triton")
+    index = torch.cat((torch.randint(90, (3, 9)), torch.full((3, 2), 5), torch.full((3, 2), 7)), 1)
+    grad = torch.randn(*index.shape, 24, dtype=torch.bfloat16)
+    call = lambda grad, index: torch.ops.aten.embedding_dense_backward(grad, index, 90, padding, False)  # noqa: E731
+    compiled = fxwrap.compile_graph(make_fx(call)(grad, index), [grad, index], options=options)
+    assert "i32[90]" in str(compiled.program)
+    (result,) = compiled(grad, index)
+    torch.testing.assert_close(result, call(grad.double(), index).bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_gpus_have_no_atomic_multiply() -> None:
