@@ -33,11 +33,14 @@ def replace_axes(
     kernel: Kernel, axes: Sequence[Axis], reduced: Sequence[Axis], mapping: Mapping[Atom, IndexLike]
 ) -> Kernel:
     """Returns the kernel over other axes, with its axes replaced by index expressions over them."""
-    operations: list[Operation] = [
-        map_operation(operation, lambda position: position, lambda index: index.substitute(mapping))
-        for operation in kernel.operations
-    ]
-    return replace(kernel, axes=tuple(axes), reduced=tuple(reduced), operations=tuple(operations))
+    replaced = replace_indices(kernel, lambda index: index.substitute(mapping))
+    return replace(replaced, axes=tuple(axes), reduced=tuple(reduced))
+
+
+def replace_indices(kernel: Kernel, index: Callable[[Index], Index]) -> Kernel:
+    """Returns the kernel with `index` applied to its index expressions."""
+    operations = [map_operation(operation, lambda position: position, index) for operation in kernel.operations]
+    return replace(kernel, operations=tuple(operations))
 
 
 def _order_reductions(kernel: Kernel) -> Kernel:

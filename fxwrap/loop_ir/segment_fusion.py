@@ -46,7 +46,8 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
     points = {point for comparison in comparisons.values() for point in comparison.points}
-    if _is_short(axis) and _divides(kernel, axis):
+    is_unrolled = _is_short(axis) and _divides(kernel, axis)
+    if is_unrolled:
         points |= {as_index(element) for element in range(1, int(axis.size))}
     ordinals = _equal_segments(axis, points)
     if not ordinals:
@@ -64,8 +65,12 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
         shares[position] = sum(position in accesses for accesses in live) / count if is_along else 1
     loaded, stored = access_bytes(kernel, shares, hint)
     fused_loaded, fused_stored = access_bytes(fused, dict.fromkeys(_live_accesses(fused), 1), hint)
-    is_scattered = fused_stored > stored
-    return fused if fused_loaded + fused_stored < loaded + stored and not is_scattered else None
+    if fused_stored > stored:
+        return None
+    if is_unrolled:  # the elements of a row are in one sector, which stores that are not a vector transfer one by one
+        repeats = 1 if count & (count - 1) == 0 else count
+        return fused if fused_loaded + repeats * fused_stored <= loaded + stored else None
+    return fused if fused_loaded + fused_stored < loaded + stored else None
 
 
 def _is_short(axis: Axis) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from fxwrap.loop_ir.canonicalize import stride_magnitude
-from fxwrap.loop_ir.index import Axis, Index
+from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
+from fxwrap.loop_ir.index import ONE, Atom, Axis, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.interleaved import interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 from fxwrap.symbolic import Size, product
@@ -25,12 +25,13 @@ def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tu
 
     `shares` are the operations that count, by position, each with the share of iterations that run it. Interleaved
     accesses are one contiguous access if their number is a power of two, as GPUs' vectors are, or if they are near each
-    other. `hint` returns a typical value of a size.
+    other. An axis that is rotated counts as the axis itself. `hint` returns a typical value of a size.
     """
-    interleaved = {at: item for item in interleaved_accesses(kernel) for at in item.positions}
+    kernel = replace_indices(kernel, _without_rotations)
+    interleaved = {kernel.operations[at]: item for item in interleaved_accesses(kernel) for at in item.positions}
     loaded = stored = 0.0
     for position, share in shares.items():
-        access = interleaved.get(position)
+        access = interleaved.get(kernel.operations[position])
         is_one = access is not None and (access.halves or access.count * _itemsize(kernel, position) <= NEAR_BYTES)
         count = access.count if access is not None and is_one else 1
         transferred = transferred_bytes(kernel, position, hint, count) * share
@@ -62,6 +63,16 @@ def _itemsize(kernel: Kernel, position: int) -> int:
     access = kernel.operations[position]
     assert isinstance(access, Load | Store), "other operations access no memory"
     return next(item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs) if item.name == access.buffer)
+
+
+def _without_rotations(index: Index) -> Index:
+    """Returns an index with axes in place of their rotations, which reach the same elements."""
+    rotations: dict[Atom, IndexLike] = {}
+    for atom in [item for item in index.atoms() if isinstance(item, Modulo)]:
+        for axis in atom.base.axes():
+            if atom.base.stride(axis) == ONE and as_index(axis.size) == atom.divisor:
+                rotations[atom] = axis
+    return index.substitute(rotations)
 
 
 def _contiguous_run(index: Index, axes: list[Axis], hint: _Hint, run: int) -> tuple[int, int]:

@@ -152,6 +152,13 @@ def test_a_cross_product_loads_each_element_once() -> None:
 
     kernel = run(cross, [(64, 3), (64, 3)], torch.bfloat16)
     assert (len(loads(kernel)), len(kernel.stores), len(kernel.axes)) == (6, 3, 1), str(kernel)
+    kernel = run(lambda x: cross(x, x.roll(1, 0)), [(64, 3)], torch.bfloat16)
+    assert (len(loads(kernel)), len(kernel.stores)) == (6, 3), str(kernel)
+
+
+def test_stores_of_single_elements_cost_more_than_few_loads() -> None:
+    kernel = run(lambda x, y: x.roll(1, -1) * y + x.roll(2, -1), [(64, 3), (64, 3)], torch.bfloat16)
+    assert len(kernel.stores) == 1, str(kernel)
 
 
 @pytest.mark.parametrize("case", DIVIDED)
