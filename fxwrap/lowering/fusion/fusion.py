@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
-from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index, splits_rows
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
@@ -277,7 +277,7 @@ class Fusion:
             saved = 0.75  # elements that both read; which ones is known at run time only
         if not saved and self._is_small(kernel.space) and len(kernel.space) == len(trace.axes) > 0:
             saved = 0.5  # a launch
-        return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, definition) else None
+        return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, plan) else None
 
     def _is_safe_in_place_write(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether a kernel reads the memory that a definition overwrites only at the overwritten element.
@@ -307,13 +307,15 @@ class Fusion:
             return False
         return all(self.are_disjoint(item.target, definition.target) for item in written)
 
-    def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
+    def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan) -> bool:
         """Whether the fused kernel has as much parallelism as two kernels.
 
         On a massively parallel device, a kernel whose reduction runs down long columns or a few of them, or over rows
-        that do not fit in one program, has few programs: these should not write a whole tensor too. Reductions of rows
-        of a matmul's results are split along columns.
+        that do not fit in one program, has few programs: these should not write a whole tensor too, unless the rows are
+        split into parts, which write elements that do not depend on them. Reductions of rows of a matmul's results are
+        split along columns.
         """
+        definition = plan.definition
         if mapping.columns:
             return True
         if mapping.rows:
@@ -332,9 +334,24 @@ class Fusion:
             return True
         length = self.hint(count_points(mapping.reduced))
         if all(not reduced.isdisjoint(at[-1].axes()) for at in whole):
-            return length <= _MAX_ROW_LENGTH
+            return length <= _MAX_ROW_LENGTH or self._has_parts(kernel, mapping, plan)
         programs = self.hint(count_points(mapping.axes)) // _COLUMNS_PER_PROGRAM
         return length <= _MAX_COLUMN_LENGTH and programs >= 2 * spec.multiprocessors
+
+    def _has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan) -> bool:
+        """Whether the rows of a kernel are split into parts, which write all elements that vary along them."""
+        members = [(self.plan.definitions[member.definition], member.at) for member in kernel.members]
+        members.append((plan, mapping.at))
+        reductions = {item.definition for item, _ in members if isinstance(item.definition, Reduced)}
+        reduced = set(mapping.reduced)
+        for item, at in members:
+            if isinstance(item.definition, Reduced) or reduced.isdisjoint(axes_of(at)):
+                continue
+            if type(item.definition) is not Pointwise or not reductions.isdisjoint(item.reads):
+                return False
+        kinds = {item.source.kind for item in reductions if isinstance(item, Reduced)}
+        count, length = self.hint(count_points(mapping.axes)), self.hint(count_points(mapping.reduced))
+        return splits_rows(count, length, kinds)
 
     def _fits_row_parts(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether a program of a kernel that reduces rows and columns has a row of all elements and sums in registers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxwrap import Options, lower
+from fxwrap.devices import CPU
 from fxwrap.lines import Alloc, Launch
 from fxwrap.torch_compat import FakeTensorMode
-from fxwrap.wrapper_ir import Ownership, live_bytes, print_program
+from fxwrap.wrapper_ir import Ownership, leaves, live_bytes, print_program
 from tests.lowering.loop_order import evaluate_in_loop_order
-from tests.lowering.planned_programs import Planned, check, close, plan
+from tests.lowering.planned_programs import STRICT, Planned, check, close, plan
 from tests.support.capture import capture_graphs
 from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
@@ -340,6 +342,45 @@ def test_kernels_of_columns_on_a_gpu(function: Callable[..., Any], sizes: tuple[
         inputs = [torch.empty(sizes, device="cuda") for _ in range(function.__code__.co_argcount)]
         graph = make_fx(function)(*inputs)
     assert len([line for line in lower(graph, inputs).lines() if isinstance(line, Launch)]) == kernels
+
+
+def _masked_channels(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    masked = torch.where(y > 0, x, 0)
+    return masked, masked.sum((0, 2))
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "kernels"),
+    [
+        (lambda x, y: ((x - y).square().sum(), (x - y) * 2), (8192, 1000), 2),
+        (lambda x, y: ((x * y).amax(1), x * y, x + y), (7, 500_003), 2),
+        (_masked_channels, (66, 128, 784), 2),
+        (_masked_channels, (66, 2048, 784), 2),
+        (lambda x, y: (total := (x * y).sum(), x / total), (8192, 1000), 3),
+        (lambda x, y: ((x - y).var(), x - y), (8192, 1000), 3),
+    ],
+    ids=["a loss", "unequal parts", "channels", "many channels", "elements after the sum", "other kinds"],
+)
+def test_parts_of_long_rows_write_elements(function: Callable[..., Any], sizes: tuple[int, ...], kernels: int) -> None:
+    """Rows that are split have as many programs as elements by themselves need; many rows are not split."""
+    with FakeTensorMode():
+        fakes = [torch.empty(sizes, device="cuda") for _ in range(2)]
+        graph = make_fx(function)(*fakes)
+    assert len([line for line in lower(graph, fakes).lines() if isinstance(line, Launch)]) == kernels
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [(lambda x, y: ((x * y).amax(1), x * y, x + y), (7, 160_003)), (_masked_channels, (4, 33, 8000))],
+    ids=["unequal parts", "channels"],
+)
+def test_results_of_parts_that_write_elements(function: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    inputs = [torch.randn(sizes) for _ in range(2)]
+    gpu = dataclasses.replace(CPU, massively_parallel=True, kernel_language="triton")
+    planned = plan(make_fx(function)(*inputs), inputs, STRICT.replace(devices=[gpu]))
+    assert len(planned.launches) == 2
+    results = planned.run([item.clone() for item in inputs])
+    assert all(close(got, want) for got, want in zip(results, leaves(function(*inputs)), strict=True))
 
 
 def test_an_optimizer_step_is_one_in_place_kernel() -> None:
