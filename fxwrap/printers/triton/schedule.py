@@ -186,10 +186,15 @@ def eviction_policy(kernel: Kernel, load: Load, again: bool, last_use: bool) -> 
         return "evict_last"
     if again:
         return "evict_first" if last_use else "evict_last"
-    if load.mask is not None and not kernel.reduced:  # a segment, as in a cat
+    if load.mask is not None and not kernel.reduced and not _depends_on_loads(kernel, load.mask):
+        # a segment, as in a cat
         loads = [item for item in kernel.operations if isinstance(item, Load) and item.buffer == load.buffer]
         return "evict_last" if len(loads) == 1 else ""
     return ""
+
+
+def _depends_on_loads(kernel: Kernel, position: int) -> bool:
+    return any(isinstance(kernel.operations[at], Load) for at in kernel.backward_slice([position]))
 
 
 def atomic_text(mode: str, dtype: torch.dtype, address: str, value: str, mask: str, use: Callable[[str], str]) -> str:

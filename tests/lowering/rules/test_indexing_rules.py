@@ -354,6 +354,7 @@ def test_compact_sums_are_chosen_by_the_bytes_that_they_save(
     allocated = {(item.dtype, item.sizes) for item in types}
     assert ((torch.int32, (rows,)) in allocated) == is_compact, str(program)
     assert (torch.float32, (rows, 1024)) not in allocated or not is_compact
+    assert "evict_last" not in str(program), "gradients are loaded once, wherever masks of slots select them"
 
 
 @pytest.mark.parametrize("padding", [-1, 5])
