@@ -265,7 +265,7 @@ class _MaterialisationPlanner:
             return cost <= _CHEAP_BROADCAST and not is_repeated
         if len(consumers) <= 1 and use.max_reads_per_iteration < _MIN_STENCIL_READS:
             return True
-        if cost <= _CHEAP and self._bytes(plan.reads) <= self._bytes([plan.definition]) * _MAX_EXTRA_BYTES:
+        if cost <= _CHEAP and self._read_bytes(plan) <= self._bytes([plan.definition]) * _MAX_EXTRA_BYTES:
             return True
         if cost <= _CHEAP and self._is_summed_in_half_precision(plan):
             return True
@@ -320,7 +320,7 @@ class _MaterialisationPlanner:
         consumers = [consumer.definition for consumer in self.consumers[plan.definition]]
         if plan.definition.dtype not in STORAGE_ONLY or not all(isinstance(item, Reduced) for item in consumers):
             return False
-        readers, read = len({shared_source(item) for item in consumers}), self._bytes(plan.reads)
+        readers, read = len({shared_source(item) for item in consumers}), self._read_bytes(plan)
         materialised = read + readers * self._bytes([plan.definition])
         return readers * read <= _MAX_EXTRA_BYTES * materialised
 
@@ -328,7 +328,7 @@ class _MaterialisationPlanner:
         """Whether recomputing a tensor for each reader takes less time than writing and reading it."""
         spec = self.specs.get(plan.definition.device.type)
         instructions_per_byte = 0 if spec is None else spec.instructions_per_byte
-        recomputed = (readers - 1) * (plan.cost + instructions_per_byte * self._bytes(plan.reads) / elements)
+        recomputed = (readers - 1) * (plan.cost + instructions_per_byte * self._read_bytes(plan) / elements)
         return (
             recomputed <= instructions_per_byte * plan.definition.dtype.itemsize * readers
         )  # one write, all but one read
@@ -441,6 +441,16 @@ class _MaterialisationPlanner:
 
     def _iterations(self, use: DefUse) -> int:
         return self._count(iteration_space(use.definition)[0])
+
+    def _read_bytes(self, plan: DefinitionPlan) -> float:
+        """Returns the bytes that a definition reads: of a tensor that it reads at few places, as a slice, only these."""
+        places = Counter([other for other, _ in self.chains.tracer.trace(plan.definition).reads]) if not plan.depth else {}
+        elements = self._count(plan.definition.sizes)
+        counts = {other: self._count(other.sizes) for other in plan.reads}
+        return sum(
+            other.dtype.itemsize * (min(count, elements * places[other]) if other in places else count)
+            for other, count in counts.items()
+        )
 
     def _bytes(self, definitions: Iterable[Definition]) -> float:
         return sum(self._count(item.sizes) * item.dtype.itemsize for item in definitions)

@@ -70,6 +70,18 @@ def test_values_computed_from_few_inputs_are_recomputed_by_each_reader() -> None
     assert allocated(lowered(function, *inputs, fast=False)).count((512, 4096)) == 2
 
 
+def test_of_a_tensor_that_is_read_in_part_only_that_counts() -> None:
+    """A product of a third of each row is computed again by both halves of a rotation, which read it there."""
+
+    def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        part, rest = x.split((32, 64), -1)
+        first, second = (part * sine).chunk(2, -1)
+        return torch.cat((part * cosine + torch.cat((second, -first), -1), rest), -1)
+
+    inputs = torch.zeros(8, 1024, 96), torch.zeros(1024, 32), torch.zeros(1024, 32)
+    assert (8, 1024, 32) not in allocated(lowered(rotated, *inputs))
+
+
 def test_rows_at_indirect_indices_are_traversed_as_rows() -> None:
     """Not as columns, in parts: positions are adjacent, but the elements that are read there are not."""
 
