@@ -215,6 +215,24 @@ def test_the_backward_receives_the_saved_layouts() -> None:
 # --- what stays -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("base_is_saved", [True, False])
+def test_copies_of_images_are_saved_unless_their_memory_is_saved_anyway(base_is_saved: bool) -> None:
+    """Words without the first one, which a class token is, are an image: nearly channels-last, but not dense."""
+
+    def function(words: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        base = words.exp()
+        image = base[:, 1:].transpose(1, 2).unflatten(2, (16, 16))
+        return torch.conv2d(image, weight, padding=1), image, base if base_is_saved else words
+
+    inputs = [torch.randn(2, 257, 16), torch.randn(16, 16, 3, 3)]
+    compiled = compile_graph(traced(function, *inputs), inputs, flexible_stride_outputs=(1, 2))
+    result, image, base = compiled(*inputs)
+    expected = function(*inputs)
+    torch.testing.assert_close((result, image, base), expected)
+    assert image.is_contiguous(memory_format=torch.channels_last) != base_is_saved
+    assert (image.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()) == base_is_saved
+
+
 def test_graphs_without_convolutions_are_unchanged() -> None:
     x = torch.randn(IMAGES)
     graph = traced(lambda x: nn.functional.max_pool2d(x.relu(), 2) * 2, x)
