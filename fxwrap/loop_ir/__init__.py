@@ -1,6 +1,7 @@
 """The loop IR: kernels as index spaces with bodies of typed scalar operations, and their reference evaluator."""
 
 from fxwrap.loop_ir.assumptions import *
+from fxwrap.loop_ir.atoms import *
 from fxwrap.loop_ir.builder import *
 from fxwrap.loop_ir.canonicalize import *
 from fxwrap.loop_ir.column_parts import *

@@ -14,7 +14,8 @@ import sympy
 import torch
 
 from fxwrap.caching import bounded_cache
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import (
     Buffer,
     Compute,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.loop_ir.index import Axis, IndirectIndex
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex
 from fxwrap.loop_ir.kernel import Compute, DeviceAssert, Kernel, Load, Reduce, Store, indices, operands, operation_dtype
 from fxwrap.symbolic import Size, product
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.index import Atom, Index
 from fxwrap.loop_ir.kernel import (
     ASSERT_ERRORS,
     Compute,

@@ -13,9 +13,10 @@ from itertools import product as cartesian
 
 import torch
 
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex
 from fxwrap.loop_ir.builder import KernelBuilder, Scalar
 from fxwrap.loop_ir.contraction import ContractionForm, ProductSum, reduced_axes
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import (
     Compute,
     DeviceAssert,

@@ -9,7 +9,8 @@ import sympy
 from typing_extensions import assert_never
 
 from fxwrap.errors import ParseError
-from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndirectIndex, Modulo, Monomial, SizeAtom
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.index import Atom, FloorDivide, Index, Modulo, Monomial
 from fxwrap.symbolic import Size, parse_expr, print_expr
 
 

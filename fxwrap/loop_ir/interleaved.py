@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxwrap.caching import bounded_cache
-from fxwrap.loop_ir.index import Axis, Index
+from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.index import Index
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 
 MAX_INTERLEAVED = 8

@@ -12,7 +12,8 @@ import torch
 from typing_extensions import assert_never
 
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir.index import Atom, Axis, Index, IndexLike, IndirectIndex, SizeAtom, as_index
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.index_text import print_index
 from fxwrap.loop_ir.operations import REDUCTIONS, SCANS, CombineSpec
 from fxwrap.symbolic import Size, print_expr, product

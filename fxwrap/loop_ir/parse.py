@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fxwrap.errors import ParseError
-from fxwrap.loop_ir.index import Axis
+from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.index_text import parse_index, parse_size
 from fxwrap.loop_ir.kernel import (
     DTYPE_NAMES,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fxwrap.loop_ir.index import ONE, Atom, Axis, IndexLike, as_index
+from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.index import ONE, Atom, IndexLike, as_index
 from fxwrap.loop_ir.kernel import Kernel, Load, Reduce, operands
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.operations import REDUCTIONS

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
+from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
 from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, decide_comparisons
 from fxwrap.loop_ir.traffic import access_bytes

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxwrap.loop_ir.index import Axis, Index, IndirectIndex, as_index
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex
+from fxwrap.loop_ir.index import Index, as_index
 from fxwrap.loop_ir.kernel import (
     Compute,
     Constant,

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import sympy
 import torch
 
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex
 from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
-from fxwrap.loop_ir.index import ONE, Atom, Axis, Index, IndexLike, IndirectIndex, as_index
+from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import (
     Buffer,
     Constant,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fxwrap.loop_ir.index import Axis
+from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Kernel, Operation, Reduce, Store, operands
 from fxwrap.loop_ir.streaming_bounds import AxisBound, find_bounds
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fxwrap.loop_ir.index import ZERO, Axis, Index, as_index
+from fxwrap.loop_ir.atoms import Axis
+from fxwrap.loop_ir.index import ZERO, Index, as_index
 from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, IndexValue, Kernel, Operation, operation_dtype
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}

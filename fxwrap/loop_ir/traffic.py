@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
-from fxwrap.loop_ir.index import ONE, Atom, Axis, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.interleaved import interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 from fxwrap.symbolic import Size, product
