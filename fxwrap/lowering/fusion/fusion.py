@@ -342,14 +342,14 @@ class Fusion:
         """Whether the rows of a kernel are split into parts, which write all elements that vary along them."""
         members = [(self.plan.definitions[member.definition], member.at) for member in kernel.members]
         members.append((plan, mapping.at))
-        reductions = {item.definition for item, _ in members if isinstance(item.definition, Reduced)}
+        reductions = [item.definition for item, _ in members if isinstance(item.definition, Reduced)]
         reduced = set(mapping.reduced)
         for item, at in members:
             if isinstance(item.definition, Reduced) or reduced.isdisjoint(axes_of(at)):
                 continue
-            if type(item.definition) is not Pointwise or not reductions.isdisjoint(item.reads):
+            if type(item.definition) is not Pointwise or any(other in reductions for other in item.reads):
                 return False
-        kinds = {item.source.kind for item in reductions if isinstance(item, Reduced)}
+        kinds = {item.source.kind for item in reductions}
         count, length = self.hint(count_points(mapping.axes)), self.hint(count_points(mapping.reduced))
         return splits_rows(count, length, kinds)
 

@@ -443,8 +443,9 @@ class _MaterialisationPlanner:
         return self._count(iteration_space(use.definition)[0])
 
     def _read_bytes(self, plan: DefinitionPlan) -> float:
-        """Returns the bytes that a definition reads: of a tensor that it reads at few places, as a slice, only these."""
-        places = Counter([other for other, _ in self.chains.tracer.trace(plan.definition).reads]) if not plan.depth else {}
+        """Returns the bytes that a definition reads; of a tensor of which it reads a part, as a slice, only these."""
+        reads = self.chains.tracer.trace(plan.definition).reads if not plan.depth else ()
+        places = Counter([other for other, _ in reads])
         elements = self._count(plan.definition.sizes)
         counts = {other: self._count(other.sizes) for other in plan.reads}
         return sum(

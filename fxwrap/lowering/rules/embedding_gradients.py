@@ -53,6 +53,8 @@ def _is_compact(call: OperatorCall, grad: Definition) -> bool:
     table, gradients = product(call.sizes), product(grad.sizes)
     if call.dtype not in HALF_PRECISION or not isinstance(table, int) or not isinstance(gradients, int):
         return False
+    if gradients > torch.iinfo(torch.int32).max:  # slots are int32
+        return False
     saved = 2 * torch.float32.itemsize * (table - gradients)
     is_worth_it = saved >= _COMPACT_LAUNCHES * call.spec.combo_kernel_bytes
     return call.spec.massively_parallel and gradients > 0 and is_worth_it
