@@ -30,3 +30,15 @@ def test_computed_indices_have_32_bits() -> None:
 def test_loaded_indices_have_64_bits() -> None:
     large = torch.tensor([2**40, -(2**40), 2**32, 2**32 + 1, -1, 0, 1, 2, 3, 4, 5, 6])
     check(_resampled(is_loaded=True), inputs={"at": large})
+
+
+def test_positions_are_computed_from_positions() -> None:
+    """A position that is computed from another computed position, which has another number in the narrow kernel."""
+    i = Axis("p0", 12)
+
+    def write(body: KernelBuilder) -> None:
+        at = body.index(as_index(i)) - 3
+        row = body.indirect_index((at < 0).where(at + 12, at), 12)
+        body.store("out", as_index(i), body.load("x", body.indirect_index(body.index(row), 12), F32))
+
+    check(build([i], [], {"x": (F32, 12)}, {"out": (F32, 12)}, write))

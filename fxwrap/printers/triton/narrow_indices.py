@@ -59,8 +59,9 @@ def _fits_int32(kernel: Kernel, position: int) -> bool:
 def _add_narrow(copier: OperationCopier, kernel: Kernel, position: int, narrow: dict[int, int]) -> int | None:
     """Adds an operation in 32 bits; None if its operands have more, or it is none of those."""
     operation = kernel.operations[position]
-    if isinstance(operation, IndexValue | Constant):
-        return copier.add(replace(operation, dtype=torch.int32))
+    copied = copier.operations[copier.new[position]]
+    if isinstance(copied, IndexValue | Constant):
+        return copier.add(replace(copied, dtype=torch.int32))
     if not isinstance(operation, Compute) or operation.name not in _EXACT:
         return None
     wide = [item for item in operands(operation) if operation_dtype(kernel.operations[item]) is torch.int64]
