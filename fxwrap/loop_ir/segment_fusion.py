@@ -13,7 +13,7 @@ from functools import partial
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import Atom, FloorDivide, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.index import Atom, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
 from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, decide_comparisons
 from fxwrap.loop_ir.traffic import access_bytes
@@ -30,9 +30,9 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     Stores do not transfer more: scattered ones cost more than the loads that they save.
 
     The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
-    axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements that indices
-    divide, as those of a cross product or a roll, has a segment for each element. Other kernels are returned unchanged.
-    `hint` returns a typical value of a size.
+    axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements that loads rotate,
+    as those of a cross product or a roll, has a segment for each element. Other kernels are returned unchanged. `hint`
+    returns a typical value of a size.
     """
     if kernel.reduced or any(store.mode != "set" for store in kernel.stores):
         return kernel
@@ -47,7 +47,7 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
     points = {point for comparison in comparisons.values() for point in comparison.points}
-    is_unrolled = _is_short(axis) and _divides(kernel, axis)
+    is_unrolled = _is_short(axis) and _rotates(kernel, axis)
     if is_unrolled:
         points |= {as_index(element) for element in range(1, int(axis.size))}
     ordinals = _equal_segments(axis, points)
@@ -78,10 +78,10 @@ def _is_short(axis: Axis) -> bool:
     return isinstance(axis.size, int) and axis.size <= MAX_UNROLLED
 
 
-def _divides(kernel: Kernel, axis: Axis) -> bool:
-    """Whether a load's index divides an axis, as that of a roll or a cross product does: its elements are anywhere."""
+def _rotates(kernel: Kernel, axis: Axis) -> bool:
+    """Whether a load rotates an axis, as a roll or a cross product does."""
     atoms = {atom for load in kernel.operations if isinstance(load, Load) for atom in load.index.atoms()}
-    return any(axis in atom.base.axes() for atom in atoms if isinstance(atom, FloorDivide | Modulo))
+    return any(axis in atom.base.axes() for atom in atoms if isinstance(atom, Modulo))
 
 
 def _equal_segments(axis: Axis, points: Set[Index]) -> dict[Index, int]:

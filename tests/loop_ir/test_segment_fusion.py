@@ -124,6 +124,18 @@ def test_fused_segments_compute_the_same(kernel: Kernel) -> None:
         assert fused_loaded + fused_stored <= loaded + stored and fused_stored <= stored
 
 
+def test_windows_of_short_axes_are_not_unrolled() -> None:
+    """Elements of images of which each reads the windows that have it, as in the gradient of a pool."""
+    half, rows = Axis("a", 2), Axis("b", 64)
+    body = KernelBuilder()
+    windows = [as_index(rows) + (as_index(half) + 1) // 2, as_index(rows) + (as_index(half) + 2) // 2]
+    one, other = [body.load("x", index, torch.bfloat16).to(F32) for index in windows]
+    body.store("out", as_index(rows) * 2 + half, (one + other).to(torch.bfloat16))
+    buffers = [Buffer("x", torch.bfloat16, 66)], [Buffer("out", torch.bfloat16, 128)]
+    kernel = body.finish([rows, half], [], *buffers)
+    assert fuse_segments(kernel, int) is kernel
+
+
 def bytes_of(kernel: Kernel) -> tuple[float, float]:
     """The bytes of all loads, masked ones included, and those of all stores."""
     positions = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load | Store)]
