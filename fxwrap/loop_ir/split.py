@@ -7,7 +7,7 @@ writing and reading one number per part.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import sympy
@@ -96,9 +96,9 @@ class SplitPlan:
 
 def _plan_split(kernel: Kernel, hint: Callable[[Size], int]) -> SplitPlan | None:
     count, size = hint(kernel.count), hint(kernel.reduced_count)
-    across = _is_outer_reduction(kernel)
+    across = reduces_columns(kernel)
     busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
-    wanted = _wanted_parts(busy, size, across)
+    wanted = min(-(-_SATURATING_PROGRAMS // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
     finds_positions = not across and not kernel.is_multi_pass and not kinds.isdisjoint(ORDERED_REDUCTIONS)
     limit = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
@@ -127,16 +127,6 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int]) -> SplitPlan | None
     return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
 
 
-def _wanted_parts(busy: int, size: int, across: bool) -> int:
-    return min(-(-_SATURATING_PROGRAMS // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
-
-
-def splits_rows(count: int, size: int, kinds: Collection[str]) -> bool:
-    """Whether reductions of these kinds over so many rows of contiguous elements are split, whatever their size."""
-    is_long = count * size >= _MIN_ELEMENTS and _wanted_parts(max(count, 1), size, across=False) >= 2
-    return is_long and 2 * count <= _SATURATING_PROGRAMS and _KINDS_WITH_IDENTITY.issuperset(kinds)
-
-
 def _closest_divisor(size: Size, wanted: int, reach: int, wave: int | None) -> int | None:
     """Returns the divisor of a size that is closest to the wanted number of parts, or None.
 
@@ -157,7 +147,7 @@ def _closest_divisor(size: Size, wanted: int, reach: int, wave: int | None) -> i
     return None
 
 
-def _is_outer_reduction(kernel: Kernel) -> bool:
+def reduces_columns(kernel: Kernel) -> bool:
     """Whether most loads of elements are contiguous along a parallel axis."""
     loads = [
         (operation.index, len(axes))

@@ -142,8 +142,8 @@ class GraphLowering:
         """Fuses definitions to kernels, and orders kernels and calls."""
         plan, aliases_of = schedules.plan, definitions.storages.aliases_of
         fusion = Fusion(
-            plan, schedules.hint, aliases_of, self._specs, schedules.can_join, definitions.are_disjoint,
-            self._segments(),
+            plan, schedules.hint, aliases_of, self._specs, schedules.can_join, schedules.has_parts,
+            definitions.are_disjoint, self._segments(),
         )  # fmt: skip
         steps: list[CallStep | DefinitionPlan] = [*definitions.steps, *plan.computed()]
         for step in sorted(steps, key=lambda step: step.position):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from fxwrap.loop_ir import (
     find_rows_and_columns,
     hoist_expressions,
     parallel_column_block,
+    reduces_columns,
     split_columns,
     split_reductions,
     split_rows,
@@ -79,11 +80,20 @@ class KernelSchedules:
             return True
         if has_matmul and mapping.rows:
             return False
-        joined = joined_plan(kernel, mapping, plan, trace)
-        stored = {item for item in members if item in self.plan.external or not self._readers[item] <= members}
+        joined, stored = joined_plan(kernel, mapping, plan, trace), self._stored(members)
         if mapping.rows:  # a reduction of a broadcast tensor may vary along neither rows nor columns
             return find_rows_and_columns(self._built(joined, stored, self.plan)) is not None
         return self._is_schedulable(joined, stored, self.plan)
+
+    def _stored(self, members: Set[Definition]) -> set[Definition]:
+        return {item for item in members if item in self.plan.external or not self._readers[item] <= members}
+
+    def has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
+        """Whether a kernel that also computes a definition is split into contiguous parts, which store all elements."""
+        members = {plan.definition, *[member.definition for member in kernel.members]}
+        built = self._built(joined_plan(kernel, mapping, plan, trace), self._stored(members), self.plan)
+        split = self.split(built, kernel.device_type)
+        return split is not None and len(split.kernels) == 2 and not reduces_columns(split.kernels[0])
 
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.

@@ -18,7 +18,7 @@ from itertools import islice
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec, language_traits
-from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index, splits_rows
+from fxwrap.loop_ir import Atom, Axis, Index, IndexLike, IndirectIndex, as_index
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     InPlaceScatter,
@@ -82,8 +82,8 @@ class Fusion:
 
     `aliases_of` returns the definitions that share memory with a definition, itself included; `specs` are those of the
     device types that have kernels. `can_join` returns whether printers can compute a kernel with one more
-    definition; `are_disjoint` whether two stored definitions share no element. A kernel computes nodes of one
-    `segment`, by position.
+    definition, `has_parts` whether such a kernel is split into parts that store its elements, `are_disjoint` whether
+    two stored definitions share no element. A kernel computes nodes of one `segment`, by position.
     """
 
     plan: MaterialisationPlan
@@ -91,6 +91,7 @@ class Fusion:
     aliases_of: Callable[[Definition], Sequence[Definition]]
     specs: Mapping[str, DeviceSpec]
     can_join: Callable[[KernelPlan, IterationMapping, DefinitionPlan, Trace], bool]
+    has_parts: Callable[[KernelPlan, IterationMapping, DefinitionPlan, Trace], bool]
     are_disjoint: Callable[[Definition, Definition], bool]
     segment: Callable[[int], object] | None = None
     _items: list[ScheduledItem] = field(default_factory=list)
@@ -277,7 +278,7 @@ class Fusion:
             saved = 0.75  # elements that both read; which ones is known at run time only
         if not saved and self._is_small(kernel.space) and len(kernel.space) == len(trace.axes) > 0:
             saved = 0.5  # a launch
-        return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, plan) else None
+        return saved if saved > 0 and self._preserves_parallelism(kernel, mapping, plan, trace) else None
 
     def _is_safe_in_place_write(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether a kernel reads the memory that a definition overwrites only at the overwritten element.
@@ -307,7 +308,9 @@ class Fusion:
             return False
         return all(self.are_disjoint(item.target, definition.target) for item in written)
 
-    def _preserves_parallelism(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan) -> bool:
+    def _preserves_parallelism(
+        self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace
+    ) -> bool:
         """Whether the fused kernel has as much parallelism as two kernels.
 
         On a massively parallel device, a kernel whose reduction runs down long columns or a few of them, or over rows
@@ -334,24 +337,22 @@ class Fusion:
             return True
         length = self.hint(count_points(mapping.reduced))
         if all(not reduced.isdisjoint(at[-1].axes()) for at in whole):
-            return length <= _MAX_ROW_LENGTH or self._has_parts(kernel, mapping, plan)
+            return length <= _MAX_ROW_LENGTH or self._has_parts(kernel, mapping, plan, trace)
         programs = self.hint(count_points(mapping.axes)) // _COLUMNS_PER_PROGRAM
         return length <= _MAX_COLUMN_LENGTH and programs >= 2 * spec.multiprocessors
 
-    def _has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan) -> bool:
-        """Whether the rows of a kernel are split into parts, which write all elements that vary along them."""
+    def _has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
+        """Whether the long rows of a kernel are split into parts, which store elements that depend on no reduction."""
         members = [(self.plan.definitions[member.definition], member.at) for member in kernel.members]
         members.append((plan, mapping.at))
-        reductions = [item.definition for item, _ in members if isinstance(item.definition, Reduced)]
-        reduced = set(mapping.reduced)
-        for item, at in members:
-            if isinstance(item.definition, Reduced) or reduced.isdisjoint(axes_of(at)):
-                continue
-            if type(item.definition) is not Pointwise or any(other in reductions for other in item.reads):
-                return False
-        kinds = {item.source.kind for item in reductions}
-        count, length = self.hint(count_points(mapping.axes)), self.hint(count_points(mapping.reduced))
-        return splits_rows(count, length, kinds)
+        reductions: set[Definition] = {item.definition for item, _ in members if isinstance(item.definition, Reduced)}
+        elements = [
+            item for item, at in members
+            if item.definition not in reductions and not axes_of(at).isdisjoint(mapping.reduced)
+        ]  # fmt: skip
+        if any(type(item.definition) is not Pointwise or not reductions.isdisjoint(item.reads) for item in elements):
+            return False
+        return self.has_parts(kernel, mapping, plan, trace)
 
     def _fits_row_parts(self, kernel: KernelPlan, mapping: IterationMapping, definition: Definition) -> bool:
         """Whether a program of a kernel that reduces rows and columns has a row of all elements and sums in registers.
