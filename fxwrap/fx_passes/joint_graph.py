@@ -422,6 +422,10 @@ _FUSIBLE = frozenset({
     _aten.elu_backward, _aten.leaky_relu_backward, _aten.linalg_vector_norm,
     _aten.native_layer_norm, _aten.native_group_norm, _aten.native_batch_norm, _aten._native_batch_norm_legit,
     _aten._softmax, _aten.nll_loss_forward, _aten.nll_loss2d_forward,
+    _aten.mish_backward, _aten.softplus_backward, _aten.hardshrink_backward, _aten.softshrink_backward,
+    _aten.log_sigmoid_forward, _aten.log_sigmoid_backward, _aten.glu_backward, _aten._prelu_kernel_backward,
+    _aten.mse_loss, _aten.mse_loss_backward, _aten.smooth_l1_loss, _aten.smooth_l1_loss_backward,
+    _aten.huber_loss, _aten.huber_loss_backward, _aten.soft_margin_loss, _aten.soft_margin_loss_backward,
 })  # fmt: skip
 """Operators whose kernels compute operands too, beside those that torch's partitioner knows."""
 

@@ -300,8 +300,12 @@ def half_normalized_in_groups(x: Tensor, y: Tensor) -> Tensor:
     return F.silu(F.group_norm((x[:, None] + y * 2).sin().bfloat16(), 3)).float()
 
 
+def activated(x: Tensor, y: Tensor) -> Tensor:
+    return F.mish(x[:, None] + y * 2)
+
+
 RETURNED: dict[Callable[..., Tensor], int] = {
-    outer_product: 1, repeated: 1, normalized: 2, normalized_in_groups: 1, half_normalized_in_groups: 1,
+    outer_product: 1, repeated: 1, normalized: 2, normalized_in_groups: 1, half_normalized_in_groups: 1, activated: 1,
 }  # fmt: skip
 """Functions with the number of tensors as large as the result, and itself, that the forward returns."""
 
