@@ -15,6 +15,8 @@ from fxwrap.loop_ir.kernel import *
 from fxwrap.loop_ir.offsets import *
 from fxwrap.loop_ir.operations import *
 from fxwrap.loop_ir.parse import parse_kernel as parse_kernel
+from fxwrap.loop_ir.ranges import index_range as index_range
+from fxwrap.loop_ir.ranges import size_range as size_range
 from fxwrap.loop_ir.ranges import value_range as value_range
 from fxwrap.loop_ir.row_parts import *
 from fxwrap.loop_ir.segment_fusion import *

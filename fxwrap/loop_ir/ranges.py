@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from typing_extensions import assert_never
 
+from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndirectIndex, Modulo, SizeAtom
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Operation, operation_dtype
+from fxwrap.symbolic import Size, SymbolInfo, bounds
 
 Range = tuple[float, float]
 """The least and the largest number."""
@@ -17,6 +20,59 @@ UNKNOWN: Range = (-math.inf, math.inf)
 
 _ROUNDING = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
 """The largest relative error of an operation."""
+
+
+def size_range(size: Size, limits: Mapping[str, int]) -> Range:
+    """Returns the least and the largest value of a size whose symbols are from 0 to their `limits`, by name.
+
+    Sizes with other symbols are unknown.
+    """
+    if isinstance(size, int):
+        return size, size
+    if any(symbol.name not in limits for symbol in size.free_symbols):
+        return UNKNOWN
+    low, high = bounds(size, {name: SymbolInfo(name, 0, upper) for name, upper in limits.items()})
+    return -math.inf if low is None else low, math.inf if high is None else high
+
+
+def index_range(index: Index, limits: Mapping[str, int]) -> Range:
+    """Returns the least and the largest value of an index whose symbols are from 0 to their `limits`, by name."""
+    low: float = 0
+    high: float = 0
+    for monomial, coefficient in index.terms:
+        term = _product([(coefficient, coefficient), *[_atom_range(atom, limits) for atom in monomial]])
+        low, high = low + term[0], high + term[1]
+    return low, high
+
+
+def _atom_range(atom: Atom, limits: Mapping[str, int]) -> Range:
+    match atom:
+        case Axis() | IndirectIndex():
+            return 0, max(size_range(atom.size, limits)[1] - 1, 0)
+        case SizeAtom():
+            return size_range(atom.expression, limits)
+        case Modulo():
+            return 0, max(index_range(atom.divisor, limits)[1] - 1, 0)
+        case FloorDivide():
+            low, high = index_range(atom.base, limits)
+            least, most = [max(limit, 1) for limit in index_range(atom.divisor, limits)]
+            return _quotient(low, least if low < 0 else most), _quotient(high, most if high < 0 else least)
+        case _:
+            assert_never(atom)
+
+
+def _quotient(number: float, divisor: float) -> float:
+    """Returns the quotient rounded down; that of an infinity is infinite."""
+    return number // divisor if math.isfinite(number) else number
+
+
+def _product(factors: Sequence[Range]) -> Range:
+    low, high = factors[0]
+    for least, most in factors[1:]:
+        # the bound of an unknown factor is infinite, but its product with 0 is 0
+        products = [one * other if one and other else 0 for one in (low, high) for other in (least, most)]
+        low, high = min(products), max(products)
+    return low, high
 
 
 def value_range(operations: Sequence[Operation], position: int) -> Range:

@@ -95,10 +95,10 @@ def define_kernel(name: str, printed: PrintedKernel, kernel: Kernel) -> KernelDe
 
 
 def symbol_limits(symbols: ProgramSymbols, formulas: Mapping[sympy.Symbol, sympy.Basic]) -> dict[str, int]:
-    """Returns upper bounds of symbols by name; within a kernel, some names are those of formulas."""
-    limits = {name: info.upper for name, info in symbols.infos.items() if isinstance(info.upper, int)}
-    for symbol, formula in formulas.items():
-        limits.pop(symbol.name, None)
-        upper = bounds(formula, symbols.infos)[1]
-        limits |= {symbol.name: upper} if isinstance(upper, int) else {}
-    return limits
+    """Returns upper bounds of integers that are not negative by name; within a kernel, some are formulas."""
+    ranges = {name: (info.lower, info.upper) for name, info in symbols.infos.items()}
+    ranges |= {symbol.name: bounds(formula, symbols.infos) for symbol, formula in formulas.items()}
+    return {
+        name: upper for name, (lower, upper) in ranges.items()
+        if isinstance(lower, int) and lower >= 0 and isinstance(upper, int)
+    }  # fmt: skip

@@ -5,7 +5,8 @@ A scope is a part of the text. It says which axes are dimensions of its matrices
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,10 @@ class BlockPrinter(KernelWriter):
     def __init__(self, kernel: Kernel, limits: Mapping[str, int], constants: Mapping[str, int]) -> None:
         super().__init__(kernel, limits)
         self.constants = dict(constants)
+
+    def _exact_indices(self) -> Iterator[Index]:
+        values = [item.index for item in self.kernel.operations if isinstance(item, IndexValue)]
+        return itertools.chain(super()._exact_indices(), values)
 
     # --- axes ---------------------------------------------------------------------------------------------------------
 

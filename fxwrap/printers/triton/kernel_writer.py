@@ -7,13 +7,25 @@ from contextlib import contextmanager
 
 import torch
 
-from fxwrap.loop_ir import DeviceAssert, Kernel, operation_dtype
+from fxwrap.loop_ir import (
+    DeviceAssert,
+    FloorDivide,
+    Index,
+    Kernel,
+    Modulo,
+    index_range,
+    indices,
+    operation_dtype,
+    size_range,
+)
 from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import RESERVED_WORDS, TritonKernelText, comment_lines
-from fxwrap.printers.triton.schedule import fits_int32
 from fxwrap.symbolic import Size, symbol_kind
+
+_MAX_INDEX = 2**31 - 1 - (1 << 16)
+"""Largest 32-bit index: positions of a block may be beyond the end of an axis."""
 
 _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 
@@ -21,13 +33,16 @@ _SYMBOL_TYPES = {"int": "i64", "float": "f64", "bool": "i1"}
 class KernelWriter:
     """Base of the printers of Triton kernels.
 
-    Indices have 64 bits (`use_int64`) if 32 do not represent an extent within the `limits` of its symbols. `comments`
-    are the origin comments to print, None for all.
+    Indices have 64 bits (`use_int64`) if 32 do not represent an extent, or an integer that index arithmetic divides,
+    within the `limits` of its symbols. `comments` are the origin comments to print, None for all.
     """
 
     def __init__(self, kernel: Kernel, limits: Mapping[str, int], comments: Collection[str] | None = None) -> None:
         self.kernel = kernel
-        self.use_int64 = not all(fits_int32(size, limits) for size in self._extents())
+        self.use_int64 = not (
+            all(_fits_int32(size_range(size, limits)) for size in self._extents())
+            and all(_fits_int32(index_range(index, limits)) for index in self._exact_indices())
+        )
         self.comments = comments
         self.lines: list[str] = []
         self.depth = 1
@@ -41,6 +56,14 @@ class KernelWriter:
     def _extents(self) -> list[Size]:
         """Returns the sizes that indices must represent: those of the buffers; subclasses add their own."""
         return [item.extent for item in (*self.kernel.inputs, *self.kernel.outputs)]
+
+    def _exact_indices(self) -> Iterator[Index]:
+        """Yields the indices that must not wrap around, although an index that they are part of is less."""
+        for operation in self.kernel.operations:
+            for index in indices(operation):
+                for atom in index.atoms():
+                    if isinstance(atom, FloorDivide | Modulo):
+                        yield atom.base
 
     def line(self, text: str, origin: str = "") -> None:
         """Adds a line, after a comment that names a new origin."""
@@ -103,3 +126,8 @@ class KernelWriter:
             num_programs,
             frozenset(self.names.used),
         )
+
+
+def _fits_int32(limits: tuple[float, float]) -> bool:
+    """Whether 32-bit indices represent a range."""
+    return limits[0] >= -_MAX_INDEX and limits[1] < _MAX_INDEX

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fxwrap.loop_ir import Compute, DeviceAssert, IndirectIndex, Kernel, Load, Reduce, Scan, Store, operands
-from fxwrap.symbolic import Size, evaluate
 
 _FEW_LOADS = 8
-_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -206,12 +204,3 @@ def atomic_text(mode: str, dtype: torch.dtype, address: str, value: str, mask: s
         return f"{use(f'atomic_{mode}_float')}({arguments})"
     masked = f", mask={mask}" if mask else ""
     return f'tl.atomic_{mode}({address}, {value}{masked}, sem="relaxed")'
-
-
-def fits_int32(size: Size, limits: Mapping[str, int]) -> bool:
-    """Whether 32-bit indices suffice for a size; `limits` are upper bounds of symbols by name."""
-    if not isinstance(size, int):
-        if any(str(symbol) not in limits for symbol in size.free_symbols):
-            return False
-        size = int(evaluate(size, limits))
-    return size < _INT32 - (1 << 16)
