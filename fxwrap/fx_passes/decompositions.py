@@ -41,7 +41,7 @@ def default_decompositions() -> dict[OpOverload, Decomposition]:
 @cache
 def _default_table() -> Mapping[OpOverload, Decomposition]:
     table = get_decompositions(_DECOMPOSED)
-    return {overload: table[overload] for overload in _DECOMPOSED} | foreach_decompositions()
+    return {overload: table[overload] for overload in _DECOMPOSED} | foreach_decompositions() | _wait_decompositions()
 
 
 def decomposition_table(options: Options) -> dict[OpOverload, Decomposition]:
@@ -80,6 +80,14 @@ def _calls_any(graph: GraphModule, targets: Collection[OpOverload]) -> bool:
         node.target in targets or any(_calls_any(nested, targets) for nested in submodules(node))
         for node in graph.graph.nodes
     )
+
+
+def _wait_decompositions() -> dict[OpOverload, Decomposition]:
+    """Returns the decomposition of `wait_tensors`, new in torch 2.15: a wait for each result, which can be moved."""
+    packet = getattr(ops._c10d_functional, "wait_tensors", None)
+    if packet is None:
+        return {}
+    return {packet.default: lambda tensors: [ops._c10d_functional.wait_tensor.default(item) for item in tensors]}
 
 
 _aten = torch.ops.aten

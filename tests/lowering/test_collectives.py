@@ -104,6 +104,11 @@ def partly_awaited(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (C10D.wait_tensor(first),)
 
 
+def awaited_together(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = C10D.wait_tensors(C10D.all_reduce_coalesced([x.sin(), x.cos()], "sum", group))
+    return first + 1, second
+
+
 def in_a_branch(group: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     pending = C10D.all_reduce(x.sin(), "sum", group)
     branches = (lambda y: C10D.wait_tensor(y) + 1, lambda y: C10D.wait_tensor(y) - 1)
@@ -171,6 +176,7 @@ def coalesced_of_transposed(group: str, x: torch.Tensor) -> tuple[torch.Tensor, 
 FORMS = (
     twice, never, used_in_flight, partly_awaited, in_a_branch, of_an_input, in_place, coalesced_in_place,
     into_a_buffer, scattered_into_a_buffer, scattered, gathered, exchanged, broadcast, coalesced_of_transposed,
+    *([] if is_before("2.15") else [awaited_together]),
 )  # fmt: skip
 
 
