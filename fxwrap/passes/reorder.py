@@ -39,17 +39,20 @@ def reorder_for_peak_memory(program: Program, hints: Mapping[str, Number] | None
     if uses_streams(program):
         return ReorderResult(program, before, before)
     regions = SchedulingRegions(program, values)
-    order = _search(regions, _least_gain(before))
+    order = _search(regions, _part(before, LEAST_GAIN), _part(before, _LARGE_GAIN))
     if order is not None:
         reordered = regions.apply_order(order)
         after = live_bytes(reordered, values, release_shared=False).peak  # includes blocks inside lines
-        if after <= before - _least_gain(before):
+        if after <= before - _part(before, LEAST_GAIN):
             return ReorderResult(reordered, before, after)
     return ReorderResult(program, before, before)
 
 
-LEAST_GAIN = 1 / 128
+LEAST_GAIN = 1 / 1024
 """The part of the peak by which another order must lower it."""
+
+_LARGE_GAIN = 1 / 128
+"""The part of the peak by which orders are to lower it at first; the rest are searched only if none does."""
 
 _PARTS, _BISECTIONS = 8, 3
 """Budgets between the lower bound and the program's peak that are tried, and then between the best and the next."""
@@ -58,23 +61,30 @@ _ATTEMPTS = 8
 """The number of units that are tried where a line exceeds the budget."""
 
 
-def _least_gain(peak: int) -> int:
-    return max(1, int(peak * LEAST_GAIN))
+def _part(peak: int, part: float) -> int:
+    return max(1, int(peak * part))
 
 
-def _search(regions: SchedulingRegions, least_gain: int) -> Orders | None:
-    """Returns an order whose peak is lower by at least that many bytes, or None."""
-    low, high = regions.lower_bound, regions.peak(regions.program_order) - least_gain
+def _search(regions: SchedulingRegions, least_gain: int, large_gain: int) -> Orders | None:
+    """Returns an order whose peak is lower by at least `least_gain` bytes, or None."""
+    low, peak = regions.lower_bound, regions.peak(regions.program_order)
+    high = peak - large_gain
     best = _order_within(regions, high) if low <= high else None
     if best is None:
-        return None
-    for budget in [low + (high - low) * part // _PARTS for part in range(_PARTS)]:
-        order = _order_within(regions, budget)  # it may fit although a larger budget does not
-        if order is not None:
-            best, high = order, budget
-            break
-        low = budget
+        low, high = max(low, high), peak - least_gain
+        best = _order_within(regions, high) if low <= high else None
+        if best is None:
+            return None
+    else:
+        for budget in [low + (high - low) * part // _PARTS for part in range(_PARTS)]:
+            order = _order_within(regions, budget)  # it may fit although a larger budget does not
+            if order is not None:
+                best, high = order, budget
+                break
+            low = budget
     for _ in range(_BISECTIONS):
+        if high - low < least_gain:
+            break
         budget = (low + high) // 2
         order = _order_within(regions, budget)
         if order is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -267,11 +267,14 @@ class SchedulingRegions:
 
     @property
     def lower_bound(self) -> int:
-        """The largest number of bytes that one unit accesses: no order has a lower peak."""
-        return max([
-            sum([self.sizes.get(root, 0) for root in unit.accessed - unit.consumed_roots])
-            for units in self.regions for unit in units
-        ], default=0)  # fmt: skip
+        """A number of bytes below which no order has its peak: the most that a unit accesses, or live before all."""
+        units = [unit for region in self.regions for unit in region]
+        accessed = max([self._bytes(unit.accessed - unit.consumed_roots) for unit in units], default=0)
+        consumed = max([self._bytes(unit.consumed_roots) for unit in units], default=0)
+        return max(accessed, self.initial_bytes - consumed)
+
+    def _bytes(self, roots: Iterable[str]) -> int:
+        return sum([self.sizes.get(root, 0) for root in roots])
 
     @property
     def unowned_bytes(self) -> int:

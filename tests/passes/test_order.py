@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -131,10 +132,38 @@ def test_the_original_order_remains_without_improvement() -> None:
     program = reorder_for_peak_memory(parsed(_MASSIVELY_PARALLEL)).program
     again = reorder_for_peak_memory(program)
     assert again.program is program and again.peak_before == again.peak_after
-    noise = parsed(
-        _MASSIVELY_PARALLEL.replace("%x: borrowed f32[64]@cpu", "%x: borrowed f32[64]@cpu, %w: borrowed f32[64000]@cpu")
+    noise = _beside_weights(640000)
+    assert reorder_for_peak_memory(noise).program is noise
+
+
+@pytest.mark.parametrize(("count", "is_reordered"), [(32000, True), (640000, False)])
+def test_orders_that_save_a_thousandth_of_the_memory_are_used(count: int, is_reordered: bool) -> None:
+    reordered = reorder_for_peak_memory(_beside_weights(count))
+    assert (reordered.peak_before - reordered.peak_after == 504) == is_reordered
+    assert (reordered.peak_before <= 1024 * 504) == is_reordered
+
+
+def _beside_weights(count: int) -> Program:
+    weights = f"%x: borrowed f32[64]@cpu, %w: borrowed f32[{count}]@cpu"
+    return parsed(_MASSIVELY_PARALLEL.replace("%x: borrowed f32[64]@cpu", weights))
+
+
+def test_no_order_has_a_lower_peak_than_the_inputs_before_the_first_line() -> None:
+    regions = SchedulingRegions(
+        parsed("""
+program @p(%x: owned f32[64]@cpu, %y: owned f32[64]@cpu, %z: owned f32[64]@cpu) {
+  %a = extern.call @aten.sum.default(%x) : f32[]@cpu
+  memory.free(%x)
+  %b = extern.call @aten.sum.default(%y) : f32[]@cpu
+  memory.free(%y)
+  %c = extern.call @aten.sum.default(%z) : f32[]@cpu
+  memory.free(%z)
+  control.return(%a, %b, %c)
+}
+"""),
+        {},
     )
-    assert reorder_for_peak_memory(noise).program is noise  # less than LEAST_GAIN of all memory
+    assert (regions.lower_bound, regions.peak(regions.program_order)) == (3 * 256, 3 * 256 + 4)
 
 
 _BLOCK = """
