@@ -46,9 +46,12 @@ class Cluster:
     def spec(self) -> DeviceSpec:
         """Returns the capabilities of a GPU for the CPU's fake tensors, with the collectives of this cluster."""
         ranks = range(self.ranks)
+        collectives = dataclasses.replace(
+            CUDA.collectives, latency_s=self.latency(ranks), bytes_per_s=self.bandwidth(ranks)
+        )
         return dataclasses.replace(
             CUDA, device_type="cpu", supports_multiple_devices=False, supports_streams=False, memory_spaces=("",),
-            collective_latency_s=self.latency(ranks), collective_bytes_per_s=self.bandwidth(ranks),
+            collectives=collectives,
         )  # fmt: skip
 
 

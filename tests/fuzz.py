@@ -119,15 +119,21 @@ GPU = replace(
     CPU,
     **{
         name: getattr(CUDA, name)
-        for name in (
-            "massively_parallel", "channels_last_dtypes", "patch_matmul_widths", "unfused_bias_dtypes",
-            "unfused_convolution_bias_dtypes",
-            "generated_dequantised_rows", "generated_unaligned_products", "generated_grouped_rows",
-            "sorted_expert_dtypes", "stacked_expert_bytes", "packed_gemm_bytes", "combo_kernel_bytes",
-            "combo_large_kernels", "instructions_per_byte",
-        )
+        for name in ("massively_parallel", "combo_kernel_bytes", "combo_large_kernels", "instructions_per_byte")
     },
-    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)), streaming_attention_sizes=(),
+    convolutions=replace(CUDA.convolutions, prepacked_dtypes=CPU.convolutions.prepacked_dtypes),
+    matmuls=replace(
+        CPU.matmuls,
+        **{
+            name: getattr(CUDA.matmuls, name)
+            for name in (
+                "unfused_bias_dtypes", "generated_dequantised_rows", "generated_unaligned_products",
+                "generated_grouped_rows", "sorted_expert_dtypes", "stacked_expert_bytes", "packed_bytes",
+            )
+        },
+        generated_rows=((torch.float16, 16), (torch.bfloat16, 16)),
+    ),
+    attention=replace(CPU.attention, streaming_sizes=()),
 )  # fmt: skip
 """A CPU for whose kernels the compiler decides as for a GPU."""
 

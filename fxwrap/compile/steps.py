@@ -90,7 +90,7 @@ def _partition(state: CompileState, context: CompileContext) -> CompileState:
     specs = [spec for spec in options.device_specs().values() if spec.supports_graph_capture]
     can_capture = CaptureChecker(
         program, [spec.device_type for spec in specs], options.cuda_graph_exclude,
-        [spec.device_type for spec in specs if spec.captures_collectives],
+        [spec.device_type for spec in specs if spec.collectives.captured],
     )  # fmt: skip
     static_inputs = [item.name for position, item in enumerate(program.inputs) if position in context.static_inputs]
     partitioned = partition(program, can_capture, max_captures=options.cuda_graph_limit, static_inputs=static_inputs)

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from fxwrap.torch_compat import multiplies_bfloat16_matrices
+
+Dtypes: TypeAlias = frozenset[torch.dtype]
+SizesByDtype: TypeAlias = tuple[tuple[torch.dtype, int], ...]
+
+ROW_ALIGNMENT = 16
+"""Bytes to which GEMM libraries want row lengths aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,10 @@ class KernelLanguage:
     takes_regions: bool = False
 
 
+# --- traits of operators --------------------------------------------------------------------------------------------
+# Each default is correct for any device. Sizes are by dtype.
+
+
 @dataclass(frozen=True, slots=True)
 class GemmPaddingCosts:
     """The cost model of padded matmuls. All figures are in bytes that the device copies in the same time.
@@ -62,6 +73,169 @@ class GemmPaddingCosts:
         """Returns the saving of a matmul whose sums have so many products."""
         return 2.0 * rows * columns * products * self.saved_bytes_per_operation
 
+
+@dataclass(frozen=True, slots=True)
+class MatmulTraits:
+    """Traits of matmuls.
+
+    Fields:
+        epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue of a
+            GEMM, computed at least as exactly as the result is stored.
+        padding_dtypes: dtypes in which matmuls are several times faster with row lengths that are multiples of
+            ROW_ALIGNMENT.
+        padding_costs: the cost model that decides which matmuls are padded.
+        unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
+        generated_rows: by dtype, the largest number of rows with which generated matmuls are faster than a library's:
+            of one row, or with a matrix of at least `generated_bytes`.
+        generated_bytes: the least bytes of the matrix of several rows. Matrices that multiply the same rows count
+            together where their launches are combined.
+        generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
+            as those of quantised weights.
+        generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
+            that stores unaligned rows is faster than a library's with padded rows, which are then copied.
+        generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
+            matmuls are faster than a library's.
+        accumulated_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel that
+            adds after it; `autotune` times both.
+        grouped_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
+        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call, takes
+            less time than the launches that a grouped matmul saves; 0 never stacks them.
+        sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
+            on sorted rows, for whose numbers the host waits once.
+        prepacked_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
+            layout.
+        biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
+            than `aten.addmm`, which copies it into the result.
+        packed_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs matmuls
+            of one tensor with several weights.
+        flops_per_s: the floating-point operations per second by dtype, for `fxwrap.profile`; those of other dtypes are
+            measured.
+    """
+
+    epilogue_dtypes: Dtypes = frozenset()
+    padding_dtypes: Dtypes = frozenset()
+    padding_costs: GemmPaddingCosts = GemmPaddingCosts()
+    unfused_bias_dtypes: Dtypes = frozenset()
+    generated_rows: SizesByDtype = ()
+    generated_bytes: int = 0
+    generated_dequantised_rows: SizesByDtype = ()
+    generated_unaligned_products: SizesByDtype = ()
+    generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
+    accumulated_dtypes: Dtypes = frozenset()
+    grouped_dtypes: Dtypes = frozenset()
+    stacked_expert_bytes: int = 0
+    sorted_expert_dtypes: Dtypes = frozenset()
+    prepacked_dtypes: Dtypes = frozenset()
+    biased_linear_dtypes: Dtypes = frozenset()
+    packed_bytes: int = 0
+    flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
+
+    def generates(self, dtype: torch.dtype, rows: object, matrix_bytes: object = None) -> bool:
+        """Whether kernels are faster than a library for so many rows times one matrix of so many bytes.
+
+        `matrix_bytes` is None for other matmuls, such as batches of matrices.
+        """
+        if not isinstance(rows, int) or rows > dict(self.generated_rows).get(dtype, 0):
+            return False
+        return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_bytes)
+
+    def generates_unaligned(self, dtype: torch.dtype, rows: object, columns: object, products: object) -> bool:
+        """Whether a kernel is faster than a library's matmul with padded rows of the result, which are then copied.
+
+        `products` is the number of products of a sum; symbolic rows count as their hint. Other sizes that are no
+        integers are never generated.
+        """
+        if not isinstance(rows, int) or not isinstance(columns, int) or not isinstance(products, int):
+            return False
+        is_unaligned = columns > 1 and columns * dtype.itemsize % ROW_ALIGNMENT != 0
+        is_large = self.padding_costs.saved_bytes(rows, columns, products) >= self.padding_costs.min_saved_bytes
+        return is_unaligned and is_large and products <= dict(self.generated_unaligned_products).get(dtype, 0)
+
+    def generates_grouped(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
+        """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
+        if matmul_kernels != "auto" or not isinstance(rows, int) or not isinstance(groups, int):
+            return matmul_kernels == "generated"
+        return rows <= groups * dict(self.generated_grouped_rows).get(dtype, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionTraits:
+    """Traits of convolutions of images.
+
+    Fields:
+        channels_last_dtypes: dtypes in which they are faster in channels-last layout.
+        patch_matmul_widths: by dtype, the least width of a kernel with which a convolution by strides as large as the
+            kernel is faster as a matmul of patches.
+        unfused_bias_dtypes: dtypes in which a library adds the bias in a pass over the result, and sums its gradient in
+            another, so that kernels do both.
+        prepacked_dtypes: dtypes in which frozen weights are prepacked; batch norms are then folded into them.
+    """
+
+    channels_last_dtypes: Dtypes = frozenset()
+    patch_matmul_widths: SizesByDtype = ()
+    unfused_bias_dtypes: Dtypes = frozenset()
+    prepacked_dtypes: Dtypes = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTraits:
+    """Traits of attention. Sizes are numbers of query rows and of keys.
+
+    Fields:
+        streaming_sizes: by dtype, the least sizes with which attention that is written as its formula is faster as one
+            kernel than as two matmuls and a kernel between them.
+        streaming_backward_sizes: the same for forward and backward of training together.
+        streaming_backward_width: the widest heads with which that is so.
+        streaming_mask_rows: by dtype, the largest sizes with which forward and backward of training are faster than a
+            library's attention with a mask that needs no gradient.
+        streaming_dropout_sizes: the same as for forward and backward together for formulas with dropout, whose mask is
+            in memory.
+        decoding_rows: by dtype, the largest number of query rows of all heads that share a key head with which
+            attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
+        library_sizes: by dtype, the least sizes with which a library's attention is faster than both where scores have
+            no bias and no mask.
+        zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
+    """
+
+    streaming_sizes: SizesByDtype = ()
+    streaming_backward_sizes: SizesByDtype = ()
+    streaming_backward_width: int = 512
+    streaming_mask_rows: SizesByDtype = ()
+    streaming_dropout_sizes: SizesByDtype = ()
+    decoding_rows: SizesByDtype = ()
+    library_sizes: SizesByDtype = ()
+    zeroes_fully_masked_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTraits:
+    """Traits of collectives.
+
+    Fields:
+        latency_s: the seconds that a collective of a few bytes takes.
+        bytes_per_s: the bytes of a large collective's larger side per second. Collectives are bucketed up to
+            `bucket_bytes`; 0 never buckets them.
+        coalesced: the functional collectives ("all_reduce") whose coalesced form process groups run as one.
+        captured: captured work may contain collectives; the capturer decides for which process groups.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+    coalesced: frozenset[str] = frozenset()
+    captured: bool = False
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size up to which collectives become one: larger buckets gain less than a tenth of the time."""
+        return collective_bucket_bytes(self.latency_s, self.bytes_per_s)
+
+
+def collective_bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
+    """Returns the bytes of a collective of whose time the latency is a tenth."""
+    return int(10 * latency_s * bytes_per_s)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
 
 SYMMETRIC_MEMORY = "symmetric"
 """The memory spaces "symmetric:GROUP", one for each process group: memory that all ranks of the group can access."""
@@ -89,52 +263,10 @@ class DeviceSpec:
             decides blocks of kernels, parts of attention's keys, and which launches are combined or dependent.
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
-        channels_last_dtypes: dtypes in which image convolutions are faster in channels-last layout.
-        patch_matmul_widths: by dtype, the least width of a kernel with which a convolution by strides as large as the
-            kernel is faster as a matmul of patches.
-        gemm_epilogue_dtypes: dtypes in which a library fuses a bias with relu or the tanh form of GELU as the epilogue
-            of a GEMM, computed at least as exactly as the result is stored.
-        gemm_padding_dtypes: dtypes in which matmuls are several times faster with row lengths that are multiples of
-            ROW_ALIGNMENT.
-        gemm_padding_costs: the cost model that decides which matmuls are padded.
-        unfused_bias_dtypes: dtypes in which a matmul with a bias is slower than one followed by a kernel that adds it.
-        unfused_convolution_bias_dtypes: dtypes in which a library adds the bias of a convolution in a pass over its
-            result, and sums its gradient in another, so that kernels do both.
-        generated_matmul_rows: by dtype, the largest number of rows with which generated matmuls are faster than a
-            library's: of one row, or with a matrix of at least `generated_matmul_bytes`. Matrices that multiply the
-            same rows count together where their launches are combined.
-        generated_dequantised_rows: the same for matrices that are computed from tensors of at most 3/4 of their bytes,
-            as those of quantised weights.
-        generated_unaligned_products: by dtype, the largest number of products of a sum with which a generated matmul
-            that stores unaligned rows is faster than a library's with padded rows, which are then copied.
-        generated_grouped_rows: by dtype, the largest average number of rows of a group with which generated grouped
-            matmuls are faster than a library's.
-        accumulated_gemm_dtypes: dtypes in which a library's GEMM that adds to a matrix in place is faster than a kernel
-            that adds after it; `autotune` times both.
-        grouped_gemm_dtypes: dtypes in which a library has grouped matmuls, which loops over experts become.
-        stacked_expert_bytes: the bytes of an expert's own weights whose copy into a stack of all, in each call,
-            takes less time than the launches that a grouped matmul saves; 0 never stacks them.
-        sorted_expert_dtypes: dtypes in which loops over experts without grouped matmuls become matmuls of each expert
-            on sorted rows, for whose numbers the host waits once.
-        prepacked_gemm_dtypes: dtypes in which a matmul with a frozen weight is faster with the weight in the library's
-            layout.
-        biased_linear_dtypes: dtypes in which a library's linear layer, which adds a bias to its accumulators, is faster
-            than `aten.addmm`, which copies it into the result.
-        prepacked_convolution_dtypes: frozen weights of convolutions of images, into which batch norms are then folded.
-        streaming_attention_sizes: by dtype, the least number of query rows and of keys with which attention that is
-            written as its formula is faster as one kernel than as two matmuls and a kernel between them.
-        streaming_attention_backward_sizes: the same for forward and backward of training together.
-        streaming_attention_backward_width: the widest heads with which that is so.
-        streaming_attention_mask_rows: by dtype, the largest number of query rows and of keys with which forward and
-            backward of training are faster than a library's attention with a mask that needs no gradient.
-        streaming_attention_dropout_sizes: the same as for forward and backward together for formulas with dropout,
-            whose mask is in memory.
-        decoding_attention_rows: by dtype, the largest number of query rows of all heads that share a key head with
-            which attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
-        library_attention_sizes: by dtype, the least number of query rows and of keys with which a library's attention
-            is faster than both where scores have no bias and no mask.
-        packed_gemm_bytes: bytes of weights whose copy costs less than one more launch of a small GEMM; 0 never packs
-            matmuls of one tensor with several weights.
+        matmuls: where a library's or generated matmuls are faster, and which rewrites of them.
+        convolutions: the layouts and rewrites with which convolutions are faster.
+        attention: where kernels of attention are faster than a library's.
+        collectives: the costs of collectives, and which of them run as one.
         combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
             combo kernels where the language has a `KernelCombiner`; 0 for none.
         combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
@@ -150,21 +282,12 @@ class DeviceSpec:
         supports_all_atomics: kernels have atomics for all modes and dtypes. Otherwise products and integers below
             4 bytes are missing.
         float8_kernels: kernels access float8 tensors, as bytes. Otherwise operators on them are called.
-        zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
         reserves_batch_norm_state: batch norm's forward reserves memory for a library's backward.
         supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
-        captures_collectives: captured work may contain collectives; the capturer decides for which process groups.
         prefers_memory_pools: an allocation takes longer than a slice of a pool in emitted C++.
         random_state_bytes: the size of the generator's state; None where programs cannot save it.
-        collective_latency_s: the seconds that a collective of a few bytes takes.
-        collective_bytes_per_s: the bytes of a large collective's larger side per second. Collectives are bucketed up to
-            `collective_bucket_bytes`; 0 never buckets them.
         memory_bytes_per_s: the bytes that the device reads and writes per second, for `fxwrap.profile`; 0 measures
             them.
-        matmul_flops_per_s: the floating-point operations of matmuls per second by dtype, for `fxwrap.profile`; those of
-            other dtypes are measured.
-        coalesced_collectives: the functional collectives ("all_reduce") whose coalesced form the device's process
-            groups run as one.
     """
 
     device_type: str
@@ -177,33 +300,10 @@ class DeviceSpec:
     massively_parallel: bool = False
     multiprocessors: int = 132
     shared_memory_bytes: int = 227 << 10
-    channels_last_dtypes: frozenset[torch.dtype] = frozenset()
-    patch_matmul_widths: tuple[tuple[torch.dtype, int], ...] = ()
-    gemm_epilogue_dtypes: frozenset[torch.dtype] = frozenset()
-    gemm_padding_dtypes: frozenset[torch.dtype] = frozenset()
-    gemm_padding_costs: GemmPaddingCosts = GemmPaddingCosts()
-    unfused_bias_dtypes: frozenset[torch.dtype] = frozenset()
-    unfused_convolution_bias_dtypes: frozenset[torch.dtype] = frozenset()
-    generated_matmul_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    generated_matmul_bytes: int = 0
-    generated_dequantised_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    generated_unaligned_products: tuple[tuple[torch.dtype, int], ...] = ()
-    generated_grouped_rows: tuple[tuple[torch.dtype, float], ...] = ()
-    accumulated_gemm_dtypes: frozenset[torch.dtype] = frozenset()
-    grouped_gemm_dtypes: frozenset[torch.dtype] = frozenset()
-    stacked_expert_bytes: int = 0
-    sorted_expert_dtypes: frozenset[torch.dtype] = frozenset()
-    prepacked_gemm_dtypes: frozenset[torch.dtype] = frozenset()
-    biased_linear_dtypes: frozenset[torch.dtype] = frozenset()
-    prepacked_convolution_dtypes: frozenset[torch.dtype] = frozenset()
-    streaming_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
-    streaming_attention_backward_sizes: tuple[tuple[torch.dtype, int], ...] = ()
-    streaming_attention_backward_width: int = 512
-    streaming_attention_mask_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    streaming_attention_dropout_sizes: tuple[tuple[torch.dtype, int], ...] = ()
-    decoding_attention_rows: tuple[tuple[torch.dtype, int], ...] = ()
-    library_attention_sizes: tuple[tuple[torch.dtype, int], ...] = ()
-    packed_gemm_bytes: int = 0
+    matmuls: MatmulTraits = MatmulTraits()
+    convolutions: ConvolutionTraits = ConvolutionTraits()
+    attention: AttentionTraits = AttentionTraits()
+    collectives: CollectiveTraits = CollectiveTraits()
     combo_kernel_bytes: int = 0
     combo_large_kernels: int = 0
     supports_dependent_launch: bool = False
@@ -212,54 +312,15 @@ class DeviceSpec:
     cpu_rounding: bool = False
     supports_all_atomics: bool = False
     float8_kernels: bool = False
-    zeroes_fully_masked_rows: bool = False
     reserves_batch_norm_state: bool = False
     supports_graph_capture: bool = False
-    captures_collectives: bool = False
     prefers_memory_pools: bool = False
     random_state_bytes: int | None = None
-    collective_latency_s: float = 0.0
-    collective_bytes_per_s: float = 0.0
     memory_bytes_per_s: float = 0.0
-    matmul_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
-    coalesced_collectives: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise ValueError(f"the alignment of {self.device_type} must be a power of two, not {self.alignment}")
-
-    def generates_matmul(self, dtype: torch.dtype, rows: object, matrix_bytes: object = None) -> bool:
-        """Whether kernels are faster than a library for so many rows times one matrix of so many bytes.
-
-        `matrix_bytes` is None for other matmuls, such as batches of matrices.
-        """
-        if not isinstance(rows, int) or rows > dict(self.generated_matmul_rows).get(dtype, 0):
-            return False
-        return rows <= 1 or (isinstance(matrix_bytes, int) and matrix_bytes >= self.generated_matmul_bytes)
-
-    def generates_unaligned_matmul(self, dtype: torch.dtype, rows: object, columns: object, products: object) -> bool:
-        """Whether a kernel is faster than a library's matmul with padded rows of the result, which are then copied.
-
-        `products` is the number of products of a sum; symbolic rows count as their hint. Other sizes that are no
-        integers are never generated.
-        """
-        if not isinstance(rows, int) or not isinstance(columns, int) or not isinstance(products, int):
-            return False
-        is_unaligned = columns > 1 and columns * dtype.itemsize % ROW_ALIGNMENT != 0
-        saved = self.gemm_padding_costs.saved_bytes(rows, columns, products)
-        is_large = saved >= self.gemm_padding_costs.min_saved_bytes
-        return is_unaligned and is_large and products <= dict(self.generated_unaligned_products).get(dtype, 0)
-
-    def generates_grouped_matmul(self, matmul_kernels: str, dtype: torch.dtype, rows: object, groups: object) -> bool:
-        """Whether a grouped matmul is a kernel, with the option `matmul_kernels`: only of static sizes by default."""
-        if matmul_kernels != "auto" or not isinstance(rows, int) or not isinstance(groups, int):
-            return matmul_kernels == "generated"
-        return rows <= groups * dict(self.generated_grouped_rows).get(dtype, 0)
-
-    @property
-    def collective_bucket_bytes(self) -> int:
-        """The size up to which collectives become one: larger buckets gain less than a tenth of the time."""
-        return collective_bucket_bytes(self.collective_latency_s, self.collective_bytes_per_s)
 
     def text(self) -> str:
         """Returns the fields that differ from those of the built-in device, else from their defaults, in order.
@@ -268,27 +329,25 @@ class DeviceSpec:
         """
         known = (self.device_type, self.kernel_language)
         base = next((spec for spec in DEVICE_SPECS if (spec.device_type, spec.kernel_language) == known), None)
-        texts = []
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if value != (item.default if base is None else getattr(base, item.name)):
-                texts.append(f"{item.name}={_text(value)}")
+        texts = _differences(self, base)
         if base is None:
             return f"DeviceSpec({', '.join(texts)})"
         return f"{self.device_type}({', '.join(texts)})" if texts else self.device_type
 
 
-def collective_bucket_bytes(latency_s: float, bytes_per_s: float) -> int:
-    """Returns the bytes of a collective of whose time the latency is a tenth."""
-    return int(10 * latency_s * bytes_per_s)
+def _differences(value: object, base: object | None, prefix: str = "") -> list[str]:
+    """Returns the fields of a dataclass that differ from those of another one, else from their defaults, in order."""
+    assert dataclasses.is_dataclass(value)
+    texts: list[str] = []
+    for item in dataclasses.fields(value):
+        own, other = getattr(value, item.name), item.default if base is None else getattr(base, item.name)
+        name = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(own):
+            texts += _differences(own, other, f"{name}.")
+        elif own != other:
+            texts.append(f"{name}={sorted(map(str, own)) if isinstance(own, frozenset) else repr(own)}")
+    return texts
 
-
-def _text(value: object) -> str:
-    return str(sorted(map(str, value))) if isinstance(value, frozenset) else repr(value)
-
-
-ROW_ALIGNMENT = 16
-"""Bytes to which GEMM libraries want row lengths aligned."""
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
@@ -305,28 +364,36 @@ CPU = DeviceSpec(
     alignment=64,
     supports_multiple_devices=False,
     supports_streams=False,
-    channels_last_dtypes=_HALF | {torch.float32},
-    patch_matmul_widths=((torch.float32, 16), (torch.bfloat16, 16)),
-    generated_matmul_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
-    generated_matmul_bytes=1 << 18,
-    grouped_gemm_dtypes=frozenset({torch.bfloat16}),
-    prepacked_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}),
-    biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
-    prepacked_convolution_dtypes=frozenset({torch.float32, torch.bfloat16}),
-    streaming_attention_sizes=((torch.float32, 512),),
-    streaming_attention_backward_sizes=((torch.float32, 512),),
-    streaming_attention_dropout_sizes=((torch.float32, 512),),
-    decoding_attention_rows=((torch.float32, 8), (torch.bfloat16, 8)),
-    library_attention_sizes=((torch.bfloat16, 512),),
+    convolutions=ConvolutionTraits(
+        channels_last_dtypes=_HALF | {torch.float32},
+        patch_matmul_widths=((torch.float32, 16), (torch.bfloat16, 16)),
+        prepacked_dtypes=frozenset({torch.float32, torch.bfloat16}),
+    ),
+    matmuls=MatmulTraits(
+        generated_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
+        generated_bytes=1 << 18,
+        grouped_dtypes=frozenset({torch.bfloat16}),
+        prepacked_dtypes=frozenset({torch.float32, torch.bfloat16}),
+        biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
+    ),
+    attention=AttentionTraits(
+        streaming_sizes=((torch.float32, 512),),
+        streaming_backward_sizes=((torch.float32, 512),),
+        streaming_dropout_sizes=((torch.float32, 512),),
+        decoding_rows=((torch.float32, 8), (torch.bfloat16, 8)),
+        library_sizes=((torch.bfloat16, 512),),
+        zeroes_fully_masked_rows=True,
+    ),
     asserts_raise=True,
     cpu_rounding=True,
     supports_all_atomics=True,
     float8_kernels=True,
-    zeroes_fully_masked_rows=True,
     random_state_bytes=5056,
-    collective_latency_s=100e-6,  # Gloo on one host
-    collective_bytes_per_s=1e9,
-    coalesced_collectives=frozenset({"all_gather_into_tensor", "all_reduce"}),
+    collectives=CollectiveTraits(
+        latency_s=100e-6,  # Gloo on one host
+        bytes_per_s=1e9,
+        coalesced=frozenset({"all_gather_into_tensor", "all_reduce"}),
+    ),
 )
 CUDA = DeviceSpec(
     "cuda",
@@ -334,27 +401,33 @@ CUDA = DeviceSpec(
     alignment=512,
     memory_spaces=("", SYMMETRIC_MEMORY),
     massively_parallel=True,
-    channels_last_dtypes=_HALF,  # tensor cores
-    patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
-    gemm_epilogue_dtypes=_HALF,
-    gemm_padding_dtypes=_HALF,
-    unfused_bias_dtypes=frozenset({torch.float32}),
-    unfused_convolution_bias_dtypes=_HALF | {torch.float32},
-    generated_matmul_rows=((torch.float16, 16), (torch.bfloat16, 16)),
-    generated_matmul_bytes=8 << 20,
-    generated_dequantised_rows=((torch.bfloat16, 16),),
-    generated_unaligned_products=((torch.bfloat16, 1024),),
-    generated_grouped_rows=((torch.bfloat16, 4),),
-    grouped_gemm_dtypes=frozenset({torch.bfloat16}),
-    stacked_expert_bytes=32 << 20,
-    sorted_expert_dtypes=_HALF | {torch.float32},
-    streaming_attention_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
-    streaming_attention_backward_sizes=((torch.bfloat16, 32),),
-    streaming_attention_backward_width=64,
-    streaming_attention_mask_rows=((torch.bfloat16, 512),),
-    streaming_attention_dropout_sizes=((torch.bfloat16, 512),),
-    library_attention_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
-    packed_gemm_bytes=2 << 20,
+    convolutions=ConvolutionTraits(
+        channels_last_dtypes=_HALF,  # tensor cores
+        patch_matmul_widths=((torch.float16, 16), (torch.bfloat16, 2)),
+        unfused_bias_dtypes=_HALF | {torch.float32},
+    ),
+    matmuls=MatmulTraits(
+        epilogue_dtypes=_HALF,
+        padding_dtypes=_HALF,
+        unfused_bias_dtypes=frozenset({torch.float32}),
+        generated_rows=((torch.float16, 16), (torch.bfloat16, 16)),
+        generated_bytes=8 << 20,
+        generated_dequantised_rows=((torch.bfloat16, 16),),
+        generated_unaligned_products=((torch.bfloat16, 1024),),
+        generated_grouped_rows=((torch.bfloat16, 4),),
+        grouped_dtypes=frozenset({torch.bfloat16}),
+        stacked_expert_bytes=32 << 20,
+        sorted_expert_dtypes=_HALF | {torch.float32},
+        packed_bytes=2 << 20,
+    ),
+    attention=AttentionTraits(
+        streaming_sizes=((torch.float16, 16), (torch.bfloat16, 16)),
+        streaming_backward_sizes=((torch.bfloat16, 32),),
+        streaming_backward_width=64,
+        streaming_mask_rows=((torch.bfloat16, 512),),
+        streaming_dropout_sizes=((torch.bfloat16, 512),),
+        library_sizes=((torch.float16, 512), (torch.bfloat16, 512)),
+    ),
     combo_kernel_bytes=4 << 20,
     combo_large_kernels=16,
     supports_dependent_launch=True,
@@ -362,12 +435,14 @@ CUDA = DeviceSpec(
     float8_kernels=True,
     reserves_batch_norm_state=True,
     supports_graph_capture=True,
-    captures_collectives=True,
+    collectives=CollectiveTraits(
+        captured=True,
+        latency_s=20e-6,  # NCCL over NVLink
+        bytes_per_s=250e9,
+        coalesced=frozenset({"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}),
+    ),
     prefers_memory_pools=True,
     random_state_bytes=16,
-    collective_latency_s=20e-6,  # NCCL over NVLink
-    collective_bytes_per_s=250e9,
-    coalesced_collectives=frozenset({"all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"}),
 )
 
 DEVICE_SPECS: tuple[DeviceSpec, ...] = (CPU, CUDA)

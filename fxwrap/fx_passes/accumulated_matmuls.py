@@ -34,15 +34,15 @@ class Accumulation:
 def accumulate_matmuls(
     graph: PreparedGraph, context: FxPassContext, chosen: Collection[str] | None = None
 ) -> PreparedGraph:
-    """Returns a graph in which matmuls add to the other summand: in `accumulated_gemm_dtypes`, or the sums `chosen`."""
+    """Returns a graph in which matmuls add to the other summand: in `accumulated_dtypes`, or the sums `chosen`."""
     specs = context.options.device_specs()
-    if chosen is None and not any(spec.accumulated_gemm_dtypes for spec in specs.values()):
+    if chosen is None and not any(spec.matmuls.accumulated_dtypes for spec in specs.values()):
         return graph
     copy: GraphCopy | None = None
     for item in accumulations(graph, context):
         fake = graph.fakes[item.total]
         spec = specs.get(fake.device.type)
-        is_default = spec is not None and fake.dtype in spec.accumulated_gemm_dtypes
+        is_default = spec is not None and fake.dtype in spec.matmuls.accumulated_dtypes
         if is_default if chosen is None else item.total.name in chosen:
             copy = copy or GraphCopy(graph)
             _accumulate(copy, item)

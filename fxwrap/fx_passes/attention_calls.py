@@ -77,8 +77,8 @@ class AttentionRewriter:
             return
         functions = score_functions(formula, operands, self.fakes, self.written)
         spec = self.specs.get(self.fakes[formula.output].device.type)
-        in_library = functions.only_scale and spec is not None and self._reaches(formula, spec.library_attention_sizes)
-        in_kernel = spec is not None and self._reaches(formula, spec.streaming_attention_sizes)
+        in_library = functions.only_scale and spec is not None and self._reaches(formula, spec.attention.library_sizes)
+        in_kernel = spec is not None and self._reaches(formula, spec.attention.streaming_sizes)
         if not in_library and not in_kernel:
             raise UnsupportedScoresError(_SMALL)
         before, name = self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
@@ -154,15 +154,15 @@ class AttentionRewriter:
     def _check_backward_device(self, formula: AttentionFormula) -> None:
         """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
         spec = self.specs.get(self.fakes[formula.output].device.type)
-        if spec is None or not self._reaches(formula, spec.streaming_attention_backward_sizes):
+        if spec is None or not self._reaches(formula, spec.attention.streaming_backward_sizes):
             raise UnsupportedScoresError(_SMALL)
         query: Any = formula.query_key.args[-2]
         widths = self.fakes[query].shape[-1], self.fakes[formula.output].shape[-1]
-        if max(map(size_hint, widths)) > spec.streaming_attention_backward_width:
+        if max(map(size_hint, widths)) > spec.attention.streaming_backward_width:
             raise UnsupportedScoresError(_WIDE)
         dropout = formula.dropout
         if dropout is not None and not (
-            self._reaches(formula, spec.streaming_attention_dropout_sizes) and is_contiguous(self.fakes[dropout.mask])
+            self._reaches(formula, spec.attention.streaming_dropout_sizes) and is_contiguous(self.fakes[dropout.mask])
         ):
             raise UnsupportedScoresError(DROPOUT)
 

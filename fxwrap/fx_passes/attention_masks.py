@@ -128,7 +128,7 @@ def rewrite_masks(rewrites: Mapping[Node, MaskRewrite], options: Options) -> Non
             key = mask, fake_of(node).dtype, fake_of(arguments["query"]).dtype
             if key not in contiguous_masks:
                 spec = specs.get(fake_of(node).device.type)
-                is_exact = spec is not None and spec.zeroes_fully_masked_rows
+                is_exact = spec is not None and spec.attention.zeroes_fully_masked_rows
                 contiguous_masks[key] = _ContiguousMask(mask, node, arguments["query"], is_exact)
             arguments["attn_mask"] = contiguous_masks[key].mask
             contiguous_masks[key].zero_fully_masked_rows(node)

@@ -151,13 +151,13 @@ def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
     ):
         return False  # rows of the library's are padded
     sizes = [size for item in tensors for size in item.shape]
-    least = dict(spec.streaming_attention_backward_sizes).get(query.dtype)
+    least = dict(spec.attention.streaming_backward_sizes).get(query.dtype)
     widths = [query.shape[3], value.shape[3]]
     return (
         all(type(size) is int for size in sizes)
         and least is not None
         and min(query.shape[2], key.shape[2]) >= least
-        and max(widths) <= spec.streaming_attention_backward_width
+        and max(widths) <= spec.attention.streaming_backward_width
         and has_attention_kernel(tensors, widths, context.options)
     )
 
@@ -165,7 +165,7 @@ def _is_faster(call: _Call, fakes: NodeValues, context: FxPassContext) -> bool:
 def _is_short_mask(query: torch.Tensor, key: torch.Tensor, spec: DeviceSpec) -> bool:
     """Whether kernels are faster with a mask without gradient: of few rows and keys, whose rows are aligned."""
     rows, keys = query.shape[2], key.shape[2]
-    most = dict(spec.streaming_attention_mask_rows).get(query.dtype, 0)
+    most = dict(spec.attention.streaming_mask_rows).get(query.dtype, 0)
     is_static = type(rows) is int and type(keys) is int
     return is_static and max(rows, keys) <= most and keys * query.dtype.itemsize % ROW_ALIGNMENT == 0
 

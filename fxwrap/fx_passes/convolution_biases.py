@@ -49,7 +49,7 @@ def _prefers_kernels(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSp
     arguments: Any = node.args
     fake = fakes.get(arguments[0])
     spec = specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
-    return spec is not None and fake is not None and fake.dtype in spec.unfused_convolution_bias_dtypes
+    return spec is not None and fake is not None and fake.dtype in spec.convolutions.unfused_bias_dtypes
 
 
 def _adds_bias_in_kernel(node: Node, aliases: StorageAliases) -> bool:

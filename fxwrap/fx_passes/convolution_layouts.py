@@ -66,7 +66,7 @@ def _is_image(fake: FakeTensor, specs: Mapping[str, DeviceSpec]) -> bool:
     if fake.ndim != 4 or fake.layout is not torch.strided:
         return False
     spec = specs.get(fake.device.type)
-    return spec is not None and fake.dtype in spec.channels_last_dtypes
+    return spec is not None and fake.dtype in spec.convolutions.channels_last_dtypes
 
 
 def is_channels_last(fake: object) -> bool:

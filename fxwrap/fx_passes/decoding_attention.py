@@ -79,7 +79,7 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     if spec.massively_parallel:
         is_few = rows <= _MAX_ROWS and size_hint(query.shape[0]) * key_heads <= _MAX_MATRICES
     else:
-        is_few = heads // key_heads * rows <= dict(spec.decoding_attention_rows).get(query.dtype, 0)
+        is_few = heads // key_heads * rows <= dict(spec.attention.decoding_rows).get(query.dtype, 0)
     return (
         is_few
         and size_hint(key.shape[2]) >= _MIN_KEYS

@@ -163,14 +163,14 @@ def _method(
     separate = [item for item in stacked.values() if item.is_separate]
     if all(has_grouped) and all(is_contiguous(fakes[item.sources[0]]) for item in separate):
         matrices = [stacked[node.args[-1]] for node in matmuls if stacked[node.args[-1]].is_separate]  # type: ignore[index]
-        frozen = frozen_nodes(graph, context) if context.options.freeze and spec.stacked_expert_bytes else set()
+        frozen = frozen_nodes(graph, context) if context.options.freeze and spec.matmuls.stacked_expert_bytes else set()
         is_frozen = all(frozen.issuperset(item.sources) and _are_matrices(item, fakes) for item in matrices)
         if matrices and not sums and is_frozen:
             return GroupedMethod.FROZEN
-        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.stacked_expert_bytes:
+        if sum(bytes_of(fakes[item.sources[0]]) for item in separate) <= spec.matmuls.stacked_expert_bytes:
             return GroupedMethod.LIBRARY
     dtypes = {fakes[node].dtype for node in (*matmuls, *sums)}
-    return GroupedMethod.EACH if dtypes <= spec.sorted_expert_dtypes else None
+    return GroupedMethod.EACH if dtypes <= spec.matmuls.sorted_expert_dtypes else None
 
 
 def _are_matrices(operand: StackedOperand, fakes: NodeValues) -> bool:
@@ -181,7 +181,7 @@ def _are_matrices(operand: StackedOperand, fakes: NodeValues) -> bool:
 def _has_grouped_matmul(node: Node, fakes: NodeValues, spec: DeviceSpec) -> bool:
     """Whether the library has a grouped matmul for the operands: of its dtypes, with aligned rows."""
     left, right = [fakes[item] for item in node.args[-2:]]  # type: ignore[index]
-    if right.dtype not in spec.grouped_gemm_dtypes or fakes[node].dtype != right.dtype:
+    if right.dtype not in spec.matmuls.grouped_dtypes or fakes[node].dtype != right.dtype:
         return False
     return is_contiguous(left) and all(_is_aligned(fake) for fake in (right, fakes[node]))
 
@@ -192,7 +192,7 @@ def _has_grouped_sum(node: Node, fakes: NodeValues, spec: DeviceSpec) -> bool:
     Rows of each operand must be contiguous: libraries on GPUs have empty groups in this layout alone.
     """
     operands = [fakes[item] for item in node.args if isinstance(item, Node)]
-    if operands[0].dtype not in spec.grouped_gemm_dtypes or not sums_empty_groups(operands[0].device):
+    if operands[0].dtype not in spec.matmuls.grouped_dtypes or not sums_empty_groups(operands[0].device):
         return False
     units = [0, 1] if len(operands) > 1 else [1]
     has_rows = all(fake.stride(dim) == 1 for fake, dim in zip(operands, units, strict=True))

@@ -117,7 +117,7 @@ def _is_supported(values: list[Any], context: FxPassContext) -> bool:
         if not isinstance(value, FakeTensor) or value.ndim != 4 or not _is_static(value):
             return False
         spec = context.options.device_specs().get(value.device.type)
-        if spec is None or value.dtype not in spec.prepacked_convolution_dtypes or value.dtype != values[0].dtype:
+        if spec is None or value.dtype not in spec.convolutions.prepacked_dtypes or value.dtype != values[0].dtype:
             return False
         if context.options.cuda_graphs and spec.supports_graph_capture:
             return False

@@ -66,7 +66,7 @@ def _converted_once(graph: PreparedGraph, context: FxPassContext) -> set[Node]:
     return {
         node for node in frozen_nodes(graph, context)
         if isinstance(fake := graph.fakes.get(node), FakeTensor)
-        and (spec := specs.get(fake.device.type)) is not None and fake.dtype in spec.prepacked_convolution_dtypes
+        and (spec := specs.get(fake.device.type)) is not None and fake.dtype in spec.convolutions.prepacked_dtypes
     }  # fmt: skip
 
 

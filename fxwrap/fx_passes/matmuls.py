@@ -201,7 +201,7 @@ def _supports_epilogue(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, De
     """Whether a library applies an activation before it rounds: its kernels for aligned rows do."""
     fake = fakes.get(matmul.node)
     spec = _spec_of(fake, specs)
-    if fake is None or spec is None or fake.dtype not in spec.gemm_epilogue_dtypes:
+    if fake is None or spec is None or fake.dtype not in spec.matmuls.epilogue_dtypes:
         return False
     lengths = (fake.shape[1], fakes[matmul.left].shape[1])
     return all(type(length) is int and length * fake.dtype.itemsize % ROW_ALIGNMENT == 0 for length in lengths)
@@ -354,7 +354,7 @@ def transpose_operand(node: Node) -> Node | None:
 def pack_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph in which small matmuls with one left operand are one matmul and slices of its result."""
     specs = context.options.device_specs()
-    if not any(spec.packed_gemm_bytes for spec in specs.values()):
+    if not any(spec.matmuls.packed_bytes for spec in specs.values()):
         return graph
     fakes, views = graph.fakes, StorageAliases(graph, context)
     groups: dict[Hashable, list[_PackableMatmul]] = {}
@@ -365,10 +365,10 @@ def pack_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     packs = []
     for group in groups.values():
         spec = specs.get(fakes[group[0].matmul.node].device.type)
-        if spec is None or not spec.packed_gemm_bytes or len(group) < 2:
+        if spec is None or not spec.matmuls.packed_bytes or len(group) < 2:
             continue
         members = [item for item in group if _is_static(item, fakes) and _may_be_slice(views, item.matmul.node)]
-        if _is_profitable(members, fakes, spec.packed_gemm_bytes):
+        if _is_profitable(members, fakes, spec.matmuls.packed_bytes):
             packs.append(members)
     if not packs:
         return graph
@@ -461,4 +461,4 @@ def _prefers_unfused_bias(matmul: Matmul, fakes: NodeValues, specs: Mapping[str,
     spec = _spec_of(fake, specs)
     if fake is None or spec is None or matmul.bias is None:
         return False
-    return fake.dtype in spec.unfused_bias_dtypes and fakes[matmul.bias].dtype == fake.dtype
+    return fake.dtype in spec.matmuls.unfused_bias_dtypes and fakes[matmul.bias].dtype == fake.dtype

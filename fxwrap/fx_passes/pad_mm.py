@@ -111,14 +111,14 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
     if not isinstance(result, FakeTensor):
         return None
     spec = context.options.device_specs().get(result.device.type)
-    if spec is None or result.dtype not in spec.gemm_padding_dtypes or not is_contiguous(result):
+    if spec is None or result.dtype not in spec.matmuls.padding_dtypes or not is_contiguous(result):
         return None
     *biases, left_node, right_node = cast(tuple[Node, ...], node.args)
     if any(fakes[bias].ndim != 1 for bias in biases):
         return None
     left, right = _stored_operand(left_node, fakes), _stored_operand(right_node, fakes)
     (rows, columns), inner_size = result.shape, fakes[left_node].shape[1]
-    costs = spec.gemm_padding_costs
+    costs = spec.matmuls.padding_costs
     if left is None or right is None:
         return None
     if costs.saved_bytes(*map(size_hint, (rows, columns, inner_size))) < costs.min_saved_bytes:
@@ -130,7 +130,7 @@ def _match_padded_matmul(node: Node, fakes: NodeValues, context: FxPassContext) 
         inner_size=padding_for(inner_size) if right.transposed or not left.transposed else 0,
         columns=padding_for(columns), costs=costs,
         is_generated=context.options.matmul_kernels == "auto"
-        and spec.generates_unaligned_matmul(result.dtype, size_hint(rows), columns, inner_size),
+        and spec.matmuls.generates_unaligned(result.dtype, size_hint(rows), columns, inner_size),
     )  # fmt: skip
     return match if any((match.rows, match.inner_size, match.columns)) else None
 

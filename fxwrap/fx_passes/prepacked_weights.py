@@ -76,7 +76,7 @@ def _benefits(matmul: Matmul, fakes: NodeValues, context: FxPassContext, frozen:
     if operands is None or (transpose_operand(matmul.right) or matmul.right) not in frozen:
         return False
     spec, dtype, rows, columns, products = operands
-    return dtype in spec.prepacked_gemm_dtypes and 2 * rows * columns * products >= _LEAST_OPERATIONS
+    return dtype in spec.matmuls.prepacked_dtypes and 2 * rows * columns * products >= _LEAST_OPERATIONS
 
 
 def _copies_bias(matmul: Matmul, fakes: NodeValues, context: FxPassContext) -> bool:
@@ -86,7 +86,7 @@ def _copies_bias(matmul: Matmul, fakes: NodeValues, context: FxPassContext) -> b
         return False
     spec, dtype, rows, columns, products = operands
     is_large = rows * columns >= _LEAST_RESULTS and products <= _MOST_PRODUCTS_PER_ROW * rows
-    return dtype in spec.biased_linear_dtypes and is_large and columns % _BLOCK == products % _BLOCK == 0
+    return dtype in spec.matmuls.biased_linear_dtypes and is_large and columns % _BLOCK == products % _BLOCK == 0
 
 
 def _library_operands(
@@ -106,7 +106,7 @@ def _library_operands(
     rows, columns, products = *result.shape, left.shape[1]
     reads_rows = weight is not matmul.right  # as kernels read weights
     if rows < _LEAST_ROWS or (
-        reads_rows and spec.generates_matmul(left.dtype, rows, columns * products * left.dtype.itemsize)
+        reads_rows and spec.matmuls.generates(left.dtype, rows, columns * products * left.dtype.itemsize)
     ):
         return None
     return spec, left.dtype, rows, columns, products

@@ -66,7 +66,7 @@ def _match_grouped(node: Node, fakes: NodeValues, context: FxPassContext) -> Mat
     if spec is None or rows.ndim != 2 or weights.ndim != 3:
         return None
     sizes = rows.shape[0], weights.shape[0]
-    if not spec.generates_grouped_matmul(context.options.matmul_kernels, rows.dtype, *sizes):
+    if not spec.matmuls.generates_grouped(context.options.matmul_kernels, rows.dtype, *sizes):
         return None
     return Matmul(node, left, right, None)
 

@@ -88,7 +88,7 @@ class Options:
             compile time, for the traced sizes or hints; "first_call" at the first call, for its sizes, unbacked ones
             included.
         matmul_kernels: which matmuls are generated kernels, that fuse with the operators around them: "auto" those for
-            which the device's kernels are known to be faster (`DeviceSpec.generated_matmul_rows`); "library" none;
+            which the device's kernels are known to be faster (`DeviceSpec.matmuls.generated_rows`); "library" none;
             "generated" all that a printer can schedule.
         combo_kernels: whether small, similar, independent kernel launches become one launch, on devices with
             `DeviceSpec.combo_kernel_bytes` (GPUs).
@@ -96,7 +96,7 @@ class Options:
             has ended (programmatic dependent launch), on GPUs of compute capability 9.0 or more. Modes with CUDA graphs
             turn it on. Emitted FX graphs launch one kernel after the other.
         bucket_collectives: whether small collectives of one kind that can run together become one, on devices with
-            `DeviceSpec.collective_bytes_per_s`.
+            `DeviceSpec.collectives.bytes_per_s`.
         collective_speeds: the latency of collectives in seconds, and their bytes per second, by the name of a process
             group; buckets have at most ten times their product. By default those that the group's ranks measure when
             they first run a program, and until then those of the device.

@@ -28,7 +28,7 @@ def bucket_collectives(
     """Returns the program with independent all_gathers, all_reduces and reduce_scatters of one kind as one.
 
     One kind means one operator, reduction, group, dtype and device. A bucket has at most the bytes that follow from the
-    speed of its group, by default `collective_bucket_bytes` of its device's spec, and may raise the peak memory by as
+    speed of its group, by default `bucket_bytes` of its device's collectives, and may raise the peak memory by as
     much. It runs as soon as all operands are ready. Where the process group runs a coalesced form as one collective,
     the bucket is that form, without copies; otherwise operands are concatenated and results are views. All decisions
     follow from the program; symbols count with one fixed value, so ranks with other hints agree, and parts of
@@ -114,7 +114,7 @@ class _Bucketing:
                 spec = self.specs.get(type_.device.type)
                 if spec is None or type_.dtype != result.dtype or type_.dtype.is_complex:
                     return None  # coalesced forms take no complex tensors
-                if name not in spec.coalesced_collectives and not self._can_concatenate(name, type_, value):
+                if name not in spec.collectives.coalesced and not self._can_concatenate(name, type_, value):
                     return None
                 kind = _Kind(line.operator, tuple(others), line.group, type_.dtype, type_.device)
                 size = max(int(evaluate(item.storage_bytes, self.hints)) for item in (type_, result))
@@ -124,7 +124,7 @@ class _Bucketing:
 
     def _limit(self, kind: _Kind) -> int:
         """Returns the largest number of bytes of a bucket; 0 on devices that have none."""
-        default = self.specs[kind.device.type].collective_bucket_bytes
+        default = self.specs[kind.device.type].collectives.bucket_bytes
         return collective_bucket_bytes(*self.speeds[kind.group]) if default and kind.group in self.speeds else default
 
     def _can_concatenate(self, name: str, operand: TensorType, value: Value) -> bool:
@@ -199,7 +199,7 @@ class _Bucketing:
         sources = [source for item in members if item.line.origin is not None for source in item.line.origin.sources]
         origin = Origin(tuple(dict.fromkeys(sources)))
         self.changed.update(dict.fromkeys(group, ()))
-        if first.name in self.specs[first.kind.device.type].coalesced_collectives:
+        if first.name in self.specs[first.kind.device.type].collectives.coalesced:
             arguments = (tuple([item.operand for item in members]), *first.kind.arguments)
             operator = f"{_NAMESPACE}{first.name}_coalesced{_OVERLOAD}"
             results = (tuple([item.result for item in members]),)

@@ -38,7 +38,7 @@ class DeviceLimits:
         """Returns the floating-point operations per second of matmuls in a dtype; 0 where the device has none."""
         if dtype not in self._flops:
             spec = registered_spec(self.device.type)
-            stated = {} if spec is None else dict(spec.matmul_flops_per_s)
+            stated = {} if spec is None else dict(spec.matmuls.flops_per_s)
             self._flops[dtype] = stated.get(dtype, 0.0) or self._measured_flops(dtype)
         return self._flops[dtype]
 

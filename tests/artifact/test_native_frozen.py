@@ -67,7 +67,11 @@ def test_frozen_weights_without_python_follow_replaced_constants(dtype: torch.dt
 def test_biased_linear_layers_without_python(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(256, 320).bfloat16(), torch.randn(256, 256).bfloat16()
-    devices = (dataclasses.replace(CPU, biased_linear_dtypes=frozenset({torch.bfloat16})),)
+    devices = (
+        dataclasses.replace(
+            CPU, matmuls=dataclasses.replace(CPU.matmuls, biased_linear_dtypes=frozenset({torch.bfloat16}))
+        ),
+    )
     program = torch.export.export(model, (x,))
     compiled = fxwrap.compile_graph(program, name="biased", options=Options(emitter="cpp", devices=devices))
     assert [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)] == [BIASED]

@@ -20,7 +20,18 @@ from torch.utils._pytree import tree_leaves
 import fxwrap
 from fxwrap import devices
 from fxwrap.converters.emission import emit
-from fxwrap.devices import CPU, CUDA, DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime
+from fxwrap.devices import (
+    CPU,
+    CUDA,
+    AttentionTraits,
+    CollectiveTraits,
+    ConvolutionTraits,
+    DeviceRuntime,
+    DeviceSpec,
+    KernelLanguage,
+    KernelRuntime,
+    MatmulTraits,
+)
 from fxwrap.errors import DeviceError, FusionWarning, FxwrapError, OptionError
 from fxwrap.lines import Launch, PoolSlice
 from fxwrap.options import EMITTERS, Options, Pass
@@ -122,6 +133,21 @@ def test_a_device_is_part_of_the_cache_key() -> None:
     assert str(before[0].program) == str(after[0].program) and before[0].options.text() == after[0].options.text() == ""
     assert before[0].key == after[0].key != within[0].key and before[1] == after[1] != within[1]
     assert [line.kernel for line in within[0].program.lines() if isinstance(line, Launch)]
+
+
+def test_the_text_of_a_spec_names_the_traits_that_differ() -> None:
+    assert CUDA.text() == "cuda"
+    never_packed = replace(CUDA, multiprocessors=108, matmuls=replace(CUDA.matmuls, packed_bytes=0))
+    assert never_packed.text() == "cuda(multiprocessors=108, matmuls.packed_bytes=0)"
+    vendor = DeviceSpec("npu", "npu_c", attention=AttentionTraits(zeroes_fully_masked_rows=True))
+    named = "device_type='npu', kernel_language='npu_c', attention.zeroes_fully_masked_rows=True"
+    assert vendor.text() == f"DeviceSpec({named})"
+
+
+@pytest.mark.parametrize("traits", [MatmulTraits, ConvolutionTraits, AttentionTraits, CollectiveTraits])
+def test_traits_are_documented(traits: type) -> None:
+    documentation = inspect.getdoc(traits) or ""
+    assert all(f"\n    {field.name}: " in documentation for field in dataclasses.fields(traits))
 
 
 def test_a_compile_reads_the_limits_of_its_device() -> None:

@@ -171,7 +171,7 @@ def no_memory(rank: int) -> Any:
         return [COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(item, "sum", name)) for item in tensors]
 
     graph = make_fx(function, tracing_mode="fake")(*inputs)
-    spec = replace(CPU, collective_latency_s=1.0, collective_bytes_per_s=1e9, coalesced_collectives=frozenset())
+    spec = replace(CPU, collectives=replace(CPU.collectives, latency_s=1.0, bytes_per_s=1e9, coalesced=frozenset()))
     compiled = fxwrap.compile_graph(graph, inputs, options=OPTIONS.replace(devices=(spec,), compile_cache=False))
     assert sum(isinstance(line, StartCollective) for line in compiled.program.lines()) == 1
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -44,7 +44,9 @@ class RandomProgram:
         """Returns options with buckets and overlap: random limits of buckets and of memory, any emitter but C++."""
         choose = random.Random(self.seed)
         limit = choose.choice((0, 100, 300, 1 << 20))
-        spec = dataclasses.replace(CPU, collective_latency_s=limit / 10, collective_bytes_per_s=1.0)
+        spec = dataclasses.replace(
+            CPU, collectives=dataclasses.replace(CPU.collectives, latency_s=limit / 10, bytes_per_s=1.0)
+        )
         return Options(
             emitter=choose.choice(("python", "fx", "interpreter")), devices=(spec,), fuse=False, compile_cache=False,
             overlap_memory_slack=choose.choice((0.0, 0.5)), reorder_for_peak_memory=choose.random() < 0.3,

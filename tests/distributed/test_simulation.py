@@ -18,7 +18,7 @@ def test_a_step_takes_at_most_a_tenth_more_than_its_lower_bound(ranks: int) -> N
     result: Comparison = compare(cluster, partial(training_graph, Shape(), layers=4, tokens=4096))
     assert result.bound <= result.after.total <= 1.1 * result.bound < result.before.total
     assert result.after.collectives < result.before.collectives
-    assert result.peak_after <= result.peak_before + cluster.spec().collective_bucket_bytes
+    assert result.peak_after <= result.peak_before + cluster.spec().collectives.bucket_bytes
 
 
 def test_a_whole_step_with_two_meshes_names_the_waits_that_remain() -> None:

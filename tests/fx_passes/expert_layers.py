@@ -16,7 +16,12 @@ EXPERTS, CHOSEN, WIDTH, INNER = 3, 2, 16, 24
 CAPACITY = 4
 """The most tokens of a sequence that an expert of `Switch` computes."""
 SORTING = dataclasses.replace(
-    CPU, sorted_expert_dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}), stacked_expert_bytes=1
+    CPU,
+    matmuls=dataclasses.replace(
+        CPU.matmuls,
+        sorted_expert_dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        stacked_expert_bytes=1,
+    ),
 )
 """A CPU on which loops without grouped matmuls become matmuls of each expert on sorted rows, as on GPUs."""
 Rows = tuple[Any, ...]

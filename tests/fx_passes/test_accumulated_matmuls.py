@@ -18,7 +18,9 @@ from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall, Mutate
 from fxwrap.testing import assert_emitters_agree
 
-DEVICE = dataclasses.replace(CPU, accumulated_gemm_dtypes=frozenset({torch.float32, torch.bfloat16}))
+DEVICE = dataclasses.replace(
+    CPU, matmuls=dataclasses.replace(CPU.matmuls, accumulated_dtypes=frozenset({torch.float32, torch.bfloat16}))
+)
 OPTIONS = Options(devices=(DEVICE,), matmul_kernels="library")
 Function = Callable[..., Any]
 

@@ -33,10 +33,14 @@ from tests.lowering.planned_programs import (
 from tests.support.long_form import long_only, sample_size
 
 _SIZES = tuple([(dtype, 1) for dtype in DTYPES])
-ANY_SIZE = dataclasses.replace(
-    CPU, streaming_attention_sizes=_SIZES, streaming_attention_backward_sizes=_SIZES, library_attention_sizes=(),
-    streaming_attention_dropout_sizes=_SIZES,
-)  # fmt: skip
+_ATTENTION = dataclasses.replace(
+    CPU.attention,
+    streaming_sizes=_SIZES,
+    streaming_backward_sizes=_SIZES,
+    library_sizes=(),
+    streaming_dropout_sizes=_SIZES,
+)
+ANY_SIZE = dataclasses.replace(CPU, attention=_ATTENTION)
 OPTIONS = STRICT.replace(devices=(ANY_SIZE,))
 """Attention of any size becomes kernels."""
 
@@ -321,8 +325,12 @@ def test_dropout_of_nothing(probability: float, trains: bool) -> None:
 def test_small_attention_stays() -> None:
     """The device says from which size kernels are faster; an option preserves the operators."""
     inputs = _gradient_and(_operands(), _attend)
-    small = dataclasses.replace(ANY_SIZE, streaming_attention_backward_sizes=((torch.float32, 8),))
-    narrow = dataclasses.replace(ANY_SIZE, streaming_attention_backward_width=7)
+    small = dataclasses.replace(
+        ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_backward_sizes=((torch.float32, 8),))
+    )
+    narrow = dataclasses.replace(
+        ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_backward_width=7)
+    )
     preserved = OPTIONS.replace(preserve_ops=("aten._softmax.default",))
     for options in (STRICT.replace(devices=(small,)), STRICT.replace(devices=(narrow,)), preserved):
         planned = plan(make_fx(_step(_attend))(*inputs), inputs, options)

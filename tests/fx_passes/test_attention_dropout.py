@@ -68,7 +68,7 @@ def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: 
 
 
 def test_off_where_it_is_not_measured() -> None:
-    spec = dataclasses.replace(ANY_SIZE, streaming_attention_dropout_sizes=())
+    spec = dataclasses.replace(ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_dropout_sizes=()))
     run, programs = _compiled(_dropped, spec)
     operands = _operands(torch.float32)
     torch.testing.assert_close(_step(run, operands), _step(_dropped, operands))

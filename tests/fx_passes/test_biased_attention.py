@@ -59,7 +59,14 @@ def _traced(function: Callable[..., Any], inputs: list[Tensor]) -> GraphModule:
         return make_fx(lambda *items: function(*items))(*[mode.from_tensor(item) for item in inputs])
 
 
-MASKED = OPTIONS.replace(devices=(dataclasses.replace(ANY_SIZE, streaming_attention_mask_rows=((torch.float32, 9),)),))
+NO_BACKWARD = dataclasses.replace(CPU, attention=dataclasses.replace(CPU.attention, streaming_backward_sizes=()))
+MASKED = OPTIONS.replace(
+    devices=(
+        dataclasses.replace(
+            ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_mask_rows=((torch.float32, 9),))
+        ),
+    )
+)
 """Masks without gradient of up to 9 rows and keys are those of kernels, too."""
 
 
@@ -125,7 +132,7 @@ def test_unused_gradients() -> None:
     [
         ({"needed": (True, True, True, False)}, OPTIONS), ({"dropout": 0.5}, OPTIONS), ({"causal": True}, OPTIONS),
         ({}, OPTIONS.replace(preserve_ops=("aten.scaled_dot_product_attention.default",))),
-        ({}, OPTIONS.replace(devices=(dataclasses.replace(CPU, streaming_attention_backward_sizes=()),))),
+        ({}, OPTIONS.replace(devices=(NO_BACKWARD,))),
     ],
 )  # fmt: skip
 def test_calls_that_stay(keywords: dict[str, Any], options: fxwrap.Options) -> None:
@@ -149,7 +156,7 @@ def test_a_gradient_that_is_returned_with_padded_rows_stays() -> None:
      (128, 64, False, False)],
 )  # fmt: skip
 def test_joint_graphs_for_gpus(width: int, length: int, trains_bias: bool, is_replaced: bool) -> None:
-    assert CUDA.streaming_attention_backward_width == 64
+    assert CUDA.attention.streaming_backward_width == 64
     sizes = [(BATCH, HEADS, length, width)] * 4 + [(1, HEADS, length, length)]
     with FakeTensorMode():
         inputs = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]

@@ -15,7 +15,10 @@ from fxwrap.devices import CPU
 from tests.lowering.planned_programs import STRICT, check
 
 DEVICE = dataclasses.replace(
-    CPU, unfused_convolution_bias_dtypes=frozenset({torch.float32}), channels_last_dtypes=frozenset()
+    CPU,
+    convolutions=dataclasses.replace(
+        CPU.convolutions, unfused_bias_dtypes=frozenset({torch.float32}), channels_last_dtypes=frozenset()
+    ),
 )
 UNFUSED = STRICT.replace(devices=(DEVICE,))
 aten = torch.ops.aten

@@ -226,7 +226,7 @@ def test_matmuls_of_each_expert_on_sorted_rows(weights: str, dtype: torch.dtype)
 def test_small_weights_of_modules_are_stacked(limit: int, stacks: int) -> None:
     torch.manual_seed(0)
     layer = Experts("one_hot", "modules").bfloat16()
-    spec = dataclasses.replace(CPU, stacked_expert_bytes=limit)
+    spec = dataclasses.replace(CPU, matmuls=dataclasses.replace(CPU.matmuls, stacked_expert_bytes=limit))
     prepared, traced = _graph(routed(layer), inputs_of(10), Options(devices=(spec,)))
     assert _grouped(prepared) == _grouped(prepared, torch.ops.aten.stack.default) == stacks
     assert _loops(prepared) == (0 if stacks else EXPERTS)
@@ -239,7 +239,11 @@ def test_frozen_weights_of_modules_are_stacked_once(emitter: str) -> None:
     """The stack follows writes into a weight. Weights so small that each call could stack them are stacked once too."""
     torch.manual_seed(0)
     layer, programs = Experts("one_hot", "biased modules").bfloat16(), []
-    spec = SORTING if emitter == "cpp" else dataclasses.replace(SORTING, stacked_expert_bytes=1 << 20)
+    spec = (
+        SORTING
+        if emitter == "cpp"
+        else dataclasses.replace(SORTING, matmuls=dataclasses.replace(SORTING.matmuls, stacked_expert_bytes=1 << 20))
+    )
     options = {
         "freeze": True, "emitter": emitter, "devices": (spec,),
         "passes": (lambda program: programs.append(program) or program,),

@@ -23,11 +23,16 @@ from fxwrap.torch_compat import FakeTensorMode
 from fxwrap.wrapper_ir import live_bytes
 
 aten = torch.ops.aten
-ALIKE = dataclasses.replace(CPU, gemm_padding_dtypes=frozenset({torch.float32, torch.bfloat16}))
+ALIKE = dataclasses.replace(
+    CPU, matmuls=dataclasses.replace(CPU.matmuls, padding_dtypes=frozenset({torch.float32, torch.bfloat16}))
+)
 FREE_COPIES = GemmPaddingCosts(saved_bytes_per_operation=1e3, copy_overhead_bytes=0, min_saved_bytes=1)
 """Costs with which matmuls of any size are padded."""
-ANY_SIZE = dataclasses.replace(ALIKE, gemm_padding_costs=FREE_COPIES)
-CHUNKED = dataclasses.replace(ALIKE, gemm_padding_costs=dataclasses.replace(FREE_COPIES, chunk_column_multiple=8))
+ANY_SIZE = dataclasses.replace(ALIKE, matmuls=dataclasses.replace(ALIKE.matmuls, padding_costs=FREE_COPIES))
+CHUNKED = dataclasses.replace(
+    ALIKE,
+    matmuls=dataclasses.replace(ALIKE.matmuls, padding_costs=dataclasses.replace(FREE_COPIES, chunk_column_multiple=8)),
+)
 OPTIONS = Options(devices=(ANY_SIZE,))
 VOCABULARY = [(4096, 6144)] * 8 + [(4096, 1112)]
 """The chunks of a matmul of 4096 x 768 by 768 x 50257 whose result is returned."""
@@ -122,7 +127,10 @@ def test_producing_kernels_write_the_padding() -> None:
 @pytest.mark.parametrize("products", [7, 8])
 def test_unaligned_results_of_short_sums_are_kernels(products: int) -> None:
     """A kernel replaces a padded matmul and the copy of its rows, up to so many products; nothing else is a kernel."""
-    spec = dataclasses.replace(ANY_SIZE, generated_unaligned_products=((torch.float32, products),))
+    spec = dataclasses.replace(
+        ANY_SIZE,
+        matmuls=dataclasses.replace(ANY_SIZE.matmuls, generated_unaligned_products=((torch.float32, products),)),
+    )
     inputs = operands()
     for function in (matmul, a_chain):
         assert matmul_sizes(lowered(function, *inputs, spec=spec)) == PADDED[function], "padded rows are not copied"
@@ -141,7 +149,9 @@ def test_unaligned_results_with_any_number_of_rows_are_kernels() -> None:
         programs.append(program)
         return program
 
-    spec = dataclasses.replace(ANY_SIZE, generated_unaligned_products=((torch.float32, 8),))
+    spec = dataclasses.replace(
+        ANY_SIZE, matmuls=dataclasses.replace(ANY_SIZE.matmuls, generated_unaligned_products=((torch.float32, 8),))
+    )
     options = {"devices": [spec], "passes": (collect,)}
     compiled = torch.compile(returned, backend="fxwrap", fullgraph=True, dynamic=False, options=options)
     for rows in (6, 1, 5):

@@ -15,7 +15,13 @@ from torch.nn import functional as F
 from fxwrap.devices import CPU
 from tests.lowering.planned_programs import STRICT, check, plan
 
-NARROW = STRICT.replace(devices=(dataclasses.replace(CPU, patch_matmul_widths=((torch.float32, 2),)),))
+NARROW = STRICT.replace(
+    devices=(
+        dataclasses.replace(
+            CPU, convolutions=dataclasses.replace(CPU.convolutions, patch_matmul_widths=((torch.float32, 2),))
+        ),
+    )
+)
 """Kernels of two columns are wide."""
 
 CONVOLUTION = "aten.convolution.default"

@@ -111,7 +111,10 @@ def test_few_or_symbolic_rows_are_not_prepacked(rows: int | str) -> None:
 
 
 def test_other_devices_are_not_prepacked() -> None:
-    options = Options(freeze=True, devices=(dataclasses.replace(CPU, prepacked_gemm_dtypes=frozenset()),))
+    options = Options(
+        freeze=True,
+        devices=(dataclasses.replace(CPU, matmuls=dataclasses.replace(CPU.matmuls, prepacked_dtypes=frozenset())),),
+    )
     program = fxwrap.lower(torch.export.export(Layers(), (torch.randn(64, 256),)), options=options)
     assert PREPACKED not in extern_targets(program)
 
@@ -159,7 +162,9 @@ def test_weights_of_convolutions_without_batch_norm_are_freed(
 # --- biases -----------------------------------------------------------------------------------------------------------
 
 BIASED = "fxwrap.biased_linear.default"
-BIASED_CPU = dataclasses.replace(CPU, biased_linear_dtypes=frozenset({torch.bfloat16}))
+BIASED_CPU = dataclasses.replace(
+    CPU, matmuls=dataclasses.replace(CPU.matmuls, biased_linear_dtypes=frozenset({torch.bfloat16}))
+)
 
 
 @pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
@@ -189,7 +194,18 @@ def test_a_library_without_the_dtype_adds_biases_as_eager_does() -> None:
         (256, 256, 128, {}),  # a small result
         (256, 256, 300, {}),  # columns that do not fill blocks
         (256, 256, 320, {"preserve_ops": ("aten.addmm.default",)}),
-        (256, 256, 320, {"devices": (dataclasses.replace(CPU, biased_linear_dtypes=frozenset()),)}),
+        (
+            256,
+            256,
+            320,
+            {
+                "devices": (
+                    dataclasses.replace(
+                        CPU, matmuls=dataclasses.replace(CPU.matmuls, biased_linear_dtypes=frozenset())
+                    ),
+                )
+            },
+        ),
     ],
 )
 def test_biases_that_stay_in_the_matmul(rows: int, products: int, columns: int, options: dict[str, Any]) -> None:

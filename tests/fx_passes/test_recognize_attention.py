@@ -33,7 +33,10 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ANY_SIZE = dataclasses.replace(
-    CPU, streaming_attention_sizes=tuple([(dtype, 1) for dtype in DTYPES]), library_attention_sizes=()
+    CPU,
+    attention=dataclasses.replace(
+        CPU.attention, streaming_sizes=tuple([(dtype, 1) for dtype in DTYPES]), library_sizes=()
+    ),
 )
 OPTIONS = STRICT.replace(devices=(ANY_SIZE,))
 """Attention of any size becomes one kernel."""
@@ -308,7 +311,9 @@ def test_keys_of_groups_are_not_repeated() -> None:
 
 def test_queries_and_keys_in_float32_are_read_before_their_casts() -> None:
     """The kernel is one of the dtype of the values, which is slower in float32 on some devices."""
-    spec = dataclasses.replace(ANY_SIZE, streaming_attention_sizes=((torch.bfloat16, 1),))
+    spec = dataclasses.replace(
+        ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_sizes=((torch.bfloat16, 1),))
+    )
     formula = Formula(2, 3, 5, 7, 4, 6, torch.bfloat16, False, "query", False, None, "lowest", False, True, False, True)
     inputs = formula.inputs()
     planned = check_graph(make_fx(formula)(*inputs), inputs, STRICT.replace(devices=(spec,)))
@@ -352,7 +357,9 @@ def test_shifted_windows() -> None:
 def test_library_kernel(transposes: bool) -> None:
     """Long attention without bias and mask is a call of the library's kernel where the device says so."""
     formula = Formula(2, 1, 5, 7, 4, 4, torch.float32, False, "query", False, None, "none", False, transposes, False)
-    spec = dataclasses.replace(ANY_SIZE, library_attention_sizes=((torch.float32, 4),))
+    spec = dataclasses.replace(
+        ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, library_sizes=((torch.float32, 4),))
+    )
     planned = check_graph(make_fx(formula)(*formula.inputs()), formula.inputs(), STRICT.replace(devices=(spec,)))
     (call,) = planned.calls
     assert call.startswith("aten._scaled_dot_product_flash_attention")
@@ -556,6 +563,11 @@ def test_other_softmaxes_have_no_reason() -> None:
 def test_small_attention_stays() -> None:
     """Two matmuls of few rows are faster; so does a device stay that says nothing about it."""
     inputs = _operands()
-    for options in (STRICT, STRICT.replace(devices=(dataclasses.replace(CPU, streaming_attention_sizes=()),))):
+    for options in (
+        STRICT,
+        STRICT.replace(
+            devices=(dataclasses.replace(CPU, attention=dataclasses.replace(CPU.attention, streaming_sizes=())),)
+        ),
+    ):
         planned = check_graph(make_fx(_attend)(*inputs), inputs, options)
         assert planned.calls == ["aten.bmm.default", "aten.bmm.default"]

@@ -24,7 +24,9 @@ from fxwrap.fx_passes.prepared_graph import FxPassContext
 from fxwrap.lines import ExternCall, Launch
 
 aten = torch.ops.aten
-ALIKE = dataclasses.replace(CPU, gemm_epilogue_dtypes=frozenset({torch.float32}), packed_gemm_bytes=1 << 10)
+ALIKE = dataclasses.replace(
+    CPU, matmuls=dataclasses.replace(CPU.matmuls, epilogue_dtypes=frozenset({torch.float32}), packed_bytes=1 << 10)
+)
 ADDMM_ACTIVATION = "aten._addmm_activation.default"
 
 
@@ -322,7 +324,13 @@ def test_symbolic_sizes_are_not_packed() -> None:
 
 # --- biases -----------------------------------------------------------------------------------------------------------
 
-UNFUSED_BIAS = Options(devices=(dataclasses.replace(CPU, unfused_bias_dtypes=frozenset({torch.float32})),))
+UNFUSED_BIAS = Options(
+    devices=(
+        dataclasses.replace(
+            CPU, matmuls=dataclasses.replace(CPU.matmuls, unfused_bias_dtypes=frozenset({torch.float32}))
+        ),
+    )
+)
 BIASES: dict[str, tuple[Callable[..., Tensor], str]] = {
     "read by a kernel": (lambda b, x, w: aten.addmm(b, x, w).cos(), "aten.mm.default"),
     "read by kernels through views": (

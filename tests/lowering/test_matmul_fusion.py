@@ -388,7 +388,9 @@ def test_matmuls_store_what_their_results_are_mapped_to(
 
 @pytest.mark.parametrize(("rows", "columns", "is_kernel"), [(1, 8, True), (4, 16, True), (4, 8, False), (9, 16, False)])
 def test_matmuls_of_several_rows_are_kernels_from_a_size_on(rows: int, columns: int, is_kernel: bool) -> None:
-    spec = dataclasses.replace(CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 16)
+    spec = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, generated_rows=((torch.float32, 8),), generated_bytes=4 * 64 * 16)
+    )
     operands = [torch.randn(rows, 64), torch.randn(columns, 64)]
     program = lowered(functional.linear, operands, Options(devices=[spec])).program
     assert ([line for line in program.lines() if isinstance(line, ExternCall)] == []) == is_kernel
@@ -400,7 +402,9 @@ def test_matmuls_of_one_operand_count_together_where_launches_are_combined(
 ) -> None:
     """Queries, keys and values are one launch."""
     spec = dataclasses.replace(
-        CPU, generated_matmul_rows=((torch.float32, 8),), generated_matmul_bytes=4 * 64 * 24, combo_kernel_bytes=1
+        CPU,
+        matmuls=dataclasses.replace(CPU.matmuls, generated_rows=((torch.float32, 8),), generated_bytes=4 * 64 * 24),
+        combo_kernel_bytes=1,
     )
     operands = [torch.randn(4, 64), *[torch.randn(count, 64) for count in (columns, 8, 8)]]
     graph = make_fx(lambda x, *weights: [functional.linear(x, weight) for weight in weights])(*operands)

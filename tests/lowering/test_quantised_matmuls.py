@@ -145,7 +145,9 @@ def test_devices_say_for_how_many_rows_dequantisation_is_part_of_a_matmul(
 ) -> None:
     known = [*quantised_inputs(), random(COLUMNS, WIDTH)]
     inputs = [known[position] for position in operands]
-    device = dataclasses.replace(CPU, generated_dequantised_rows=((BF16, rows),))
+    device = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, generated_dequantised_rows=((BF16, rows),))
+    )
     assert called(compiled(function, inputs, matmul_kernels="auto", cpu_kernels="triton", devices=[device])) == calls
 
 
@@ -200,7 +202,9 @@ def test_devices_say_for_how_many_rows_of_a_group_kernels_are_faster() -> None:
     x, tokens, offsets, _, into, _ = expert_inputs(BF16)
     inputs = [x, tokens, offsets, into]
     for rows, calls in ((ROWS / EXPERTS, {}), (ROWS / EXPERTS - 1, {"_grouped_mm": 1})):
-        device = dataclasses.replace(CPU, generated_grouped_rows=((BF16, rows),))
+        device = dataclasses.replace(
+            CPU, matmuls=dataclasses.replace(CPU.matmuls, generated_grouped_rows=((BF16, rows),))
+        )
         program = compiled(gated_experts, inputs, matmul_kernels="auto", devices=[device])
         assert called(program) == calls
 

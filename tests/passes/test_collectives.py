@@ -63,27 +63,31 @@ def test_memory_of_padded_parts_does_not_count_for_buckets() -> None:
     )
     inputs, results = [", ".join([item.format(n) for n in names]) for item in ("%a{}: borrowed f32[3]@cpu", "%s{}")]
     program = fxwrap.verify(fxwrap.parse(f"program @p({inputs}) {{\n{lines}  control.return({results})\n}}\n"))
-    spec = dataclasses.replace(CPU, collective_latency_s=128 / 10, collective_bytes_per_s=1.0)
+    spec = dataclasses.replace(
+        CPU, collectives=dataclasses.replace(CPU.collectives, latency_s=128 / 10, bytes_per_s=1.0)
+    )
     assert starts(fxwrap.verify(bucket_collectives(program, {"cpu": spec}))) == 1
 
 
 def test_a_bucket_has_at_most_the_bytes_of_the_device() -> None:
     program = input_of("bucket_collectives_gathers_are_coalesced")  # results of 32 bytes each
     for limit, expected in ((31, 2), (63, 2), (64, 1)):
-        spec = dataclasses.replace(CPU, collective_latency_s=limit / 10, collective_bytes_per_s=1.0)
-        assert spec.collective_bucket_bytes == limit
+        spec = dataclasses.replace(
+            CPU, collectives=dataclasses.replace(CPU.collectives, latency_s=limit / 10, bytes_per_s=1.0)
+        )
+        assert spec.collectives.bucket_bytes == limit
         assert starts(bucket_collectives(program, {"cpu": spec})) == expected
-        default = {"cpu": dataclasses.replace(CPU, collective_bytes_per_s=1e9)}
+        default = {"cpu": dataclasses.replace(CPU, collectives=dataclasses.replace(CPU.collectives, bytes_per_s=1e9))}
         assert starts(bucket_collectives(program, default, {"0": (limit / 10, 1.0)})) == expected  # of the group
         assert starts(bucket_collectives(program, default, {"1": (limit / 10, 1.0)})) == 1
     assert bucket_collectives(program, {}) is program
-    never = {"cpu": dataclasses.replace(CPU, collective_bytes_per_s=0.0)}
+    never = {"cpu": dataclasses.replace(CPU, collectives=dataclasses.replace(CPU.collectives, bytes_per_s=0.0))}
     assert bucket_collectives(program, never, {"0": (1.0, 1e9)}) is program
 
 
 def test_gathers_without_a_coalesced_form_stay() -> None:
     program = input_of("bucket_collectives_gathers_are_coalesced")
-    spec = dataclasses.replace(CPU, coalesced_collectives=frozenset())
+    spec = dataclasses.replace(CPU, collectives=dataclasses.replace(CPU.collectives, coalesced=frozenset()))
     assert bucket_collectives(program, {"cpu": spec}) is program
 
 

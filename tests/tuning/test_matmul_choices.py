@@ -170,7 +170,9 @@ def test_grouped_matmuls_are_timed_with_equal_groups(monkeypatch: pytest.MonkeyP
         return torch.relu(torch._grouped_mm(x, w.transpose(1, 2), ends))
 
     inputs = [torch.randn(12, 32), torch.randn(4, 24, 32), torch.tensor([1, 1, 5, 12], dtype=torch.int32)]
-    device = dataclasses.replace(CPU, generated_grouped_rows=((torch.float32, 3),))
+    device = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, generated_grouped_rows=((torch.float32, 3),))
+    )
     timer = RegionTimer((2.0, 1.0))
     program = compiled(monkeypatch, tmp_path, timer, experts, inputs, devices=[device]).program
     assert (timer.regions, called(program)) == (1, ["aten._grouped_mm.default"])
@@ -304,7 +306,9 @@ def test_a_kernel_is_timed_beside_the_padded_matmul(
 ) -> None:
     """A library wants aligned rows, so that its result is copied; a kernel stores rows of any length."""
     costs = GemmPaddingCosts(saved_bytes_per_operation=1e3, copy_overhead_bytes=0, min_saved_bytes=1)
-    device = dataclasses.replace(CPU, gemm_padding_dtypes=frozenset({torch.float32}), gemm_padding_costs=costs)
+    device = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, padding_dtypes=frozenset({torch.float32}), padding_costs=costs)
+    )
     inputs = [torch.randn(3, 40), torch.randn(23, 40)]
     timer = RegionTimer(*[(kernel_seconds, 1.5)] * 2)
     program = compiled(monkeypatch, tmp_path, timer, lambda x, w: x @ w.t(), inputs, devices=[device]).program
@@ -317,7 +321,9 @@ def test_a_kernel_is_timed_beside_the_padded_matmul(
 
 def test_kernels_are_not_padded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     costs = GemmPaddingCosts(saved_bytes_per_operation=1e3, copy_overhead_bytes=0, min_saved_bytes=1)
-    device = dataclasses.replace(CPU, gemm_padding_dtypes=frozenset({torch.float32}), gemm_padding_costs=costs)
+    device = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, padding_dtypes=frozenset({torch.float32}), padding_costs=costs)
+    )
     inputs = [torch.randn(30, 40), torch.randn(23, 40)]
     options = {"devices": [device], "matmul_kernels": "generated"}
     program = compiled(monkeypatch, tmp_path, RegionTimer(), lambda x, w: x @ w.t(), inputs, **options).program

@@ -339,7 +339,7 @@ class _MaterialisationPlanner:
         A matmul of few rows computes each element of a dequantised matrix once for all rows.
         """
         spec = self.specs.get(plan.definition.device.type)
-        rows = 0 if spec is None else dict(spec.generated_dequantised_rows).get(plan.definition.dtype, 0)
+        rows = 0 if spec is None else dict(spec.matmuls.generated_dequantised_rows).get(plan.definition.dtype, 0)
         consumers = [consumer.definition for consumer in self.consumers[use.definition]]
         if reads_per_element <= rows and all(isinstance(item, Reduced) for item in consumers):
             return False

@@ -93,9 +93,9 @@ def _is_candidate(call: OperatorCall, left: Definition, rows: Size, right: Defin
     if call.tunes_matmuls:
         return rows <= MAX_TUNED_ROWS or _has_short_sums(call, left)
     if right is None or len(right.sizes) != 2:
-        return call.spec.generates_matmul(left.dtype, rows)
+        return call.spec.matmuls.generates(left.dtype, rows)
     matrix_bytes = call.matrix_bytes or product(right.sizes) * right.dtype.itemsize
-    return call.spec.generates_matmul(left.dtype, rows, matrix_bytes) or _is_unaligned_candidate(
+    return call.spec.matmuls.generates(left.dtype, rows, matrix_bytes) or _is_unaligned_candidate(
         call, left, rows, right
     )
 
@@ -106,7 +106,7 @@ def _is_unaligned_candidate(call: OperatorCall, left: Definition, rows: Size, ri
         return False
     products, columns = right.sizes
     hint = rows if isinstance(rows, int) else symbol_hint(call.fake.shape[0])
-    return call.spec.generates_unaligned_matmul(left.dtype, hint, columns, products)
+    return call.spec.matmuls.generates_unaligned(left.dtype, hint, columns, products)
 
 
 def _has_short_sums(call: OperatorCall, left: Definition) -> bool:
@@ -124,7 +124,7 @@ def _is_dequantised(call: OperatorCall, rows: Size, right: Definition | None) ->
     if right is None or not isinstance(rows, int):
         return False
     count, read = product(right.sizes), None
-    if rows <= dict(call.spec.generated_dequantised_rows).get(right.dtype, 0):
+    if rows <= dict(call.spec.matmuls.generated_dequantised_rows).get(right.dtype, 0):
         read = read_bytes(right)
     return read is not None and isinstance(count, int) and 4 * read <= 3 * count * right.dtype.itemsize
 
@@ -207,7 +207,7 @@ def _grouped_mm(
     if offsets is None:
         return _matrix_product(call, left, right)
     (count, *_), (rows, *_) = right.sizes, left.sizes
-    if not call.spec.generates_grouped_matmul(call.matmul_kernels, left.dtype, rows, count):
+    if not call.spec.matmuls.generates_grouped(call.matmul_kernels, left.dtype, rows, count):
         raise Declined(library_call_reason(call.name) or "a library call")
     if len(left.sizes) != 2 or len(right.sizes) != 3 or not isinstance(count, int) or not count:
         raise Declined("kernels of grouped matmuls have groups of rows, and a constant number of matrices")

@@ -112,6 +112,6 @@ def cpu_with_graph_capture() -> Iterator[CpuGraphCapturer]:
     """Registers the CPU as a device with graph capture inside a `with` block; yields its capturer."""
     recorder = CpuGraphCapturer()
     runtime = replace(CPU_RUNTIME, graph_capturer=lambda _device: recorder)
-    spec = replace(CPU, supports_graph_capture=True, captures_collectives=True)
+    spec = replace(CPU, supports_graph_capture=True, collectives=replace(CPU.collectives, captured=True))
     with fxwrap.devices.scoped_registration(spec, printer=cpp_configurations, runtime=runtime, language=CPP):
         yield recorder
