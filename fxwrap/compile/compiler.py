@@ -291,7 +291,7 @@ def _prepare(request: CompileRequest, history: GraphHistory | None) -> PreparedG
             graph, ownership={names[position]: item for position, item in request.ownership.items()}, name=name
         )
     request.events.begin_step("import_graph")
-    source = graph_source(graph, example_inputs, options, name)
+    source = graph_source(graph, example_inputs, options, name, RULES)
     if (options.autotune == FIRST_CALL or history is not None) and source.graph_module is graph:
         # The caller may change its graph before the first call compiles it again; a wrong pass may change it now.
         source = replace(source, graph_module=GraphModule(graph, copy.deepcopy(graph.graph)))

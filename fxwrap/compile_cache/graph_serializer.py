@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from fxwrap import torch_compat
 from fxwrap.artifact.tensor_file import tensor_bytes
 from fxwrap.fx_passes.effects import launches_user_kernel
+from fxwrap.fx_passes.model_source import source_of
 from fxwrap.fx_passes.prepared_graph import RECOMPUTED
-from fxwrap.fx_passes.source import source_of
 from fxwrap.fx_passes.stream_calls import stream_call, stream_number
 
 MAX_HASHED_BYTES = 1 << 10

@@ -30,7 +30,7 @@ from fxwrap.debugging.single_operators import is_lowered_wrong
 from fxwrap.debugging.statistics import tensor_statistics
 from fxwrap.devices import line_handlers
 from fxwrap.fx_passes import GraphSource, PreparedGraph
-from fxwrap.fx_passes.source import source_of
+from fxwrap.fx_passes.model_source import source_of
 from fxwrap.lines import CallFunction, Launch
 from fxwrap.options import Options
 from fxwrap.passes.communication import size_values

@@ -6,6 +6,7 @@ from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *
 from fxwrap.fx_passes.grouped_queries import *
 from fxwrap.fx_passes.joint_graph import *
+from fxwrap.fx_passes.model_source import *
 from fxwrap.fx_passes.pad_mm import *
 from fxwrap.fx_passes.prepare import *
 from fxwrap.fx_passes.prepared_graph import *

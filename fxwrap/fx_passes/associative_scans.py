@@ -17,8 +17,8 @@ from torch.fx import GraphModule, Node
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy, expressions_of, fake_call
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
-from fxwrap.fx_passes.source import location_of
 
 _aten = torch.ops.aten
 

@@ -7,26 +7,15 @@ The table is explicit: `_DECOMPOSED`, and the operators on lists of tensors (`fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import ops
-from torch.fx import GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.fx_passes.effects import submodules
 from fxwrap.options import Options
-from fxwrap.torch_compat import (
-    OpOverload,
-    aten_schema,
-    composite_decompositions,
-    detect_fake_mode,
-    find_shape_env,
-    get_decompositions,
-    isolate_pending_symbols,
-)
+from fxwrap.torch_compat import OpOverload, aten_schema, composite_decompositions, get_decompositions
 
 _DECOMPOSED: tuple[OpOverload, ...] = (
     ops.aten.native_dropout_backward.default,  # a multiplication, which fuses; the kernel exists on CUDA only
@@ -55,31 +44,6 @@ def export_decomposition_table(options: Options) -> dict[OpOverload, Decompositi
     composite = {overload: function for overload, function in composite_decompositions().items()
                  if str(overload) not in options.preserve_ops}  # fmt: skip
     return composite | decomposition_table(options)
-
-
-def decompose(graph: GraphModule, example_inputs: Sequence[object] | None, options: Options) -> GraphModule:
-    """Returns the graph with the operators of the options' table decomposed; the graph itself if it has none."""
-    table = decomposition_table(options)
-    if not _calls_any(graph, table):
-        return graph
-    if example_inputs is None:
-        example_inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    # Sizes of real tensors are static; those of fake tensors may be symbolic, unless their mode has no ShapeEnv.
-    mode = detect_fake_mode(example_inputs)
-    is_static = mode is None or mode.shape_env is None
-    traced = make_fx(
-        Interpreter(graph).run, decomposition_table=table, tracing_mode="fake" if is_static else "symbolic"
-    )
-    with isolate_pending_symbols(find_shape_env(list(example_inputs))):
-        return traced(*example_inputs)
-
-
-def _calls_any(graph: GraphModule, targets: Collection[OpOverload]) -> bool:
-    """Whether a graph or a nested graph calls any of the operators."""
-    return any(
-        node.target in targets or any(_calls_any(nested, targets) for nested in submodules(node))
-        for node in graph.graph.nodes
-    )
 
 
 def _wait_decompositions() -> dict[OpOverload, Decomposition]:

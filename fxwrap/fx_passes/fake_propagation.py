@@ -12,8 +12,8 @@ from torch.fx.node import Argument, Target
 
 from fxwrap.errors import CallError, FxwrapError, GraphError
 from fxwrap.fx_passes.graph_copy import items_of, run_on_fakes
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
-from fxwrap.fx_passes.source import check_desugared, location_of
 from fxwrap.fx_passes.stream_calls import stream_call
 from fxwrap.inference import eager_error, explain_fake_call
 from fxwrap.torch_compat import (
@@ -24,6 +24,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     in_fake_mode,
     is_composite,
+    is_desugared,
     rename_unbacked,
     storage_identity,
     torch_schema,
@@ -234,3 +235,11 @@ class _FakePropagator(Interpreter):
                 value = self.mode.from_tensor(value, static_shapes=True)
             self.attributes[key] = value
         return self.attributes[key]
+
+
+def check_desugared(name: str, value: object) -> None:
+    """Raises GraphError for a tensor subclass that torch has not desugared into plain tensors."""
+    if isinstance(value, torch.Tensor) and not is_desugared(value):
+        reason = f"it is the tensor subclass {type(value).__name__}"
+        remedy = "Compile through torch.compile, which desugars subclasses, or pass plain tensors"
+        raise GraphError(name, reason, remedy)

@@ -30,8 +30,8 @@ from fxwrap.fx_passes.effects import attribute_of, operator_label
 from fxwrap.fx_passes.fake_propagation import in_one_mode
 from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention, RowLoop
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
-from fxwrap.fx_passes.source import location_of
 from fxwrap.options import Options
 from fxwrap.torch_compat import (
     FakeTensor,

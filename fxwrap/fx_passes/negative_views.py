@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import attribute_of, mutated_operands
 from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, items_of, run_on_fakes, same_strides, storages_of
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
-from fxwrap.fx_passes.source import location_of
 from fxwrap.torch_compat import FakeTensor, negated_view
 
 _aten = torch.ops.aten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -14,6 +15,7 @@ from fxwrap.fx_passes.concatenated_matmuls import fill_concatenations
 from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
+from fxwrap.fx_passes.decompose import decompose
 from fxwrap.fx_passes.dropout_masks import draw_dropout_masks
 from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
@@ -60,6 +62,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "expand_associative_scans", "expand associative scans of static length into operators that fuse",
         lambda graph, _context: expand_associative_scans(graph),
+    ),
+    Step(
+        "decompose_inserted", "decompose operators that passes inserted",
+        lambda graph, context: decompose_inserted(graph, context), "decompositions",
     ),
     Step(
         "replace_in_place_calls", "let in-place calls on tensors of the graph's own return their results, which fuse",
@@ -164,7 +170,9 @@ def prepare_graph(
     """
     events = events or EventLog(name)
     events.begin_step("propagate_fakes")
-    source = graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name)
+    source = (
+        graph if isinstance(graph, GraphSource) else graph_source(graph, example_inputs, options, name, fused_operators)
+    )
     if options.output_strides == "any":
         flexible_stride_outputs = range(len(tree_flatten(source.output.args)[0]))
     prepared = _with_fakes(source, example_inputs, flexible_stride_outputs)
@@ -180,12 +188,25 @@ def prepare_graph(
 
 
 def prepare_subgraph(
-    module: GraphModule, example_inputs: Sequence[object], name: str, options: Options
+    module: GraphModule,
+    example_inputs: Sequence[object],
+    name: str,
+    options: Options,
+    fused_operators: Collection[str] = frozenset(),
 ) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
     prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
     prepared = check_tensor_metadata(resolve_negative_views(prepared))
-    return expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
+    prepared = expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
+    return decompose_inserted(prepared, FxPassContext(options, fused_operators, example_inputs))
+
+
+def decompose_inserted(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
+    """Returns a graph with the operators decomposed that passes inserted, or that are in a nested graph."""
+    module = decompose(graph.graph_module, graph.fakes, context)
+    return (
+        graph if module is graph.graph_module else replace(graph, graph_module=module, fakes=fake_values(module, None))
+    )
 
 
 def _with_fakes(

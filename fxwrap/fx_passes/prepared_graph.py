@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import GraphModule, Node
 
+from fxwrap.fx_passes.decompositions import Decomposition, decomposition_table
 from fxwrap.options import Options
+from fxwrap.torch_compat import OpOverload
 
 NodeValues: TypeAlias = Mapping[Node, Any]
 """The fake value of each node: a fake tensor, a symbolic number, a generator, None, or a tuple or list of these."""
@@ -90,6 +92,11 @@ class FxPassContext:
     fused_operators: Collection[str] = frozenset()
     example_inputs: Sequence[object] | None = None
     static_inputs: Collection[int] = ()
+
+    @cached_property
+    def decompositions(self) -> Mapping[OpOverload, Decomposition]:
+        """The table of the options, without the operators to preserve."""
+        return decomposition_table(self.options)
 
     @cached_property
     def extern_operators(self) -> frozenset[str]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,14 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, Output
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.caching import bounded_cache
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
-from fxwrap.fx_passes.decompositions import decompose, export_decomposition_table
+from fxwrap.fx_passes.decompose import decompose, is_decomposed
+from fxwrap.fx_passes.decompositions import export_decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
+from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.grouped_queries import find_query_groups, rewrite_query_groups
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
 from fxwrap.fx_passes.small_sizes import least_sizes
 from fxwrap.options import Options, Step, enabled_steps
@@ -30,11 +31,9 @@ from fxwrap.torch_compat import (
     HigherOrderOperator,
     OpOverload,
     find_shape_env,
-    is_desugared,
     isolate_pending_symbols,
     storage_identity,
 )
-from fxwrap.wrapper_ir import Origin, Source
 from fxwrap.wrapper_ir.operators import operator_schema
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -59,7 +58,7 @@ SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     ),
     Step(
         "decompose", "decompose operators, those on lists of tensors included",
-        lambda graph, context: decompose(graph, context.example_inputs, context.options), "decompositions",
+        lambda graph, context: _decompose(graph, context), "decompositions",
     ),
 )  # fmt: skip
 """The passes over a graph of ATen operators, before fake-tensor propagation."""
@@ -95,11 +94,16 @@ EXPORTED_GRAPH_PASSES: tuple[Step[GraphSource, ExportGraphSignature], ...] = (
 
 
 def graph_source(
-    graph: GraphModule | ExportedProgram, example_inputs: Sequence[object] | None, options: Options, name: str
+    graph: GraphModule | ExportedProgram,
+    example_inputs: Sequence[object] | None,
+    options: Options,
+    name: str,
+    fused_operators: Collection[str] = frozenset(),
 ) -> GraphSource:
     """Returns the imported graph, decomposed by the options' table. The graph itself is not changed.
 
-    Raises GraphError for a graph with unsupported nodes.
+    `fused_operators` are the names of the overloads with a lowering rule. Raises GraphError for a graph with
+    unsupported nodes.
     """
     if isinstance(graph, ExportedProgram):
         graph_id = id(graph.graph)
@@ -113,10 +117,16 @@ def graph_source(
             return replace(_exported_source(graph, options, name), graph_id=graph_id, least_sizes=least)
     check_graph(graph)
     graph_id = id(graph.graph)
-    context = FxPassContext(options, example_inputs=example_inputs)
+    context = FxPassContext(options, fused_operators, example_inputs)
     for step in enabled_steps(SOURCE_PASSES, options):
         graph = step.run(graph, context)
     return GraphSource(graph, name, graph_id=graph_id)
+
+
+def _decompose(graph: GraphModule, context: FxPassContext) -> GraphModule:
+    if not any(is_decomposed(node, context) for node in graph.graph.nodes):
+        return graph
+    return decompose(graph, fake_values(graph, context.example_inputs), context)
 
 
 def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> ExportedProgram:
@@ -149,92 +159,6 @@ def _exported_source(exported: ExportedProgram, options: Options, name: str) -> 
     for step in enabled_steps(EXPORTED_GRAPH_PASSES, options):
         source = step.run(source, signature)
     return source
-
-
-# --- the model's source -----------------------------------------------------------------------------------------------
-
-
-def location_of(node: Node) -> str:
-    """Returns "file:line" of a node in the model's source, or ""."""
-    file, line = _innermost_frame(_stack_trace(node))
-    return Source(node.name, "", file, line).location
-
-
-def source_of(node: Node, name: str = "", graph_id: int = -1) -> Source:
-    """Returns a node's origin in the model's source, from its metadata; for a backward node, that of its forward.
-
-    `name` is the node's name, if it has another one in its program, and `graph_id` torch's `id` of its graph.
-    """
-    trace = _stack_trace(node)
-    file, line = _innermost_frame(trace)
-    module_stack = _module_stack(node)
-    origins = node.meta.get("from_node") or ()
-    operator, original = str(node.target).removesuffix(".default"), node.meta.get("original_aten")
-    original_operator = "" if original is None else str(original).removesuffix(".default")
-    return Source(
-        name or node.name,
-        operator,
-        file,
-        line,
-        module_stack[-1][0] if module_stack else "",
-        str(origins[0].name) if origins else "",
-        module_stack,
-        _function_stack(node),
-        "" if original_operator == operator else original_operator,
-        str(node.meta.get("partitioner_tag") or ""),
-        trace,
-        graph_id,
-    )
-
-
-def _stack_trace(node: Node) -> str:
-    """Returns the frames that torch recorded, without the one that an emitter appended."""
-    origin = node.meta.get("fxwrap_origin")
-    traces = [source.stack_trace for source in origin.sources] if isinstance(origin, Origin) else []
-    return next(filter(None, reversed(traces)), "") or node.meta.get("stack_trace") or ""
-
-
-def _module_stack(node: Node) -> tuple[tuple[str, str], ...]:
-    """Returns the path and class of each module that encloses a node, without the model itself."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return tuple([entry for path, class_ in stack.values() if (entry := _module_entry(str(path), class_))[0]])
-
-
-@bounded_cache(4096)
-def _module_entry(path: str, class_: object) -> tuple[str, str]:
-    """Returns the path and class of a module of the model, as users know them."""
-    return _DYNAMO_ROOT.sub("", path), qualified_name(class_)
-
-
-def _function_stack(node: Node) -> tuple[tuple[str, str], ...]:
-    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or ()
-    return tuple([(str(name), qualified_name(function)) for name, function in stack])
-
-
-def qualified_name(item: object) -> str:
-    """Returns the qualified name of a class or function, a text unchanged."""
-    if isinstance(item, str):
-        return item
-    module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-    return f"{module}.{name}" if module and name else str(item)
-
-
-_DYNAMO_ROOT = re.compile(r"^L\['\w+'\]\.?")
-"""Dynamo's prefix of module paths: the local variable that holds the model."""
-
-
-@bounded_cache(4096)
-def _innermost_frame(trace: str) -> tuple[str, int]:
-    """Returns file and line of a stack trace's innermost frame outside torch, or of the innermost one."""
-    innermost, end = ("", 0), len(trace)
-    while (start := trace.rfind('File "', 0, end)) >= 0:
-        path, _, rest = trace[start + 6 : end].partition('", line ')
-        number = rest.split(",", 1)[0].split("\n", 1)[0]
-        frame = (path, int(number) if number.isdigit() else 0)
-        if not path.startswith(_TORCH):
-            return frame
-        innermost, end = innermost if innermost[0] else frame, start
-    return innermost
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -282,14 +206,6 @@ def _check_call(node: Node) -> None:
 
 def _error(node: Node, reason: str, remedy: str) -> GraphError:
     return GraphError(node.name, reason, remedy, location_of(node))
-
-
-def check_desugared(name: str, value: object) -> None:
-    """Raises GraphError for a tensor subclass that torch has not desugared into plain tensors."""
-    if isinstance(value, torch.Tensor) and not is_desugared(value):
-        reason = f"it is the tensor subclass {type(value).__name__}"
-        remedy = "Compile through torch.compile, which desugars subclasses, or pass plain tensors"
-        raise GraphError(name, reason, remedy)
 
 
 _aten = torch.ops.aten

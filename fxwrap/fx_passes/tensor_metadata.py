@@ -12,8 +12,8 @@ from torch.fx.node import map_arg
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.effects import calls_higher_order
 from fxwrap.fx_passes.graph_copy import GraphCopy
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
-from fxwrap.fx_passes.source import location_of
 from fxwrap.torch_compat import PROMOTION_KINDS, arguments_by_name, elementwise_dtypes
 
 _ASSERTION = torch.ops.aten._assert_tensor_metadata.default

@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.source import check_desugared, location_of, source_of
+from fxwrap.fx_passes.fake_propagation import check_desugared
+from fxwrap.fx_passes.model_source import location_of, source_of
 from fxwrap.lines import WaitCollective
 from fxwrap.lowering.control.streams import StreamPlan, StreamTracker
 from fxwrap.lowering.in_flight import InFlight

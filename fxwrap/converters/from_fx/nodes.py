@@ -13,7 +13,7 @@ from fxwrap import wrapper_ir as ir
 from fxwrap.converters.access_order import Conflict
 from fxwrap.converters.fx.metadata import other_metadata
 from fxwrap.errors import FxImportError
-from fxwrap.fx_passes.source import source_of
+from fxwrap.fx_passes.model_source import source_of
 from fxwrap.torch_compat import OpOverload
 
 

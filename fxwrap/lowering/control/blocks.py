@@ -29,6 +29,7 @@ from fxwrap.lowering.calls.nodes import literal
 from fxwrap.lowering.control.streams import stream_plan
 from fxwrap.lowering.fusion.kernels import dense_strides
 from fxwrap.lowering.graph_lowering import GraphLowering
+from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.symbols.inputs import InputBinder
 from fxwrap.names import NameAllocator
 from fxwrap.torch_compat import is_opaque, real_object
@@ -147,7 +148,7 @@ class BlockLowering:
         Raises GraphError for a graph that does not fit the call.
         """
         module, options = _module_of(node, graph, len(operands)), self.request.options
-        prepared = prepare_subgraph(module, examples, str(graph.target), options)
+        prepared = prepare_subgraph(module, examples, str(graph.target), options, RULES)
         scope = f"{self.builder.scope}{prepared.name}."
         reasons = self.request.declined_nodes.items()
         declined = {item.removeprefix(scope): reason for item, reason in reasons if item.startswith(scope)}

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.source import location_of
+from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.stream_calls import stream_call, stream_number
 from fxwrap.lines import RecordEvent, WaitEvent
 from fxwrap.torch_compat import OpOverload, external_object_number, external_stream, operator_name

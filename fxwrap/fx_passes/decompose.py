@@ -1,0 +1,252 @@
+"""Decomposition of operators by a table, and of composite ones, which torch defines by calls of others.
+
+Graphs that were traced after dispatch, as those of AOTAutograd, have no composite operators. Graphs that are written by
+hand, exported or traced before dispatch call `linear`, `to`, `layer_norm` or `scaled_dot_product_attention`. Each such
+call is traced alone on its fake operands, and its trace takes its place: other nodes keep their names and metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from fxwrap.fx_passes.decompositions import Decomposition
+from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.fx_passes.graph_copy import CallResults, layout_text
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues
+from fxwrap.torch_compat import (
+    FakeTensor,
+    LazyGraphModule,
+    OpOverload,
+    TreeSpec,
+    in_dispatched_fake_mode,
+    in_fake_mode,
+    is_composite,
+    tree_flatten,
+    tree_unflatten,
+    without_logged_errors,
+)
+
+log = logging.getLogger("fxwrap.compile")
+
+
+def is_decomposed(node: Node, context: FxPassContext) -> bool:
+    """Whether a node calls an operator of the options' table, or a composite one that has no lowering rule."""
+    target = node.target
+    if not isinstance(target, OpOverload) or str(target) in context.extern_operators:
+        return False
+    return target in context.decompositions or (
+        str(target) not in context.fused_operators
+        and str(target) not in _UNCHANGED
+        and is_composite(target)
+        and torch.Tag.inplace_view not in target.tags
+    )
+
+
+_UNCHANGED = frozenset({"aten.sym_size.int", "aten.sym_stride.int", "aten.sym_is_contiguous.default"})
+"""Composite operators whose results are expressions of symbols."""
+
+_LIBRARY_CHOICES = frozenset({
+    "aten::scaled_dot_product_attention", "aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu",
+})  # fmt: skip
+"""Composite operators that choose a library's kernel, if the library of the operands' device is here."""
+
+
+def decompose(graph_module: GraphModule, fakes: NodeValues, context: FxPassContext) -> GraphModule:
+    """Returns the graph with the calls that `is_decomposed` names decomposed; the graph itself if none is.
+
+    Nested graphs are not changed. Nodes of the result have their fake value as metadata. A composite call whose
+    decomposition reads elements, or cannot be traced on fake operands, stays a call.
+    """
+    decomposed = frozenset([node for node in graph_module.graph.nodes if is_decomposed(node, context)])
+    return _Decomposer(graph_module, fakes, context.decompositions).run(decomposed) if decomposed else graph_module
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator, by its flat arguments.
+
+    Fields:
+        leaves, spec: arguments and keyword arguments.
+        operands: the distinct tensors and symbolic numbers among them: nodes, or numbers that no node has.
+        values: the fake value of each operand.
+        positions: the operand of each leaf, None for literals.
+    """
+
+    target: OpOverload
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    operands: tuple[Any, ...]
+    values: tuple[Any, ...]
+    positions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, target: OpOverload, arguments: Any, fakes: NodeValues) -> _Call:
+        """Returns a call of arguments and keyword arguments with nodes among them."""
+        leaves, spec = tree_flatten(arguments)
+        operands: list[Any] = []
+        values: list[Any] = []
+        position_of: dict[int, int] = {}
+        positions: list[int | None] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Node | torch.SymInt | torch.SymFloat | torch.SymBool):
+                positions.append(None)
+                continue
+            value = fakes[leaf] if isinstance(leaf, Node) else leaf
+            if id(value) not in position_of:
+                position_of[id(value)] = len(operands)
+                operands.append(leaf)
+                values.append(value)
+            positions.append(position_of[id(value)])
+        return cls(target, tuple(leaves), spec, tuple(operands), tuple(values), tuple(positions))
+
+    @property
+    def text(self) -> str | None:
+        """The operator, literals and layouts of operands as a text; None if a layout is symbolic."""
+        layouts = [_layout_text(value) for value in self.values]
+        if None in layouts:
+            return None
+        leaves = [leaf if position is None else f"%{position}" for leaf, position in zip(self.leaves, self.positions)]
+        return f"{self.target} {self.spec} {leaves} {layouts}"
+
+    def __call__(self, *operands: Any) -> Any:
+        """Calls the operator on values of the operands."""
+        leaves = [leaf if position is None else operands[position]
+                  for leaf, position in zip(self.leaves, self.positions)]  # fmt: skip
+        arguments, keywords = tree_unflatten(leaves, self.spec)
+        return self.target(*arguments, **keywords)
+
+
+def _layout_text(value: object) -> str | None:
+    text = layout_text(value)
+    return None if text is None or value.is_conj() or value.is_neg() else text  # type: ignore[attr-defined]
+
+
+class _Decomposer:
+    """Copies a graph, with some calls decomposed."""
+
+    def __init__(self, source: GraphModule, fakes: NodeValues, table: Mapping[OpOverload, Decomposition]) -> None:
+        self.source = source
+        self.source_fakes = fakes
+        self.table = table
+        self.graph = Graph()
+        self.node_map: dict[Node, Any] = {}
+        self.fakes: dict[Node, Any] = {}
+        self.results = CallResults()
+        self.traces: dict[str, GraphModule | None] = {}
+        self.attributes: dict[str, object] = {}
+
+    def run(self, decomposed: frozenset[Node]) -> GraphModule:
+        """Returns the copy."""
+        with torch.no_grad():
+            for node in self.source.graph.nodes:
+                if not (node in decomposed and self._decompose(node)):
+                    self._copy(node)
+        if not self.attributes:
+            return LazyGraphModule(self.source, self.graph)
+        owned = {str(node.target): attribute_of(node) for node in self.source.graph.find_nodes(op="get_attr")}
+        return LazyGraphModule({**owned, **self.attributes}, self.graph)
+
+    def _copy(self, node: Node) -> None:
+        """Copies a node; an element of a decomposed call's results is no node of its own."""
+        if node.target is operator.getitem and not isinstance(results := self.node_map[node.args[0]], Node):  # type: ignore[index]
+            self.node_map[node] = results[node.args[1]]
+            return
+        copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
+        if node in self.source_fakes:
+            self.fakes[copy] = self.source_fakes[node]
+            if node.op != "output":
+                copy.meta["val"] = self.source_fakes[node]
+
+    def _decompose(self, node: Node) -> bool:
+        """Writes the calls of a node's decomposition; returns whether there is one."""
+        arguments = map_arg((node.args, node.kwargs), self.node_map.__getitem__)
+        call = _Call.of(node.target, arguments, self.fakes)  # type: ignore[arg-type]
+        text = call.text
+        trace = self.traces[text] if text in self.traces else self._trace(node, call)
+        if text is not None:
+            self.traces[text] = trace
+        if trace is None:
+            return False
+        self.node_map[node] = self._insert(node, trace, call)
+        return True
+
+    def _trace(self, node: Node, call: _Call) -> GraphModule | None:
+        """Returns the graph of a call's decomposition, a function of its operands; None if the call stays."""
+        modes = [value.fake_mode for value in call.values if isinstance(value, FakeTensor)]
+        if not modes or not all(isinstance(value, FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+                                for value in call.values):  # fmt: skip
+            return None
+        if call.target.name().partition(".")[0] in _LIBRARY_CHOICES and not _is_present(call.values[0].device):
+            log.debug("%s: stays a call, since its device is not here to choose a kernel", node.name)
+            return None
+        try:
+            # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
+            scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
+            with scope(modes[0]), without_logged_errors():
+                trace: GraphModule = make_fx(call, decomposition_table=dict(self.table))(*call.values)
+        except Exception as error:  # an operator's own
+            if call.target in self.table:
+                raise
+            log.debug("%s: stays a call, since its decomposition cannot be traced: %s", node.name, error)
+            return None
+        calls = trace.graph.find_nodes(op="call_function", target=call.target)
+        if calls or any("unbacked_bindings" in inner.meta for inner in trace.graph.nodes):
+            log.debug("%s: stays a call, since its decomposition calls itself or reads elements", node.name)
+            return None
+        return trace
+
+    def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
+        """Inserts the calls of a trace, and returns its results: a node, a literal or a tree of these.
+
+        The call that computes the only result has the name of the node.
+        """
+        result = trace.graph.output_node().args[0]
+        remaining = iter(call.operands)
+        values: dict[Node, Any] = {}
+        for inner in trace.graph.nodes:
+            match inner.op:
+                case "placeholder":
+                    values[inner] = next(remaining)
+                case "get_attr":
+                    values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.values[0])
+                case "call_function":
+                    name = node.name if inner is result else f"{node.name}_{inner.name}"
+                    values[inner] = self._call(inner, values, name, node)
+        return map_arg(result, values.__getitem__)
+
+    def _call(self, inner: Node, values: Mapping[Node, Any], name: str, origin: Node) -> Node:
+        arguments: Any
+        arguments, keywords = map_arg((inner.args, inner.kwargs), values.__getitem__)
+        copy = self.graph.create_node("call_function", inner.target, arguments, keywords, name)
+        fake = self.results.run(copy, self.fakes)
+        copy.meta = {"original_aten": origin.target, **origin.meta, "val": fake}
+        copy.meta.pop("tensor_meta", None)
+        copy.meta.pop("unbacked_bindings", None)
+        self.fakes[copy] = fake
+        return copy
+
+    def _attribute(self, name: str, payload: object, like: FakeTensor) -> Node:
+        """Adds an attribute of the copy, and a node that reads it; `like` has the fake mode of tensors."""
+        self.attributes[name] = payload
+        attribute = self.graph.create_node("get_attr", name)
+        if isinstance(payload, torch.Tensor) and not isinstance(payload, FakeTensor):
+            payload = like.fake_mode.from_tensor(payload, static_shapes=True)
+        self.fakes[attribute] = attribute.meta["val"] = payload
+        return attribute
+
+
+def _is_present(device: torch.device) -> bool:
+    """Whether tensors can be on a device in this process."""
+    if device.type == "cpu" or not torch.accelerator.is_available():
+        return device.type == "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
