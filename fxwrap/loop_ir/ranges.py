@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import assert_never
 
-from fxwrap.loop_ir.index import Atom, Axis, FloorDivide, Index, IndirectIndex, Modulo, SizeAtom
+from fxwrap.loop_ir.atoms import Axis, IndirectIndex, SizeAtom
+from fxwrap.loop_ir.index import Atom, FloorDivide, Index, Modulo
 from fxwrap.loop_ir.kernel import Compute, Constant, IndexValue, Operation, operation_dtype
 from fxwrap.symbolic import Size, SymbolInfo, bounds
 
