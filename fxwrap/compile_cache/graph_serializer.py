@@ -61,7 +61,7 @@ class GraphSerializer:
         """Returns the current state of the symbols in their ShapeEnv, which lowering reads and may extend by guards."""
         if not self._symbols or self._shape_env is None:
             return ""
-        return "\n".join(torch_compat.serialize_shape_env(self._shape_env, frozenset(self._symbols), sympy.srepr))
+        return "\n".join(torch_compat.serialize_shape_env(self._shape_env, frozenset(self._symbols), _expression_text))
 
     # --- graphs -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class GraphSerializer:
         text = self._expressions.get(expression)
         if text is None:
             self._symbols |= set(getattr(expression, "free_symbols", ()))
-            text = self._expressions[expression] = sympy.srepr(expression)
+            text = self._expressions[expression] = _expression_text(expression)
         return text
 
     # --- arguments --------------------------------------------------------------------------------------------------
@@ -266,6 +266,12 @@ def _standalone_content(tensor: torch.Tensor, name: str) -> str:
 
 def _content(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor_bytes(tensor.detach().contiguous())).hexdigest()
+
+
+def _expression_text(expression: sympy.Basic) -> str:
+    """Returns the tree of an expression. In another order of the terms, SymPy computes them, some of them for ever."""
+    text: str = sympy.srepr(expression, order="none")
+    return text
 
 
 _Write: TypeAlias = Callable[[GraphSerializer, Any], str]

@@ -25,6 +25,7 @@ from fxwrap.compile_cache import key as key_module
 from fxwrap.compile_cache.graph_serializer import GraphSerializer, NotCacheable
 from fxwrap.devices import CPU, CUDA, scoped_registration
 from fxwrap.runtime.devices import CUDA_RUNTIME
+from fxwrap.torch_compat import sympy_functions
 from fxwrap.wrapper_ir import Ownership
 from tests.compile_cache.graphs import CALLS, dynamic_layer, hand_written_graph, key_of, plain_layer
 from tests.support.child_processes import run_python
@@ -251,6 +252,18 @@ def test_symbol_information_is_part_of_the_key() -> None:
     keys = [key_of(dynamic_layer(**case)) for case in cases]
     assert len(set(keys)) == len(keys)
     assert key_of(dynamic_layer(guard=9)) == keys[3]
+
+
+def test_expressions_that_sympy_computes_for_ever_have_keys() -> None:
+    """It computes constant terms to put them into its order of printing."""
+    keys = []
+    for constant in (3, 4):
+        traced = dynamic_layer()
+        (size, *_) = traced.graph.find_nodes(op="placeholder")[0].meta["val"].shape
+        odd = size.node.expr + sympy_functions.Min(2, sympy_functions.Identity(constant))
+        _node(traced, "output").meta["val"] = size.node.shape_env.create_symintnode(odd, hint=6)
+        keys.append(key_of(traced))
+    assert keys[0] != keys[1]
 
 
 def test_symbols_of_other_graphs_are_not_part_of_the_key() -> None:
