@@ -15,7 +15,7 @@ import torch
 from torch import ops
 
 from fxwrap.options import Options
-from fxwrap.torch_compat import OpOverload, aten_schema, composite_decompositions, get_decompositions
+from fxwrap.torch_compat import OpOverload, aten_schema, composite_decompositions, get_decompositions, operator_overload
 
 _DECOMPOSED: tuple[OpOverload, ...] = (
     ops.aten.native_dropout_backward.default,  # a multiplication, which fuses; the kernel exists on CUDA only
@@ -48,10 +48,12 @@ def export_decomposition_table(options: Options) -> dict[OpOverload, Decompositi
 
 def _wait_decompositions() -> dict[OpOverload, Decomposition]:
     """Returns the decomposition of `wait_tensors`, new in torch 2.15: a wait for each result, which can be moved."""
-    packet = getattr(ops._c10d_functional, "wait_tensors", None)
-    if packet is None:
+    wait = operator_overload("_c10d_functional.wait_tensor.default")
+    try:
+        waits = operator_overload("_c10d_functional.wait_tensors.default")
+    except LookupError:
         return {}
-    return {packet.default: lambda tensors: [ops._c10d_functional.wait_tensor.default(item) for item in tensors]}
+    return {waits: lambda tensors: [wait(item) for item in tensors]}
 
 
 _aten = torch.ops.aten
