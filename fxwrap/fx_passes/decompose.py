@@ -47,7 +47,7 @@ def is_decomposed(node: Node, context: FxPassContext) -> bool:
         str(target) not in context.fused_operators
         and str(target) not in _UNCHANGED
         and is_composite(target)
-        and torch.Tag.inplace_view not in target.tags
+        and not _changes_layout(node)
     )
 
 
@@ -64,7 +64,7 @@ def decompose(graph_module: GraphModule, fakes: NodeValues, context: FxPassConte
     """Returns the graph with the calls that `is_decomposed` names decomposed; the graph itself if none is.
 
     Nested graphs are not changed. Nodes of the result have their fake value as metadata. A composite call whose
-    decomposition reads elements, or cannot be traced on fake operands, stays a call.
+    decomposition reads elements, changes a layout in place, or cannot be traced on fake operands, stays a call.
     """
     decomposed = frozenset([node for node in graph_module.graph.nodes if is_decomposed(node, context)])
     return _Decomposer(graph_module, fakes, context.decompositions).run(decomposed) if decomposed else graph_module
@@ -107,6 +107,11 @@ class _Call:
                 values.append(value)
             positions.append(position_of[id(value)])
         return cls(target, tuple(leaves), spec, tuple(operands), tuple(values), tuple(positions))
+
+    @property
+    def tensors(self) -> list[FakeTensor]:
+        """The fake tensors among the operands."""
+        return [value for value in self.values if isinstance(value, FakeTensor)]
 
     @property
     def text(self) -> str | None:
@@ -181,27 +186,27 @@ class _Decomposer:
 
     def _trace(self, node: Node, call: _Call) -> GraphModule | None:
         """Returns the graph of a call's decomposition, a function of its operands; None if the call stays."""
-        modes = [value.fake_mode for value in call.values if isinstance(value, FakeTensor)]
-        if not modes or not all(isinstance(value, FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-                                for value in call.values):  # fmt: skip
+        tensors = call.tensors
+        if not tensors or not all(isinstance(value, FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+                                  for value in call.values):  # fmt: skip
             return None
-        if call.target.name().partition(".")[0] in _LIBRARY_CHOICES and not _is_present(call.values[0].device):
+        if call.target.name().partition(".")[0] in _LIBRARY_CHOICES and not _is_present(tensors[0].device):
             log.debug("%s: stays a call, since its device is not here to choose a kernel", node.name)
             return None
         try:
             # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
             scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
-            with scope(modes[0]), without_logged_errors():
+            with scope(tensors[0].fake_mode), without_logged_errors():
                 trace: GraphModule = make_fx(call, decomposition_table=dict(self.table))(*call.values)
         except Exception as error:  # an operator's own
             if call.target in self.table:
                 raise
             log.debug("%s: stays a call, since its decomposition cannot be traced: %s", node.name, error)
             return None
-        calls = trace.graph.find_nodes(op="call_function", target=call.target)
-        if calls or any("unbacked_bindings" in inner.meta for inner in trace.graph.nodes):
-            log.debug("%s: stays a call, since its decomposition calls itself or reads elements", node.name)
-            return None
+        for inner in trace.graph.nodes:
+            if inner.target is call.target or "unbacked_bindings" in inner.meta or _changes_layout(inner):
+                log.debug("%s: stays a call, since its decomposition calls %s", node.name, inner.target)
+                return None
         return trace
 
     def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
@@ -217,17 +222,17 @@ class _Decomposer:
                 case "placeholder":
                     values[inner] = next(remaining)
                 case "get_attr":
-                    values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.values[0])
+                    values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.tensors[0])
                 case "call_function":
                     name = node.name if inner is result else f"{node.name}_{inner.name}"
-                    values[inner] = self._call(inner, values, name, node)
+                    values[inner] = self._call(inner, values, name, node, call.tensors[0])
         return map_arg(result, values.__getitem__)
 
-    def _call(self, inner: Node, values: Mapping[Node, Any], name: str, origin: Node) -> Node:
+    def _call(self, inner: Node, values: Mapping[Node, Any], name: str, origin: Node, like: FakeTensor) -> Node:
         arguments: Any
         arguments, keywords = map_arg((inner.args, inner.kwargs), values.__getitem__)
         copy = self.graph.create_node("call_function", inner.target, arguments, keywords, name)
-        fake = self.results.run(copy, self.fakes)
+        fake = self.results.run(copy, self.fakes, like)
         copy.meta = {"original_aten": origin.target, **origin.meta, "val": fake}
         copy.meta.pop("tensor_meta", None)
         copy.meta.pop("unbacked_bindings", None)
@@ -242,6 +247,11 @@ class _Decomposer:
             payload = like.fake_mode.from_tensor(payload, static_shapes=True)
         self.fakes[attribute] = attribute.meta["val"] = payload
         return attribute
+
+
+def _changes_layout(node: Node) -> bool:
+    """Whether a node changes the layout of an operand, which earlier nodes read with its former layout."""
+    return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def _is_present(device: torch.device) -> bool:

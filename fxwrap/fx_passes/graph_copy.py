@@ -147,15 +147,15 @@ class CallResults:
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, FakeTensorMode]] = {}
 
-    def run(self, node: Node, fakes: NodeValues) -> Any:
+    def run(self, node: Node, fakes: NodeValues, like: object = None) -> Any:
         """Returns the fake result of a call, as `run_on_fakes` does."""
         text = call_text(node, fakes)
         if text is None:
-            return run_on_fakes(node, fakes)
+            return run_on_fakes(node, fakes, like)
         known = self._known.get(text)
         if known is not None:
             return tree_map(partial(fresh_like, known[1]), known[0])
-        result = run_on_fakes(node, fakes)
+        result = run_on_fakes(node, fakes, like)
         mode = _mode_among([fakes[operand] for operand in node.all_input_nodes])
         if mode is not None and _owns_storages(result, node, fakes):
             self._known[text] = (result, mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.attention_masks import find_mask_rewrites, rewrite_masks
+from fxwrap.fx_passes.attention_masks import find_mask_rewrites, may_mutate, rewrite_masks
 from fxwrap.fx_passes.decompose import decompose, is_decomposed
 from fxwrap.fx_passes.decompositions import export_decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
@@ -54,10 +55,22 @@ _INLINE_SUBGRAPH_CALLS = "inline the graphs of operators that only call them (co
 
 SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     Step(
+        "remove_input_guards", "remove the call that checks the inputs of an exported program's module",
+        lambda graph, _context: remove_input_guards(graph),
+    ),
+    Step(
         "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS, lambda graph, _context: inline_subgraph_calls(graph),
     ),
     Step(
-        "decompose", "decompose operators, those on lists of tensors included",
+        "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
+        lambda graph, context: _simplify_masks(graph, context.options), "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
+        lambda graph, context: _pack_query_groups(graph, context.options), "fuse", lambda options: options.fuse,
+    ),
+    Step(
+        "decompose", "decompose operators, those on lists of tensors and composite ones included",
         lambda graph, context: _decompose(graph, context), "decompositions",
     ),
 )  # fmt: skip
@@ -115,8 +128,8 @@ def graph_source(
             for exported_step in enabled_steps(EXPORTED_PROGRAM_PASSES, options):
                 graph = exported_step.run(graph, options)
             return replace(_exported_source(graph, options, name), graph_id=graph_id, least_sizes=least)
-    check_graph(graph)
     graph_id = id(graph.graph)
+    check_graph(remove_input_guards(graph))
     context = FxPassContext(options, fused_operators, example_inputs)
     for step in enabled_steps(SOURCE_PASSES, options):
         graph = step.run(graph, context)
@@ -127,6 +140,27 @@ def _decompose(graph: GraphModule, context: FxPassContext) -> GraphModule:
     if not any(is_decomposed(node, context) for node in graph.graph.nodes):
         return graph
     return decompose(graph, fake_values(graph, context.example_inputs), context)
+
+
+def _simplify_masks(graph: GraphModule, options: Options) -> GraphModule:
+    if not find_mask_rewrites(graph.graph, options) or _may_mutate(graph):
+        return graph
+    copy = GraphModule(graph, deepcopy(graph.graph))
+    rewrite_masks(find_mask_rewrites(copy.graph, options), options)
+    return copy
+
+
+def _pack_query_groups(graph: GraphModule, options: Options) -> GraphModule:
+    if not find_query_groups(graph.graph, options) or _may_mutate(graph):
+        return graph
+    copy = GraphModule(graph, deepcopy(graph.graph))
+    rewrite_query_groups(find_query_groups(copy.graph, options))
+    return copy
+
+
+def _may_mutate(graph: GraphModule) -> bool:
+    """Whether a call may mutate a tensor: the metadata of a traced graph does not say what else shares its memory."""
+    return any(may_mutate(node) for node in graph.graph.nodes if node.op == "call_function")
 
 
 def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> ExportedProgram:
@@ -159,6 +193,22 @@ def _exported_source(exported: ExportedProgram, options: Options, name: str) -> 
     for step in enabled_steps(EXPORTED_GRAPH_PASSES, options):
         source = step.run(source, signature)
     return source
+
+
+def remove_input_guards(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph without the call in `ExportedProgram.module()` that checks inputs; the graph itself without one.
+
+    The program checks its inputs by the metadata of their placeholders.
+    """
+    if not graph_module.graph.find_nodes(op="call_module", target=_INPUT_GUARDS):
+        return graph_module
+    copy = GraphModule(graph_module, deepcopy(graph_module.graph))
+    for node in copy.graph.find_nodes(op="call_module", target=_INPUT_GUARDS):
+        copy.graph.erase_node(node)
+    return copy
+
+
+_INPUT_GUARDS = "_guards_fn"
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
