@@ -55,7 +55,7 @@ _UNCHANGED = frozenset({"aten.sym_size.int", "aten.sym_stride.int", "aten.sym_is
 """Composite operators whose results are expressions of symbols."""
 
 _LIBRARY_CHOICES = frozenset({
-    "aten::scaled_dot_product_attention", "aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu",
+    "aten.scaled_dot_product_attention", "aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu",
 })  # fmt: skip
 """Composite operators that choose a library's kernel, if the library of the operands' device is here."""
 
@@ -190,7 +190,7 @@ class _Decomposer:
         if not tensors or not all(isinstance(value, FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool)
                                   for value in call.values):  # fmt: skip
             return None
-        if call.target.name().partition(".")[0] in _LIBRARY_CHOICES and not _is_present(tensors[0].device):
+        if str(call.target).rpartition(".")[0] in _LIBRARY_CHOICES and not _is_present(tensors[0].device):
             log.debug("%s: stays a call, since its device is not here to choose a kernel", node.name)
             return None
         try:
@@ -218,14 +218,13 @@ class _Decomposer:
         remaining = iter(call.operands)
         values: dict[Node, Any] = {}
         for inner in trace.graph.nodes:
-            match inner.op:
-                case "placeholder":
-                    values[inner] = next(remaining)
-                case "get_attr":
-                    values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.tensors[0])
-                case "call_function":
-                    name = node.name if inner is result else f"{node.name}_{inner.name}"
-                    values[inner] = self._call(inner, values, name, node, call.tensors[0])
+            if inner.op == "placeholder":
+                values[inner] = next(remaining)
+            elif inner.op == "get_attr":
+                values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.tensors[0])
+            elif inner.op == "call_function":
+                name = node.name if inner is result else f"{node.name}_{inner.name}"
+                values[inner] = self._call(inner, values, name, node, call.tensors[0])
         return map_arg(result, values.__getitem__)
 
     def _call(self, inner: Node, values: Mapping[Node, Any], name: str, origin: Node, like: FakeTensor) -> Node:
@@ -256,7 +255,6 @@ def _changes_layout(node: Node) -> bool:
 
 def _is_present(device: torch.device) -> bool:
     """Whether tensors can be on a device in this process."""
-    if device.type == "cpu" or not torch.accelerator.is_available():
-        return device.type == "cpu"
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
+    here = {torch.device("cpu").type}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return device.type in (here if accelerator is None else {*here, accelerator.type})
