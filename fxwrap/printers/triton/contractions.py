@@ -24,7 +24,7 @@ from fxwrap.loop_ir import (
     operation_dtype,
     widened_dtype,
 )
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.kernel_text import BodyParameters, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter
 from fxwrap.printers.triton.tiling import Dimension, DotConfiguration, GroupSumConfiguration, Tile
@@ -228,11 +228,7 @@ class DotPrinter(ContractionLoadPrinter):
         r = self._dimension("r")
         self._enter(block)
         self.side = block
-        names = {axis: self._stable_name(axis.name) for axis in r.axes}
-        self.axis_names = {**self.axis_names, **names}
-        self.index_printer = TritonIndexPrinter(
-            self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
-        )
+        self.index_printer = self._indices_at({axis: self._stable_name(axis.name) for axis in r.axes})
         self._emit_block_offsets(r, start)
         varying = [position for position in sorted(prologue) if self.is_summed[position]]
         for position in varying:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fxwrap.loop_ir import Axis, GroupedSums, Index, IndirectIndex, Kernel, Load
+from fxwrap.loop_ir import GroupedSums, Index, IndirectIndex, Kernel, Load
 from fxwrap.printers.triton.fragments import FRAGMENT_COLUMNS, LANES, RUN, FragmentBlock, make_fragments, shape_text
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter
@@ -53,7 +53,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         self.block: FragmentBlock | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.result_text: dict[int, str] = {}
-        self.block_names: dict[str, dict[Axis, str]] = {}
+        self.block_indices: dict[str, TritonIndexPrinter] = {}
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -68,17 +68,14 @@ class FragmentBlockPrinter(GroupSumPrinter):
     @contextmanager
     def _inside(self, block: FragmentBlock) -> Iterator[None]:
         """Makes a block the current one: its values, names of axes, and masks."""
-        outer = self.text, self.axis_names, self.index_printer
+        outer = self.text, self.index_printer
         self.side = block.name
-        if block.name not in self.block_names:
+        if block.name not in self.block_indices:
             axes = [axis for name in block.loops for axis in self._dimension(name).axes]
             names = {axis: self._stable_name(axis.name) for axis in axes}
-            self.block_names[block.name] = {**self.axis_names, **names}
+            self.block_indices[block.name] = self._indices_at(names)
         self.block, self.text = block, self.texts.setdefault(block.name, {})
-        self.axis_names = self.block_names[block.name]
-        self.index_printer = TritonIndexPrinter(
-            self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
-        )
+        self.index_printer = self.block_indices[block.name]
         self._enter(block.loops)
         if block is self.row_block:
             numbers = {item.name: number for number, item in enumerate(self.tile.dimensions)}
@@ -86,7 +83,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
             self.masks = {numbers[name]: mask for name, mask in masks.items() if mask and name in numbers}
         yield
         self.block, self.side = None, ""
-        self.text, self.axis_names, self.index_printer = outer
+        self.text, self.index_printer = outer
 
     def _emit_position(self, name: str, text: str) -> None:
         """Prints the positions along a dimension of the kernel, and along its axes."""
@@ -174,10 +171,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         first = self.kernel.operations[pair[0]]
         assert r is not None and isinstance(first, Load) and self.block is self.row_block, "pairs are those of rows"
         dimension, own, block = self.tile.dimensions[r], self._index_dimensions(first.index), self.row_block
-        base = TritonIndexPrinter(
-            {**self.axis_names, **dict.fromkeys(dimension.axes, "0")}, self._indirect_index, self.helpers,
-            self.parameters.integer,
-        )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
+        base = self.index_printer(first.index.substitute(dict.fromkeys(dimension.axes, 0)))
         run = LANES * self.fragments.lane_bytes
         lanes = block.position({"lane": 2 * self.fragments.lane_bytes, "run": 2 * RUN, "repeat": 2 * run})
         terms = [base, *([lanes] if lanes else []), f"tl.arange(0, {2 * RUN})[None, :]"]

@@ -27,7 +27,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.accesses import row_step
 from fxwrap.printers.triton.contractions import DotPrinter
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.kernel_text import BodyParameters, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.tiling import GroupSumConfiguration
 
@@ -288,10 +288,7 @@ class GroupSumPrinter(DotPrinter):
         dimension, first = self.tile.dimensions[r], self.kernel.operations[pair[0]]
         assert isinstance(first, Load), "pairs are loads"
         own = self._index_dimensions(first.index)
-        base = TritonIndexPrinter(
-            {**self.axis_names, **dict.fromkeys(dimension.axes, "0")}, self._indirect_index, self.helpers,
-            self.parameters.integer,
-        )(first.index.substitute(dict.fromkeys(dimension.axes, 0)))  # fmt: skip
+        base = self.index_printer(first.index.substitute(dict.fromkeys(dimension.axes, 0)))
         lanes = f"tl.arange(0, {_PAIR} * {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
         mask = self._mask(own - {r}, None)
         arguments = [f"{self.pointers[first.buffer]} + {base} + {lanes}", *([f"mask={mask}"] if mask else [])]

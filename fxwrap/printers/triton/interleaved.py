@@ -11,7 +11,6 @@ from functools import cached_property
 
 from fxwrap.loop_ir import ONE, Axis, InterleavedAccess, Load, Store
 from fxwrap.printers.triton.accesses import joined_accesses, row_step
-from fxwrap.printers.triton.kernel_text import TritonIndexPrinter
 from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import Size, product
@@ -164,8 +163,7 @@ class InterleavedPrinter(TritonPrinter):
         first = self.kernel.operations[access.positions[0]]
         assert isinstance(first, Load | Store), "accesses are loads and stores"
         wide = _wide_axis(self.tile.dimensions[number], count)
-        names = {**self.axis_names, **self.wide_names[count]}
-        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
+        printer = self._indices_at(self.wide_names[count])
         address = f"{self.pointers[operation.buffer]} + {printer(first.index.substitute({access.axis: 0}) + wide)}"
         rows = self._mask(self._index_dimensions(first.index) - {number}, None)
         masks = [mask for mask in (rows, self.wide_masks.get(count, "")) if mask]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import sympy
@@ -114,7 +114,7 @@ class TritonIndexPrinter:
     collects the helper functions in use; `integer` prints constants.
     """
 
-    names: dict[Axis, str]
+    names: Mapping[Axis, str]
     value_of: Callable[[int], str]
     helpers: set[str]
     integer: Callable[[int], str] = str

@@ -35,7 +35,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.accesses import row_step
 from fxwrap.printers.triton.fast_math import allows_fast_softmax
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText, parenthesize
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonKernelText, parenthesize
 from fxwrap.printers.triton.one_hot import SelectedElement
 from fxwrap.printers.triton.operations import TRITON_DTYPES, Arithmetic, literal_text
 from fxwrap.printers.triton.reductions import (
@@ -108,12 +108,21 @@ class TritonPrinter(TilePrinter):
     def _context(self, r: int) -> RowContext:
         """Returns the context of reductions along a dimension of the tile."""
         dimension = self.tile.dimensions[r]
-        position = self.positions[dimension.name]
         return RowContext(
-            r, len(self.tile.dimensions), self.tile.shape, self.masks.get(r), position, dimension.size,
-            self.index_printer.size_operand(dimension.size), dimension.block_constant, dimension.block,
-            self.row_lanes, self._exp_in_softmax(), self.names.create_name, self.use,
-        )  # fmt: skip
+            axis=r,
+            rank=len(self.tile.dimensions),
+            shape=self.tile.shape,
+            mask=self.masks.get(r),
+            position=self.positions[dimension.name],
+            size=dimension.size,
+            count=self.index_printer.size_operand(dimension.size),
+            block=dimension.block_constant,
+            width=dimension.block,
+            lanes=self.row_lanes,
+            exp=self._exp_in_softmax(),
+            create_name=self.names.create_name,
+            use=self.use,
+        )
 
     def _exp_in_softmax(self) -> str:
         """Returns the exponential function of softmax reductions, equal to that of later exponentials, if any.
@@ -289,7 +298,7 @@ class TritonPrinter(TilePrinter):
             text = self.index_printer(operation.index)
         else:
             names = {axis: f"{name}.to(tl.int64)" for axis, name in self.axis_names.items()}
-            text = TritonIndexPrinter(names, self._value, self.helpers, self.parameters.integer)(operation.index)
+            text = replace(self._indices_at(names), value_of=self._value)(operation.index)
         return f"tl.cast({text}, {TRITON_DTYPES[operation.dtype]})"
 
     def _address(self, buffer: str, index: Index, span: frozenset[int], own: frozenset[int]) -> str:
@@ -314,8 +323,7 @@ class TritonPrinter(TilePrinter):
             return self.index_printer(index)
         flat = Axis(self.positions[dimension.name], 1)
         linear = index.substitute(dict.fromkeys(dimension.axes, 0)) + step * flat
-        names = {**self.index_printer.names, flat: flat.name}
-        return replace(self.index_printer, names=names)(linear)
+        return self._indices_at({flat: flat.name})(linear)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}

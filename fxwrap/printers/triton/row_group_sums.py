@@ -25,7 +25,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.fragment_sums import FragmentSumPrinter
 from fxwrap.printers.triton.group_sums import GroupSumPrinter
-from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, TritonKernelText
+from fxwrap.printers.triton.kernel_text import BodyParameters, TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES
 from fxwrap.printers.triton.tiling import FragmentConfiguration, GroupSumConfiguration, RowGroupSumConfiguration
 
@@ -92,10 +92,7 @@ class RowGroupSumPrinter(GroupSumPrinter):
         self.depth += 1
         self._enter("pr")
         self.side = "pr"
-        self.axis_names = {**self.axis_names, **{axis: self._stable_name(axis.name) for axis in r.axes}}
-        self.index_printer = TritonIndexPrinter(
-            self.axis_names, self._indirect_index, self.helpers, self.parameters.integer
-        )
+        self.index_printer = self._indices_at({axis: self._stable_name(axis.name) for axis in r.axes})
         self._emit_block_offsets(p, start)
         self._emit_block_offsets(r, "")
         self._emit_step(sorted(inside), varying, sums)

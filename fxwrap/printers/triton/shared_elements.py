@@ -26,7 +26,7 @@ from fxwrap.loop_ir import (
     Load,
     find_contraction,
 )
-from fxwrap.printers.triton.kernel_text import TritonIndexPrinter, parenthesize
+from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.printer import TritonPrinter, load_literal
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import product
@@ -156,8 +156,7 @@ class ContractionLoadPrinter(TritonPrinter):
         r = self.tile.reduced
         assert r is not None, "only elements along reduced axes are shared"
         own = self._index_dimensions(operation.index)
-        names = {**self.axis_names, **self._run_names(r, run)}
-        printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, self.parameters.integer)
+        printer = self._indices_at(self._run_names(r, run))
         mask = " & ".join([item for item in (self._mask(own - {r}, None), self.run_masks.get(run, "")) if item])
         arguments = [f"{self.pointers[operation.buffer]} + {printer(operation.index)}"]
         if mask:

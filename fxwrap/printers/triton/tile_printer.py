@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operands
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
@@ -22,8 +23,8 @@ class TilePrinter(KernelWriter, ABC):
         self.parameters = parameters
         self.tile: Tile = configuration.tile(kernel)
         super().__init__(kernel, limits, parameters.comments)
-        self.axis_names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
-        self.index_printer = TritonIndexPrinter(self.axis_names, self._indirect_index, self.helpers, parameters.integer)
+        names = {axis: self.names.create_name(axis.name) for axis in (*kernel.axes, *kernel.reduced)}
+        self.index_printer = TritonIndexPrinter(names, self._indirect_index, self.helpers, parameters.integer)
         self.masks: dict[int, str] = {}
         self.stable_names: dict[str, str] = {}
         self.varying_dimensions: dict[int, frozenset[int]] = {}
@@ -33,6 +34,15 @@ class TilePrinter(KernelWriter, ABC):
 
     def _extents(self) -> list[Size]:
         return [*super()._extents(), *[item.size for item in self.tile.dimensions], self.tile.num_programs]
+
+    @property
+    def axis_names(self) -> Mapping[Axis, str]:
+        """The names of the positions along axes."""
+        return self.index_printer.names
+
+    def _indices_at(self, names: Mapping[Axis, str]) -> TritonIndexPrinter:
+        """Returns the printer of indices at other positions along some axes."""
+        return replace(self.index_printer, names={**self.axis_names, **names})
 
     @abstractmethod
     def _indirect_index(self, position: int) -> str:
