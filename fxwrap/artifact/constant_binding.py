@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from fxwrap.artifact.constants import ConstantLayout, SavedView
-from fxwrap.wrapper_ir import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 
 MakeError = Callable[[str, str], Exception]
 """Returns the error for constants that do not fit, from reason and remedy."""

@@ -14,7 +14,8 @@ import torch
 from fxwrap.artifact import tensor_file
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.errors import ArtifactError
-from fxwrap.wrapper_ir import DTYPE_NAMES, DTYPES, OpaqueType, Program
+from fxwrap.torch_compat import DTYPE_NAMES
+from fxwrap.wrapper_ir import DTYPES, OpaqueType, Program
 
 ENTRY = "constants.safetensors"
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from fxwrap.wrapper_ir.types import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from fxwrap.loop_ir.index import Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.index_text import print_index
 from fxwrap.loop_ir.operations import REDUCTIONS, SCANS, CombineSpec
 from fxwrap.symbolic import Size, print_expr, product
+from fxwrap.torch_compat import DTYPE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,14 +427,6 @@ def operation_dtype(operation: Operation) -> torch.dtype:
     """Returns the dtype of an operation's value."""
     assert not isinstance(operation, Store | DeviceAssert), "stores and assertions have no value"
     return operation.dtype
-
-
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8",
-    torch.float8_e4m3fn: "f8e4m3fn", torch.float8_e5m2: "f8e5m2",
-    torch.float8_e4m3fnuz: "f8e4m3fnuz", torch.float8_e5m2fnuz: "f8e5m2fnuz",
-}  # fmt: skip
 
 
 def print_operation(operation: Operation) -> str:

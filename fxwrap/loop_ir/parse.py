@@ -14,7 +14,6 @@ from fxwrap.errors import ParseError
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.index_text import parse_index, parse_size
 from fxwrap.loop_ir.kernel import (
-    DTYPE_NAMES,
     Buffer,
     Compute,
     Constant,
@@ -29,11 +28,12 @@ from fxwrap.loop_ir.kernel import (
     Store,
     SymbolicScalar,
 )
-from fxwrap.loop_ir.operations import OPERATIONS, STORE_MODES
+from fxwrap.loop_ir.operations import KERNEL_DTYPES, OPERATIONS, STORE_MODES
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import parse_expr
+from fxwrap.torch_compat import DTYPE_NAMES
 
-_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DTYPES: Mapping[str, torch.dtype] = {DTYPE_NAMES[dtype]: dtype for dtype in KERNEL_DTYPES}
 _HEAD = re.compile(
     r"kernel\((?P<inputs>.*)\) -> \((?P<outputs>.*)\) for \[(?P<axes>.*?)\](?: reduce \[(?P<reduced>.*)\])? \{$"
 )

@@ -17,18 +17,8 @@ from fxwrap.errors import ParseError
 from fxwrap.lines import ExternCall, Return
 from fxwrap.loop_ir import Kernel, parse_kernel
 from fxwrap.symbolic import Size, SymbolInfo, TokenStream, print_expr, product, read_size, symbol_kind, total
-from fxwrap.wrapper_ir import (
-    DTYPE_NAMES,
-    Block,
-    Input,
-    Ownership,
-    Program,
-    Result,
-    Value,
-    parse_program,
-    print_program,
-    used,
-)
+from fxwrap.torch_compat import DTYPE_NAMES
+from fxwrap.wrapper_ir import Block, Input, Ownership, Program, Result, Value, parse_program, print_program, used
 
 Axes = tuple[tuple[str, Size], ...]
 """The names and sizes of axes."""

@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from fxwrap.wrapper_ir.types import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 
 __all__ = ["graph_text"]
 

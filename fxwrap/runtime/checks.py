@@ -12,37 +12,9 @@ import torch
 
 from fxwrap.errors import InputError
 from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class
+from fxwrap.torch_compat import DTYPE_NAMES
 
 _STRIDED = torch.strided
-
-_DTYPE_NAMES = {
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint16: "u16",
-    torch.uint32: "u32",
-    torch.uint64: "u64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.complex32: "c32",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-    torch.bool: "bool",
-    torch.float8_e4m3fn: "f8e4m3fn",
-    torch.float8_e4m3fnuz: "f8e4m3fnuz",
-    torch.float8_e5m2: "f8e5m2",
-    torch.float8_e5m2fnuz: "f8e5m2fnuz",
-    torch.float8_e8m0fnu: "f8e8m0fnu",
-    torch.quint8: "qu8",
-    torch.qint8: "qi8",
-    torch.qint32: "qi32",
-    torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
-    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
-}
 
 
 def check_layout(
@@ -143,6 +115,5 @@ def _same_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def _describe(dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], device: torch.device) -> str:
-    name = _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
     shape = ", ".join(map(str, sizes))
-    return f"{name}[{shape}] on {device} with strides {tuple(strides)}"
+    return f"{DTYPE_NAMES[dtype]}[{shape}] on {device} with strides {tuple(strides)}"

@@ -11,8 +11,8 @@ import sympy
 from fxwrap.signature.convention import CallingConvention, returned_operands
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs
 from fxwrap.symbolic import Size, SymbolInfo, print_expr
-from fxwrap.torch_compat import describe_tree, restore_tree
-from fxwrap.wrapper_ir import DTYPE_NAMES, OpaqueType, Program, ScalarType, TensorType, Type, Value, print_type
+from fxwrap.torch_compat import DTYPE_NAMES, describe_tree, restore_tree
+from fxwrap.wrapper_ir import OpaqueType, Program, ScalarType, TensorType, Type, Value, print_type
 
 _NONE_TYPE = OpaqueType("NoneType")
 

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
+    torch.bool: "bool",
+    torch.complex32: "c32",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e4m3fnuz: "f8e4m3fnuz",
+    torch.float8_e5m2: "f8e5m2",
+    torch.float8_e5m2fnuz: "f8e5m2fnuz",
+    torch.float8_e8m0fnu: "f8e8m0fnu",
+    torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
+    torch.quint8: "qu8",
+    torch.qint8: "qi8",
+    torch.qint32: "qi32",
+    torch.quint4x2: "qu4x2",
+    torch.quint2x4: "qu2x4",
+    torch.bits8: "bits8",
+    torch.bits16: "bits16",
+    torch.bits1x8: "bits1x8",
+    torch.bits2x4: "bits2x4",
+    torch.bits4x2: "bits4x2",
+    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
+    **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
+    **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
+}
+"""The names of all element types in texts of programs, kernels and errors.
+
+Why: releases of torch have different ones.
+"""
 
 _PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 

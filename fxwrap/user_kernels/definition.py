@@ -10,7 +10,7 @@ import sympy
 
 from fxwrap.devices.in_process_kernels import InProcessKernel, register_in_process_kernel
 from fxwrap.symbolic import NumberOrExpression, expression_kind
-from fxwrap.torch_compat import triton_constants_at, triton_mutated_arguments
+from fxwrap.torch_compat import DTYPE_NAMES, triton_constants_at, triton_mutated_arguments
 from fxwrap.user_kernels.serialization import (
     ClassifiedArguments,
     KernelNotSerializable,
@@ -18,7 +18,7 @@ from fxwrap.user_kernels.serialization import (
     jit_function,
     serialize_kernel,
 )
-from fxwrap.wrapper_ir import DTYPE_NAMES, KernelDefinition
+from fxwrap.wrapper_ir import KernelDefinition
 
 _NUMBERS = {"int": "i64", "float": "f64", "bool": "i1"}
 

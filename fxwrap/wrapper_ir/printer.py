@@ -6,11 +6,11 @@ import sympy
 import torch
 
 from fxwrap.symbolic import Size, SymbolInfo, print_expr, quote
+from fxwrap.torch_compat import DTYPE_NAMES
 from fxwrap.wrapper_ir.effects import Tag
 from fxwrap.wrapper_ir.line import Block, LineBase
 from fxwrap.wrapper_ir.roles import FieldSpec, Form, Role
 from fxwrap.wrapper_ir.types import (
-    DTYPE_NAMES,
     ListType,
     OpaqueType,
     Operand,

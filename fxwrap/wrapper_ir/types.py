@@ -11,47 +11,10 @@ import torch
 from fxwrap.devices import SYMMETRIC_MEMORY
 from fxwrap.errors import ValueKindError
 from fxwrap.symbolic import Size, canonicalize, product
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.uint16: "u16",
-    torch.uint32: "u32",
-    torch.uint64: "u64",
-    torch.bool: "bool",
-    torch.complex32: "c32",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-    torch.float8_e4m3fn: "f8e4m3fn",
-    torch.float8_e4m3fnuz: "f8e4m3fnuz",
-    torch.float8_e5m2: "f8e5m2",
-    torch.float8_e5m2fnuz: "f8e5m2fnuz",
-    torch.float8_e8m0fnu: "f8e8m0fnu",
-    torch.float4_e2m1fn_x2: "f4e2m1fn_x2",
-    torch.quint8: "qu8",
-    torch.qint8: "qi8",
-    torch.qint32: "qi32",
-    torch.quint4x2: "qu4x2",
-    torch.quint2x4: "qu2x4",
-    torch.bits8: "bits8",
-    torch.bits16: "bits16",
-    torch.bits1x8: "bits1x8",
-    torch.bits2x4: "bits2x4",
-    torch.bits4x2: "bits4x2",
-    **{getattr(torch, name): "bc32" for name in ("bcomplex32",) if hasattr(torch, name)},  # since torch 2.14
-    **{getattr(torch, f"uint{width}"): f"u{width}" for width in range(1, 8)},
-    **{getattr(torch, f"int{width}"): f"i{width}" for width in range(1, 8)},
-}
-"""The text form of every element type."""
+from fxwrap.torch_compat import DTYPE_NAMES
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""Every element type by its name."""
 
 
 def contiguous_strides(sizes: tuple[Size, ...]) -> tuple[Size, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
-from fxwrap.wrapper_ir import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 
 SOURCE = Path(__file__).with_name("native_driver.cpp")
 

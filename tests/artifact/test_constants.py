@@ -15,7 +15,8 @@ from fxwrap.artifact.constants import layout_of
 from fxwrap.artifact.tensor_file import header_bytes
 from fxwrap.errors import ArtifactError
 from fxwrap.options import EMITTERS
-from fxwrap.wrapper_ir import DTYPE_NAMES, ConstantStore, contiguous_strides
+from fxwrap.torch_compat import DTYPE_NAMES
+from fxwrap.wrapper_ir import ConstantStore, contiguous_strides
 from tests.artifact.programs import Small, batch, compiled
 
 

@@ -14,7 +14,7 @@ import fxwrap
 from fxwrap.artifact.archive import Archive
 from fxwrap.converters.cpp.text import DTYPE_NAMES as cpp_names
 from fxwrap.runtime.native import build_runtime
-from fxwrap.wrapper_ir import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 
 LIBTORCH = f"{torch.__path__[0]}/lib/libtorch_cpu.so"

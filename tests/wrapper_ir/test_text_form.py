@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 
 from fxwrap.lines import CORE_LINES
+from fxwrap.torch_compat import DTYPE_NAMES
 from fxwrap.wrapper_ir import (
-    DTYPE_NAMES,
     Block,
     LineBase,
     Origin,

@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from fxwrap.caching import bounded_cache
 from fxwrap.lines import Launch
-from fxwrap.torch_compat import OpOverload, node_source, operator_overload
-from fxwrap.wrapper_ir import DTYPE_NAMES, Origin, Source, Value
+from fxwrap.torch_compat import DTYPE_NAMES, OpOverload, node_source, operator_overload
+from fxwrap.wrapper_ir import Origin, Source, Value
 
 FINAL_WRITE = "fxwrap_final_write"
 """Marks a node of the functional form that writes an input or a buffer at the end."""

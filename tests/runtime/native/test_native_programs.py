@@ -14,7 +14,7 @@ import torch
 from fxwrap.errors import InputError
 from fxwrap.runtime.checks import check_input_count, check_layout
 from fxwrap.runtime.native import NativeProgram
-from fxwrap.wrapper_ir.types import DTYPE_NAMES
+from fxwrap.torch_compat import DTYPE_NAMES
 from tests.runtime.native.native_programs import load, names
 from tests.support.garbage import freeze_heap
 
