@@ -121,8 +121,8 @@ def hang_or_die(case: Case, _: OneCase) -> CaseResult:
 
 
 def test_the_run_goes_on_after_a_case_that_hangs_and_one_whose_process_dies() -> None:
-    outcomes = [result for _, result in run_seeds(Task(OneCase, hang_or_die, limit=3), 1, 3, 1, 600)]
-    assert "no result after 3 s" in outcomes[0].text and "in hang_or_die" in outcomes[0].text
+    outcomes = [result for _, result in run_seeds(Task(OneCase, hang_or_die, limit=2), 1, 3, 1, 600)]
+    assert "no result after 2 s" in outcomes[0].text and "in hang_or_die" in outcomes[0].text
     assert outcomes[1:] == [Failure("the process ended with status 3"), CaseResult(1)]
 
 

@@ -103,7 +103,7 @@ def check_captured_collectives(counter: Any) -> None:
         backend = make_backend(OVERLAPPED.replace(cuda_graphs=True), SameBits)
         compiled, before = torch.compile(model, backend=backend, fullgraph=True), counter.replayed
         for _ in range(CALLS):
-            x = torch.randn(2, 4, 8)
+            x = torch.randn(2, 4, 8) + (torch.distributed.get_rank() if build is _sharded else 0)
             with torch.set_grad_enabled(trains):
                 result = compiled(x)
             if trains:

@@ -71,16 +71,21 @@ def starts(program: Program) -> int:
     return sum(isinstance(line, StartCollective) for line in program.lines())
 
 
+def check_buckets(blocks: int) -> None:
+    """Of so many sharded blocks in training, whose programs are those of `SameBits`: 5 times fewer collectives."""
+    assert [starts(before) for before, *_ in SameBits.programs] == [6 * blocks, 6 * blocks]
+    for _, *after in SameBits.programs:
+        assert all(1 <= starts(program) <= 6 * blocks // 5 for program in after), [*map(starts, after)]
+
+
 def check_fsdp(rank: int) -> None:
-    """A model of several blocks: at least 5 times fewer collectives, and the same bits."""
-    blocks = 12 if LONG else 2
+    """A model of many blocks; `check_captures` has one of few."""
+    blocks = 12
     model = simple_fsdp(nn.Sequential(*[Mlp() for _ in range(blocks)]), init_mesh())
     SameBits.programs.clear()
     compiled = torch.compile(model, backend=make_backend(OVERLAPPED, SameBitsInPools), fullgraph=True)
     compiled(torch.randn(2, 4, 8) + rank).square().mean().backward()
-    assert [starts(before) for before, *_ in SameBits.programs] == [6 * blocks, 6 * blocks]
-    for _, *after in SameBits.programs:
-        assert all(1 <= starts(program) <= 6 * blocks // 5 for program in after), [*map(starts, after)]
+    check_buckets(blocks)
 
 
 def reduced(reduction: str, *sizes: int) -> GraphModule:
@@ -286,11 +291,12 @@ def check_waits_in_a_pool(rank: int) -> None:
 
 
 def check_captures(rank: int) -> None:
-    """Captured functions contain collectives, here those of Gloo with a capturer for the CPU."""
-    from tests.distributed.captured_collectives import check_captured_collectives  # it imports this module
+    """Captured functions contain collectives, here those of Gloo with a capturer for the CPU, and in buckets."""
+    from tests.distributed.captured_collectives import BLOCKS, check_captured_collectives  # it imports this module
 
     with cpu_with_graph_capture() as capturer:
         check_captured_collectives(capturer)
+    check_buckets(BLOCKS)  # of the last model, which is sharded
 
 
 def check_one_worker(rank: int) -> None:
@@ -323,7 +329,7 @@ def check_random(rank: int, count: int, first: int = 0) -> None:
 
 
 CHECKS: Mapping[str, Callable[[int], None]] = {
-    "fsdp": check_fsdp,
+    **({"fsdp": check_fsdp} if LONG else {}),
     "agreement": check_agreement,
     "compiled_alone": check_compiled_alone,
     "point_to_point": check_point_to_point,

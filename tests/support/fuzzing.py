@@ -193,7 +193,7 @@ def run_seeds(task: Task, first: int, count: int, jobs: int, seconds: float) -> 
     batches = iter([range(start, min(start + BATCH, first + count)) for start in range(first, first + count, BATCH)])
     workers = [Worker(batch, task) for batch in itertools.islice(batches, jobs)]
     while workers and time.monotonic() < deadline:
-        ready = wait([worker.messages for worker in workers], timeout=5)
+        ready = wait([worker.messages for worker in workers], timeout=min(5, *[worker.limit for worker in workers]))
         for number, worker in enumerate(workers):
             outcome = None
             try:

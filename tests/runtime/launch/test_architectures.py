@@ -80,15 +80,16 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(x, out, N: tl.constexpr):
-    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    product = tl.dot(tl.load(x + rows * N + columns), tl.load(x + columns * N + rows))
-    tl.store(out + rows * N + columns, product)
+def kernel(x, out, M: tl.constexpr, N: tl.constexpr):
+    rows, columns = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    matrix = tl.load(x + rows * N + columns)
+    tl.store(out + rows * M + tl.arange(0, M)[None, :], tl.dot(matrix, tl.trans(matrix)))
 """
+"""A matrix of few rows times itself: large operands, and few instructions to compile."""
 
 
 def test_a_kernel_has_the_shared_memory_that_it_needs() -> None:
-    kernel = KernelText("triton", MATMUL, ("*f16", "*f32"), (("N", 256), ("num_warps", 8)))
+    kernel = KernelText("triton", MATMUL, ("*f16", "*f32"), (("M", 16), ("N", 4096), ("num_warps", 8)))
     with pytest.raises(
         KernelBuildError, match=r"needs \d+ bytes of shared memory, sm_86 has 101376\. Compile for it: O"
     ):
