@@ -59,6 +59,8 @@ def lower_call(builder: Builder, node: Node, dead_roots: Collection[str] = froze
         raise node_error(node, reason, "Use the torch.ops.aten overload of the same meaning")
     elif not isinstance(target, OpOverload) or (_is_known_number(builder, fake) and not is_asserted_read(node)):
         env[node] = builder.symbols.expression(fake)
+    elif isinstance(fake, tuple | list) and fake and all(_is_known_number(builder, item) for item in fake):
+        env[node] = tuple([builder.symbols.expression(item) for item in fake])  # as of `aten.size.default`
     elif target is torch.ops.aten._local_scalar_dense.default:
         lower_item(builder, node, fake)
     elif target is torch.ops.aten._assert_scalar.default:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Options
@@ -227,3 +229,22 @@ def test_a_kernel_reuses_dead_buffers_of_any_size() -> None:
         for graph in (dynamic, static)
     ]
     assert allocated == [[], []]
+
+
+@pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
+def test_lists_of_sizes(emitter: str) -> None:
+    """`make_fx` records `aten.size.default`, which the dispatcher does not know, and fixes the sizes that it returns."""
+    def function(x: Tensor) -> Tensor:
+        return torch.take_along_dim(x, x.sum(0, keepdim=True).argsort(1), 1)
+
+    module = make_fx(function, tracing_mode="symbolic")(X)
+    (sizes,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.size.default)
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        full = module.graph.call_function(torch.ops.aten.full.default, (sizes, 3.0))
+        rows = module.graph.call_function(operator.getitem, (sizes, 0))
+    output.args = ((output.args[0], full, rows),)
+    module.recompile()
+    taken, full, rows = compile_graph(module, options=Options(emitter=emitter))(X)
+    torch.testing.assert_close((taken, full), (function(X), torch.full((4, 6), 3.0)))
+    assert rows == 4
