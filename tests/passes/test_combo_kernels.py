@@ -6,7 +6,7 @@ Most tests run Triton kernels on the CPU, with the capabilities of a GPU.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import pytest
@@ -18,11 +18,12 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap import Options
+from fxwrap import Options, printers
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.devices import CPU, DeviceSpec
 from fxwrap.lines import Alloc, Launch
 from fxwrap.passes.combo_kernels import combine_kernels
+from fxwrap.printers import PrintedKernel
 from fxwrap.wrapper_ir import Program, live_bytes, verify
 from tests.support.capture import recording_backend
 from tests.support.long_form import sample_size
@@ -84,6 +85,21 @@ def test_independent_launches_are_combined() -> None:
     assert len(launch.outs) == 3
     assert [kernel.name for kernel in program.kernels] == [launch.kernel]
     assert launch.kernel.startswith("combo_")
+
+
+def test_kernels_of_other_texts_are_not_printed_for_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = lowered(lambda *x: (x[0].sin(), x[1].cos(), x[2].sin(), x[3].exp()), *vectors(20, 24, 30, 36))
+    keys: list[str] = []
+    group_key = printers.TRITON_KERNEL_COMBINER.group_key
+
+    def counted(kernel: PrintedKernel) -> Hashable:
+        keys.append(kernel.source)
+        return group_key(kernel)
+
+    combiner = dataclasses.replace(printers.TRITON_KERNEL_COMBINER, group_key=counted)
+    monkeypatch.setattr(printers, "TRITON_KERNEL_COMBINER", combiner)
+    assert len(launches(combined(program))) == 3
+    assert len(keys) == 2 and all("sin" in source for source in keys)
 
 
 def test_combined_launches_have_all_origins() -> None:
