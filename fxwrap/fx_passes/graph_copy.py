@@ -6,7 +6,6 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import sympy
@@ -27,7 +26,6 @@ from fxwrap.torch_compat import (
     storage_identity,
     symbol_expression,
     symbol_hint,
-    tree_map,
 )
 from fxwrap.wrapper_ir import contiguous_strides
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -115,11 +113,12 @@ def fake_call(
 ) -> Any:
     """Returns the fake result of a call; `like` has the fake mode if no argument is a fake tensor."""
     keywords = keywords or {}
-    with in_fake_mode(_mode_among((*arguments, *keywords.values(), like))):
+    with in_fake_mode(fake_mode_of((*arguments, *keywords.values(), like))):
         return target(*arguments, **keywords)
 
 
-def _mode_among(values: Sequence[object]) -> FakeTensorMode | None:
+def fake_mode_of(values: Sequence[object]) -> FakeTensorMode | None:
+    """Returns the mode of the first fake tensor among values and their items; None if there is none."""
     items = [item for value in values for item in items_of(value)]
     return next((item.fake_mode for item in items if isinstance(item, FakeTensor)), None)
 
@@ -138,48 +137,31 @@ def run_on_fakes(node: Node, fakes: NodeValues, like: object = None) -> Any:
     return result
 
 
-class CallResults:
-    """Fake results of calls: those of calls with equal operators, arguments and layouts of operands are inferred once.
-
-    Models repeat their layers, and a new fake tensor of known layout takes a tenth of the time of a call on fakes.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, FakeTensorMode]] = {}
-
-    def run(self, node: Node, fakes: NodeValues, like: object = None) -> Any:
-        """Returns the fake result of a call, as `run_on_fakes` does."""
-        text = call_text(node, fakes)
-        if text is None:
-            return run_on_fakes(node, fakes, like)
-        known = self._known.get(text)
-        if known is not None:
-            return tree_map(partial(fresh_like, known[1]), known[0])
-        result = run_on_fakes(node, fakes, like)
-        mode = _mode_among([fakes[operand] for operand in node.all_input_nodes])
-        if mode is not None and _owns_storages(result, node, fakes):
-            self._known[text] = (result, mode)
-        return result
-
-
-def _owns_storages(result: object, node: Node, fakes: NodeValues) -> bool:
-    """Whether a result consists of tensors of static layouts, each on a storage of its own."""
-    tensors = [item for item in items_of(result) if isinstance(item, torch.Tensor)]
-    storages = [storage_identity(item) for item in tensors]
-    operands = {storage for operand in node.all_input_nodes for storage in storages_of(fakes[operand])}
-    return (
-        all(layout_text(item) is not None and item.storage_offset() == 0 for item in tensors)
-        and len(set(storages)) == len(storages)
-        and operands.isdisjoint(storages)
-    )
-
-
 def fresh_like(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> object:
     """Returns a tensor like a fake one on a new storage, with other strides if some are named; other objects as is."""
     if not isinstance(item, FakeTensor):
         return item
     meta = torch.empty_strided(item.shape, strides or item.stride(), dtype=item.dtype, device="meta")
     return fake_tensor(mode, meta, item.device)
+
+
+def rebased(view: object, base: object, new_base: object) -> FakeTensor | None:
+    """Returns a view of `base` as a view of another tensor of the same layout; None if no view follows from that.
+
+    A call on fakes with symbolic sizes takes tens of times as long.
+    """
+    if not (isinstance(view, FakeTensor) and isinstance(base, FakeTensor) and isinstance(new_base, FakeTensor)):
+        return None
+    if view.dtype != new_base.dtype or base.dtype != new_base.dtype or view.device != new_base.device:
+        return None
+    if any(item.layout is not torch.strided or item.is_neg() or item.is_conj() for item in (view, base, new_base)):
+        return None
+    offsets = expressions_of([base.storage_offset(), new_base.storage_offset()])
+    if not same_layout(base, new_base) or offsets[0] != offsets[1]:
+        return None
+    meta = torch.empty(0, dtype=view.dtype, device="meta")
+    meta.set_(new_base.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+    return fake_tensor(view.fake_mode, meta, view.device)
 
 
 def call_text(node: Node, fakes: NodeValues) -> str | None:
@@ -311,7 +293,7 @@ class GraphCopy:
         self._attributes[name] = payload
         with self.graph.inserting_before(before):
             attribute = self.graph.create_node("get_attr", name)
-        mode = _mode_among((self.fakes[before],))
+        mode = fake_mode_of((self.fakes[before],))
         if isinstance(payload, torch.Tensor) and not isinstance(payload, FakeTensor) and mode is not None:
             payload = mode.from_tensor(payload, static_shapes=True)
         self.fakes[attribute] = attribute.meta["val"] = payload
@@ -348,12 +330,13 @@ class GraphCopy:
         nodes, fakes = self._source.nodes, self._source.fakes
         moved = {*self._replaced, *self._retargeted}
         for node in nodes:
-            is_view = any(operand in moved and storages_of(fakes[operand]) & storages_of(fakes.get(node))
-                          for operand in node.all_input_nodes)  # fmt: skip
-            if is_view and node not in moved and can_propagate_fake(node):
+            bases = [operand for operand in node.all_input_nodes
+                     if operand in moved and storages_of(fakes[operand]) & storages_of(fakes.get(node))]  # fmt: skip
+            if bases and node not in moved and can_propagate_fake(node):
                 moved.add(node)
-                view = self.node_map[node]
-                self.fakes[view] = view.meta["val"] = run_on_fakes(view, self.fakes)
+                view, base = self.node_map[node], bases[0]
+                fake = rebased(fakes[node], fakes[base], self.fakes[self.node_map[base]])
+                self.fakes[view] = view.meta["val"] = run_on_fakes(view, self.fakes) if fake is None else fake
         output = self.graph.output_node()
         for node, name in self._output_clones:
             returned = self.node_map[node]

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.convolution_layouts import (
     STRIDE_AND_GROUPS,
     convolution_operands,
@@ -18,7 +19,6 @@ from fxwrap.fx_passes.convolution_layouts import (
     is_channels_last,
 )
 from fxwrap.fx_passes.graph_copy import (
-    CallResults,
     GraphCopy,
     bytes_of,
     expression_of,

@@ -35,7 +35,6 @@ def recompute_dropout(joint: GraphModule, options: Options) -> GraphModule:
         parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
         if 0 in parts and isinstance(node.args[1], float) and 0 < node.args[1] < 1 and node.args[2] is not False:
             redirect_backward(parts[0], backward, partial(_product, node, parts[0]))
-    joint.recompile()
     return joint
 
 

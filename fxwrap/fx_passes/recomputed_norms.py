@@ -37,7 +37,6 @@ def recompute_norms(joint: GraphModule, options: Options) -> GraphModule:
         parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
         if {*parts} == {0, 1, 2} and _is_exact(parts[1]):
             redirect_backward(parts[0], backward, partial(_normalized, node, parts, backward), _is_kernel)
-    joint.recompile()
     return joint
 
 
