@@ -33,7 +33,7 @@ from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import parse_expr
 from fxwrap.torch_compat import DTYPE_NAMES
 
-_DTYPES: Mapping[str, torch.dtype] = {DTYPE_NAMES[dtype]: dtype for dtype in KERNEL_DTYPES}
+_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype in KERNEL_DTYPES}
 _HEAD = re.compile(
     r"kernel\((?P<inputs>.*)\) -> \((?P<outputs>.*)\) for \[(?P<axes>.*?)\](?: reduce \[(?P<reduced>.*)\])? \{$"
 )

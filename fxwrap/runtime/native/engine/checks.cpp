@@ -18,8 +18,8 @@ std::string dtype_text(DType dtype) {
   const DTypeName* known = find_dtype(dtype);
   if (known != nullptr) return known->name;
   const int code = int(dtype);  // torch's uint1 to uint7 and int1 to int7 have no kernels: only errors name them
-  if (30 <= code && code < 37) return "uint" + std::to_string(code - 29);
-  if (37 <= code && code < 44) return "int" + std::to_string(code - 36);
+  if (30 <= code && code < 37) return "u" + std::to_string(code - 29);
+  if (37 <= code && code < 44) return "i" + std::to_string(code - 36);
   return "dtype " + std::to_string(code);
 }
 
