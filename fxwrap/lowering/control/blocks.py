@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
+import sympy
 import torch
 from torch.fx import GraphModule, Node
 
@@ -32,6 +33,7 @@ from fxwrap.lowering.graph_lowering import GraphLowering
 from fxwrap.lowering.rules import RULES
 from fxwrap.lowering.symbols.inputs import InputBinder
 from fxwrap.names import NameAllocator
+from fxwrap.symbolic import Size, canonicalize
 from fxwrap.torch_compat import is_opaque, real_object
 from fxwrap.wrapper_ir import Block, Operand, Result, TensorType, Type, Value, defined, print_type, types_agree
 
@@ -263,9 +265,10 @@ def _results(
                 results.append(value)
                 continue
             type_ = _tensor_type_at(result_types, position, len(value.type.sizes))
+            strides = None if type_ is None else strides_for(builder, value.type, type_)
             is_distinct = root is value and value.name in owned and value.name not in indices
-            if not is_distinct or (type_ is not None and not types_agree(value.type, type_)):
-                value = emit_copy(builder, value, type_)
+            if not is_distinct or (strides is not None and strides != value.type.strides):
+                value = emit_copy(builder, value, strides)
             indices[value.name] = len(yielded)
         results.append(len(yielded))
         yielded.append(value)
@@ -278,10 +281,26 @@ def _tensor_type_at(types: Sequence[TypeOrOperand] | None, position: int, rank: 
     return type_ if isinstance(type_, TensorType) and len(type_.sizes) == rank else None
 
 
-def emit_copy(builder: Builder, value: Value, layout: TensorType | None = None) -> Value:
-    """Emits a copy of a tensor, dense or with the strides of `layout`; returns it."""
+def strides_for(builder: Builder, type_: TensorType, declared: TensorType) -> tuple[Size, ...]:
+    """Returns the strides that a tensor of a type must have where another type of its sizes is declared.
+
+    Symbols of the declared type that the scope of `builder` does not define are those of the tensor's sizes. Strides of
+    dimensions of size 0 and 1, and those over other such symbols, are the tensor's own.
+    """
+    unknown = builder.symbols.unknown
+    own = {other: size for size, other in zip(type_.sizes, declared.sizes, strict=True)
+           if isinstance(other, sympy.Symbol) and unknown(other)}  # fmt: skip
+    strides = []
+    for size, stride, other in zip(type_.sizes, type_.strides, declared.strides):
+        wanted = canonicalize(other.xreplace(own)) if isinstance(other, sympy.Basic) and own else other
+        strides.append(stride if (isinstance(size, int) and size < 2) or unknown(wanted) else wanted)
+    return tuple(strides)
+
+
+def emit_copy(builder: Builder, value: Value, strides: Sequence[Size] | None = None) -> Value:
+    """Emits a copy of a tensor, dense or with these strides; returns it."""
     old = value.tensor_type
-    strides = dense_strides(old.sizes) if layout is None else layout.strides
+    strides = dense_strides(old.sizes) if strides is None else tuple(strides)
     copy = builder.add_buffer(value.name, TensorType(old.dtype, old.sizes, strides, old.device))
     builder.emit(Alloc(copy))
     emit_copy_into(builder, copy, value)

@@ -27,6 +27,7 @@ from fxwrap.lowering.control.blocks import (
     check_branches,
     check_fits,
     emit_copy,
+    strides_for,
 )
 from fxwrap.lowering.control.side_effects import (
     lower_functionalized,
@@ -44,7 +45,7 @@ from fxwrap.lowering.symbols.unbacked import bind_values, new_values
 from fxwrap.symbolic import expression_kind, total
 from fxwrap.torch_compat import find_shape_env, new_unbacked_number, triton_kernel_at
 from fxwrap.user_kernels import KernelCallError, all_call_arguments, classify_arguments, define_user_kernel
-from fxwrap.wrapper_ir import Operand, Result, TensorType, Value, types_agree
+from fxwrap.wrapper_ir import Operand, Result, TensorType, Value
 
 
 def lower_higher_order(blocks: BlockLowering, node: Node, dead_roots: Collection[str]) -> None:
@@ -128,8 +129,9 @@ def _match_strides(
     matched = []
     for operand, argument in zip(operands, arguments, strict=True):
         if argument is not None and isinstance(operand, Value) and isinstance(operand.type, TensorType):
-            if not types_agree(operand.type, argument.type):
-                operand = emit_copy(builder, operand, argument.tensor_type)
+            strides = strides_for(builder, operand.type, argument.tensor_type)
+            if strides != operand.type.strides:
+                operand = emit_copy(builder, operand, strides)
         matched.append(operand)
     return tuple(matched)
 
@@ -142,9 +144,10 @@ def _match_slice_strides(
     for whole, argument in zip(stacked, arguments, strict=True):
         assert argument is not None
         type_, slice_ = whole.tensor_type, argument.tensor_type
-        if not types_agree(TensorType(type_.dtype, type_.sizes[1:], type_.strides[1:], type_.device), slice_):
-            strides = (extent_of(slice_), *slice_.strides)
-            whole = emit_copy(builder, whole, TensorType(type_.dtype, type_.sizes, strides, type_.device))
+        own = TensorType(type_.dtype, type_.sizes[1:], type_.strides[1:], type_.device)
+        strides = strides_for(builder, own, slice_)
+        if strides != own.strides:
+            whole = emit_copy(builder, whole, (extent_of(replace(own, strides=strides)), *strides))
         matched.append(whole)
     return tuple(matched)
 

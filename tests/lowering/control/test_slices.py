@@ -144,6 +144,18 @@ def test_scan_and_map(case: Case, device: str) -> None:
     case.check(device)
 
 
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "fx"])
+def test_slices_with_a_symbolic_stride_are_copied(emitter: str) -> None:
+    """The body of a scan over columns expects contiguous ones."""
+
+    def function(x: Tensor) -> Any:
+        return scan(lambda carried, column: (carried + column, carried * column), x[:, 0].clone(), x, dim=1)
+
+    compiled = torch.compile(function, backend="fxwrap", dynamic=True, options={"emitter": emitter})
+    for x in (ROWS, random(3, 4)):
+        torch.testing.assert_close(compiled(x), function(x))
+
+
 def test_a_pointwise_associative_scan_on_cpu_does_what_torch_does() -> None:
     def function(x: Tensor) -> Tensor:
         return associative_scan(torch.add, x, 0, combine_mode="pointwise")

@@ -233,7 +233,8 @@ def test_a_kernel_reuses_dead_buffers_of_any_size() -> None:
 
 @pytest.mark.parametrize("emitter", COMPARED_EMITTERS)
 def test_lists_of_sizes(emitter: str) -> None:
-    """`make_fx` records `aten.size.default`, which the dispatcher does not know, and fixes the sizes that it returns."""
+    """`make_fx` records `aten.size.default`, which the dispatcher does not know; its sizes are fixed."""
+
     def function(x: Tensor) -> Tensor:
         return torch.take_along_dim(x, x.sum(0, keepdim=True).argsort(1), 1)
 
