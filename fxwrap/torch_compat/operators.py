@@ -345,7 +345,7 @@ def operator_identity(overload: OpOverload) -> str:
 
 def is_composite(overload: OpOverload) -> bool:
     """Whether an operator has only a CompositeImplicitAutograd kernel: it decomposes, and may return its argument."""
-    if not torch._C._dispatch_has_kernel(overload.name()):
+    if not torch._C._dispatch_has_kernel(overload._name):
         return False  # of TorchScript only, as `aten.size.default`
     return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
