@@ -1,6 +1,6 @@
 """The operators that are decomposed before lowering.
 
-The table is explicit: `_DECOMPOSED`, and the operators on lists of tensors (`foreach.py`). torch's
+The table is explicit: `_DECOMPOSED`, and the operators on lists of tensors. torch's
 `core_aten_decompositions()` is not used: it decomposes operators that have good kernels, and its decomposition of
 `_scaled_dot_product_flash_attention_for_cpu` gave wrong gradients for attention biases.
 """
