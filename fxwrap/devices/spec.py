@@ -263,6 +263,10 @@ class DeviceSpec:
             decides blocks of kernels, parts of attention's keys, and which launches are combined or dependent.
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
+        cache_bytes: the bytes of a massively parallel device's last cache. Programs of a matmul go through blocks of
+            rows that fit a part of it. By default about an H100's.
+        min_program_bytes: the bytes that a program of a kernel should move at least: those that the device moves while
+            it starts one. By default an H200's, which starts 1.6 programs in a nanosecond at most.
         matmuls: where a library's or generated matmuls are faster, and which rewrites of them.
         convolutions: the layouts and rewrites with which convolutions are faster.
         attention: where kernels of attention are faster than a library's.
@@ -300,6 +304,8 @@ class DeviceSpec:
     massively_parallel: bool = False
     multiprocessors: int = 132
     shared_memory_bytes: int = 227 << 10
+    cache_bytes: int = 48 << 20
+    min_program_bytes: int = 4096
     matmuls: MatmulTraits = MatmulTraits()
     convolutions: ConvolutionTraits = ConvolutionTraits()
     attention: AttentionTraits = AttentionTraits()

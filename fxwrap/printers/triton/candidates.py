@@ -1,89 +1,27 @@
-"""Candidate configurations of kernels: those of dots, and a choice among those of the other modules.
+"""Candidate configurations of kernels: the choice among the modules that return those of one form of kernel.
 
 The first configuration of a kernel is the default; autotuning times all.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 from fxwrap.devices import CUDA, DeviceSpec
-from fxwrap.loop_ir import (
-    FLOAT8,
-    ContractionForm,
-    Kernel,
-    Load,
-    find_contraction,
-    find_grouped_contraction,
-    find_rows_and_columns,
-)
-from fxwrap.printers.triton.accesses import Hint, full_tile_loads
+from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, find_rows_and_columns
+from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
-from fxwrap.printers.triton.configuration import (
-    inner_reduction_configurations,
-    next_power_of_2,
-    pointwise_configurations,
-    row_part_configurations,
-)
-from fxwrap.printers.triton.few_rows import (
-    MAX_FEW_ROWS,
-    MIN_DOT_BLOCK,
-    MIN_PADDED_ROWS,
-    can_use_dot,
-    few_rows_bytes,
-    has_integer_columns,
-    is_wide,
-    preferred_first,
+from fxwrap.printers.triton.contraction_queries import can_use_dot, has_integer_columns
+from fxwrap.printers.triton.dot_configuration import (
+    dot_configurations,
+    grouped_dot_configurations,
+    matvec_configurations,
 )
 from fxwrap.printers.triton.group_sum_configuration import group_sum_configurations, split_sum_configurations
-from fxwrap.printers.triton.shared_memory import fitting
-from fxwrap.printers.triton.tiling import Configuration, DotConfiguration, TileConfiguration
-from fxwrap.symbolic import Size, evaluate, product
-
-_MATVEC_BLOCKS = ((1, 4096, 8, 1), (1, 2048, 4, 1), (4, 512, 4, 3), (2, 2048, 8, 1))
-"""Columns, elements of a column, warps and stages of products with one row."""
-
-_MAX_PERSISTENT_MATVEC = 8192
-"""The longest row of a product that is read at once."""
-
-_MIN_DOT_PROGRAMS = 110
-"""Number of programs with few rows that reach the bandwidth of a large GPU."""
-
-_MAX_SUMMED_ROWS = 2
-"""The largest number of rows whose products are summed element by element, faster than a dot of padded rows."""
-
-_FEW_ROWS_TILES = (
-    (16, 512, 2, 3), (32, 128, 2, 3), (32, 256, 2, 5), (128, 128, 8, 3), (64, 64, 4, 4), (16, 256, 2, 5),
-    (64, 128, 4, 4), (32, 256, 4, 6),
-)  # fmt: skip
-"""Columns, elements of a column, warps and stages of products with few rows."""
-
-_WIDE_TILES = {8: (32, 128, 2, 3), 16: (128, 128, 8, 3), 32: (64, 128, 4, 4), 64: (64, 64, 4, 4)}
-"""By the padded number of rows, the best one of these for matrices of many columns; of few, it is the first."""
-
-_WIDE_BYTES_TILE = (64, 256, 4, 4)
-"""The best tile of up to 8 rows times matrices of many columns whose elements are integers of one byte."""
-
-_GROUPED_TILES = (
-    (64, 128, 4, 4), (32, 256, 4, 4), (16, 256, 4, 5), (128, 128, 8, 3), (32, 128, 4, 5), (16, 256, 2, 4),
-    (64, 256, 4, 3), (16, 128, 2, 5),
-)  # fmt: skip
-"""The same as `_FEW_ROWS_TILES` of rows in groups."""
-
-_GROUPED_ROW_BLOCK = (4, 1024, 2)
-"""Columns, elements of a column and warps of a row that has a matrix of its own."""
-
-_DOT_TILES = (
-    (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (64, 64, 64, 4, 4),
-    (128, 128, 32, 4, 4),
-)  # fmt: skip
-"""Rows, columns, elements of a row, warps and stages of products with many rows."""
-
-_BAND_BYTES = 16 << 20
-"""The bytes of the rows that programs read for each block of columns in turn."""
+from fxwrap.printers.triton.pointwise_configuration import pointwise_configurations
+from fxwrap.printers.triton.row_configuration import inner_reduction_configurations, row_part_configurations
+from fxwrap.printers.triton.tiling import Configuration
+from fxwrap.symbolic import Size, evaluate
 
 
 def _default_hint(size: Size) -> int:
@@ -101,16 +39,16 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
         candidates = row_part_configurations(kernel, form, hint, spec)
     elif contraction is not None and contraction.row_reductions:
         assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
-        candidates = _dot_configurations(contraction, hint, spec)
+        candidates = dot_configurations(contraction, hint, spec)
     elif not kernel.reduced:
         candidates = pointwise_configurations(kernel, hint, spec)
     elif contraction is not None and contraction.rows and can_use_dot(contraction):
-        candidates = _dot_configurations(contraction, hint, spec)
+        candidates = dot_configurations(contraction, hint, spec)
     elif (grouped := find_grouped_contraction(kernel)) is not None and can_use_dot(grouped):
-        candidates = _grouped_configurations(grouped, hint, spec)
+        candidates = grouped_dot_configurations(grouped, hint, spec)
     elif contraction is not None and not contraction.rows and not is_outer_reduction(kernel, hint):
         grouped_sums = group_sum_configurations(contraction, hint, spec)
-        rows = _matvec_configurations(kernel, hint, spec)
+        rows = matvec_configurations(kernel, hint, spec)
         split = split_sum_configurations(contraction, hint) if can_use_dot(contraction) else []
         first, second = (split, rows) if has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
@@ -119,152 +57,3 @@ def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = 
     else:
         candidates = inner_reduction_configurations(kernel, hint, spec)
     return tuple(dict.fromkeys(candidates))
-
-
-def _matvec_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
-    """Returns configurations of one row: those of a reduction, and blocks of columns, first if rows are long.
-
-    Elements of two bytes are read by several columns at once first where rows are long, or have two sums.
-    """
-    plain = inner_reduction_configurations(kernel, hint, spec)
-    longest = next_power_of_2(hint(kernel.reduced_count))
-    blocks = [
-        TileConfiguration(
-            y=kernel.axes, y_block=columns, r_block=block, looped=True, num_warps=warps, num_stages=stages
-        )
-        for columns, block, warps, stages in _MATVEC_BLOCKS if block < longest
-    ]  # fmt: skip
-    is_long, has_several = longest > _MAX_PERSISTENT_MATVEC, len(kernel.reductions) > 1
-    preferred: list[TileConfiguration] = []
-    if is_long != has_several and all(load.dtype.itemsize == 2 for load in full_tile_loads(kernel)):
-        preferred = [item for item in blocks if item.y_block == (4 if is_long else 2)]
-        blocks = [item for item in blocks if item not in preferred]
-    return [*preferred, *blocks, *plain] if is_long else [*preferred, *plain, *blocks]
-
-
-def _dot_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> Sequence[Configuration]:
-    """Returns configurations of several rows. A program has all of few rows, padded to a block of the dot.
-
-    It has all columns that row reductions reduce.
-    """
-    rows, reduced = hint(contraction.row_count), hint(contraction.summed_count)
-    columns, few = contraction.reduced_columns or contraction.columns, contraction.rows
-    narrow = 2 if _has_float8_operands(contraction) else 1
-    longest, whole = max(next_power_of_2(reduced), MIN_DOT_BLOCK * narrow), 0
-    if contraction.row_reductions:
-        whole = max(next_power_of_2(hint(contraction.reduced_column_count)), MIN_DOT_BLOCK)
-    if rows > MAX_FEW_ROWS:
-        many = [
-            DotConfiguration(
-                x=columns, y=few, x_block=whole or x, y_block=y, r_block=min(r * narrow, longest), num_warps=warps,
-                num_stages=stages,
-            )
-            for y, x, r, warps, stages in _DOT_TILES
-        ]  # fmt: skip
-        banded = [replace(item, band=_band(contraction, item, hint)) for item in many]
-        return fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
-    padded = max(next_power_of_2(rows), MIN_PADDED_ROWS)
-    wide, has_bytes = is_wide(contraction, hint), has_integer_columns(contraction) and padded == MIN_PADDED_ROWS
-    best = _WIDE_TILES[padded] if wide else _FEW_ROWS_TILES[0]
-    tiles_of_few = preferred_first(_FEW_ROWS_TILES, _WIDE_BYTES_TILE if wide and has_bytes else best)
-    all_rows = DotConfiguration(x=few, y=columns, x_block=padded)
-    sized = [
-        replace(all_rows, y_block=whole or y, r_block=r, num_warps=warps, num_stages=stages)
-        for y, r, warps, stages in tiles_of_few
-    ]
-    small = [item for item in sized if _shared_bytes(contraction, item) <= few_rows_bytes(spec)]
-    small = small or [replace(all_rows, y_block=whole or 16, r_block=64, num_warps=2, num_stages=2)]
-    dots = [replace(item, r_block=min(item.r_block, longest)) for item in small]
-    dots = fitting(dots, partial(_shared_bytes, contraction), _smaller, spec)
-    grouped = group_sum_configurations(contraction, hint, spec)
-    if grouped:
-        return [*grouped, *dots[:1]]
-    split = split_sum_configurations(contraction, hint)
-    by_dots: list[Configuration] = [*split, *dots] if has_bytes and not wide else [*dots, *split]
-    if rows > _MAX_SUMMED_ROWS or whole:
-        return by_dots
-    x_block = max(next_power_of_2(rows), 2)
-    summed = TileConfiguration(x=few, y=columns, x_block=x_block, y_block=4, r_block=min(256, longest), looped=True)
-    return [*by_dots[:1], replace(summed, num_stages=3), summed, *by_dots[1:]]
-
-
-def _grouped_configurations(contraction: ContractionForm, hint: Hint, spec: DeviceSpec) -> Sequence[Configuration]:
-    """Returns configurations of rows in groups: tiles of about the rows of a group, and rows by themselves if few.
-
-    Tiles are first unless they would be too few to occupy a GPU. Programs of single rows read several columns.
-    """
-    assert contraction.group is not None
-    kernel, rows, columns = contraction.kernel, contraction.rows, contraction.columns
-    in_group = hint(contraction.row_count) // max(hint(contraction.group.size), 1)
-    block = min(max(next_power_of_2(in_group), MIN_DOT_BLOCK), 128)
-    longest = max(next_power_of_2(hint(kernel.reduced_count)), MIN_DOT_BLOCK)
-    wide = [
-        DotConfiguration(
-            x=columns, y=rows, x_block=x_block, y_block=y_block, r_block=min(r_block, longest), num_warps=warps,
-            num_stages=stages,
-        )
-        for y_block, x_block, r_block, warps, stages in _DOT_TILES if y_block <= block
-    ]  # fmt: skip
-    narrow = [
-        DotConfiguration(
-            x=rows, y=columns, x_block=min(block, 64), y_block=y_block, r_block=min(r_block, longest), num_warps=warps,
-            num_stages=stages,
-        )
-        for y_block, r_block, warps, stages in _GROUPED_TILES if y_block >= 64 or block == MIN_DOT_BLOCK
-    ]  # fmt: skip
-    banded = [replace(item, band=_band(contraction, item, hint)) for item in (*wide, *narrow)]
-    dots = fitting(banded, partial(_shared_bytes, contraction), _smaller, spec)
-    if in_group > _MAX_SUMMED_ROWS or is_outer_reduction(kernel, hint):
-        return dots
-    blocks = hint(product([axis.size for axis in columns])) // _GROUPED_TILES[0][0]
-    tiles = -(-hint(contraction.row_count) // MIN_DOT_BLOCK) * blocks * len(contraction.sums)
-    y_block, r_block, warps = _GROUPED_ROW_BLOCK
-    single_row = TileConfiguration(
-        y=kernel.axes, y_block=y_block, r_block=min(r_block, longest), looped=True, num_warps=warps
-    )
-    single = [single_row, *_matvec_configurations(kernel, hint, spec)]
-    return [*dots, *single] if tiles >= _MIN_DOT_PROGRAMS else [*single, *dots]
-
-
-def _band(contraction: ContractionForm, configuration: DotConfiguration, hint: Hint) -> int:
-    """Returns the number of blocks of rows whose operands fit a part of the cache of a large GPU."""
-    kernel = contraction.kernel
-    block = configuration.y_block if configuration.y == contraction.rows else configuration.x_block
-    used = {at for item in contraction.sums for at in contraction.prologue(item.row_operand)}
-    is_summed = kernel.varying_along(contraction.summed)
-    loads = [kernel.operations[at] for at in used if is_summed[at]]
-    row_bytes = hint(contraction.summed_count) * sum(item.dtype.itemsize for item in loads if isinstance(item, Load))
-    blocks = -(-hint(contraction.row_count) // block)
-    return max(min(_BAND_BYTES // max(row_bytes * block, 1), blocks), 1)
-
-
-def _has_float8_operands(contraction: ContractionForm) -> bool:
-    """Whether all operands are loaded in float8, of which a block has twice the elements for the same bytes."""
-    kernel = contraction.kernel
-    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
-    loads = [kernel.operations[at] for position in used for at in contraction.prologue(position) if kernel.varying[at]]
-    return all(item.dtype in FLOAT8 for item in loads if isinstance(item, Load))
-
-
-def _shared_bytes(contraction: ContractionForm, configuration: DotConfiguration) -> int:
-    """Returns the bytes of the operands of a block, once for each stage."""
-    kernel = contraction.kernel
-    blocks = ((configuration.x, configuration.x_block), (configuration.y, configuration.y_block))
-    used = [position for item in contraction.sums for position in (item.row_operand, item.column_operand)]
-    size = 0
-    for position in {at for operand in used for at in contraction.prologue(operand) if kernel.varying[at]}:
-        operation = kernel.operations[position]
-        if isinstance(operation, Load):
-            axes = operation.index.axes()
-            extent = math.prod([block for own, block in blocks if not axes.isdisjoint(own)])
-            size += extent * configuration.r_block * operation.dtype.itemsize
-    return size * configuration.num_stages
-
-
-def _smaller(item: DotConfiguration) -> DotConfiguration | None:
-    """Returns a configuration that needs less shared memory, by fewer stages, then smaller blocks; else None."""
-    if item.num_stages > 1:
-        return replace(item, num_stages=item.num_stages - 1)
-    if item.r_block > 2 * MIN_DOT_BLOCK:
-        return replace(item, r_block=item.r_block // 2)
-    return None

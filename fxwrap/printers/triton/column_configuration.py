@@ -14,15 +14,8 @@ from fxwrap.printers.triton.accesses import (
     full_tile_loads,
     is_unaligned,
 )
-from fxwrap.printers.triton.configuration import (
-    MAX_PERSISTENT_ELEMENTS,
-    STEP_ELEMENTS,
-    has_long_iterations,
-    next_power_of_2,
-    programs_of_a_wave,
-    warps_of_tile,
-)
-from fxwrap.printers.triton.tiling import TileConfiguration
+from fxwrap.printers.triton.row_configuration import MAX_PERSISTENT_ELEMENTS, STEP_ELEMENTS, has_long_iterations
+from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave, warps_of_tile
 
 _STEP_LOADS = 16
 """The elements of several tensors that a thread loads at most in a step of a loop."""

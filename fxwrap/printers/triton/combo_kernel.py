@@ -15,10 +15,14 @@ from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import DeviceAssert
 from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.configuration import programs_of_a_wave
 from fxwrap.printers.triton.kernel_text import MAX_SLOT_VALUE, RESERVED_WORDS, BodyParameters, comment_lines
 from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
-from fxwrap.printers.triton.tiling import DotConfiguration, GroupSumConfiguration, RowGroupSumConfiguration
+from fxwrap.printers.triton.tiling import (
+    DotConfiguration,
+    GroupSumConfiguration,
+    RowGroupSumConfiguration,
+    programs_of_a_wave,
+)
 from fxwrap.symbolic import product
 
 _RESIDENT_WARPS = 32

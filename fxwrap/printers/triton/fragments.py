@@ -8,9 +8,8 @@ from math import prod
 from typing import NamedTuple
 
 from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
-from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.kernel_text import parenthesize
-from fxwrap.printers.triton.tiling import FragmentConfiguration
+from fxwrap.printers.triton.tiling import FragmentConfiguration, next_power_of_2
 from fxwrap.symbolic import product
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 16, 8

@@ -11,8 +11,7 @@ import torch
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import ContractionForm, GroupedSums, find_grouped_sums, row_precision, split_sums, sum_groups
 from fxwrap.printers.triton.accesses import Hint
-from fxwrap.printers.triton.configuration import next_power_of_2
-from fxwrap.printers.triton.few_rows import (
+from fxwrap.printers.triton.contraction_queries import (
     MAX_FEW_ROWS,
     MIN_PADDED_ROWS,
     can_use_dot,
@@ -27,6 +26,7 @@ from fxwrap.printers.triton.tiling import (
     FragmentConfiguration,
     GroupSumConfiguration,
     RowGroupSumConfiguration,
+    next_power_of_2,
 )
 from fxwrap.symbolic import product
 

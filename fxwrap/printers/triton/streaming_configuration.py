@@ -23,9 +23,8 @@ from fxwrap.loop_ir import (
     operands,
 )
 from fxwrap.printers.triton.accesses import Hint
-from fxwrap.printers.triton.configuration import next_power_of_2
 from fxwrap.printers.triton.shared_memory import fitting
-from fxwrap.printers.triton.tiling import LaunchConfiguration
+from fxwrap.printers.triton.tiling import LaunchConfiguration, next_power_of_2
 from fxwrap.symbolic import product
 
 MIN_DOT = 16

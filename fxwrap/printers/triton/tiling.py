@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import Axis, Kernel
+from fxwrap.printers.triton.accesses import LANES
 from fxwrap.symbolic import Size, ceiling_divide, product
 
 
@@ -227,3 +229,21 @@ class RowPartConfiguration(LaunchConfiguration):
 
 Configuration: TypeAlias = TileConfiguration | DotConfiguration | GroupSumConfiguration | RowPartConfiguration
 """A configuration of a kernel whose programs compute a tile each."""
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def next_power_of_2(size: int) -> int:
+    """Returns the smallest power of two that is at least the size, and at least 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def warps_of_tile(tile: int, elements: int) -> int:
+    """Returns the warps of a program whose threads have so many elements of its tile."""
+    return min(max(next_power_of_2(tile // (LANES * elements)), 1), 16)
+
+
+def programs_of_a_wave(spec: DeviceSpec) -> int:
+    """Returns the number of programs that occupy a device: two for each multiprocessor."""
+    return 2 * spec.multiprocessors

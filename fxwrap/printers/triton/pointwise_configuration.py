@@ -1,0 +1,158 @@
+"""Configurations of kernels without reduced axes: flat blocks, rows by columns, and transposed tiles.
+
+The heuristics come from sweeps over memory-bound kernels on an H200.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
+from fxwrap.printers.triton.accesses import (
+    MIN_TILE_SIDE,
+    Hint,
+    contiguous_axes,
+    is_unaligned,
+    itemsize,
+    joined_accesses,
+    row_step,
+)
+from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave
+
+_ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
+"""The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
+
+_MIN_ROW_BLOCK = 128
+"""The least columns of a block of rows at indirect indices: a vector of four for each thread of a warp."""
+
+_WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
+"""The loads of one tensor, as of a window, beyond which a thread has at most so many elements that take long."""
+
+_MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
+"""The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
+
+_TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
+"""Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
+
+
+def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns configurations of a kernel without reduced axes, the default one first."""
+    if not kernel.axes:
+        return [TileConfiguration(num_warps=1)]
+    inner, other = contiguous_axes(kernel, hint)
+    if other is not None and hint(inner.size) >= MIN_TILE_SIDE:
+        return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
+    block, warps = _pointwise_block(kernel, inner, hint, spec)
+    rows = _broadcast_rows(kernel, inner, hint)
+    shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
+    sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
+    sizes.append((4 * block, 2 * warps))
+    return [*shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
+
+
+def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
+    """Returns the number of rows that share the vectors along the inner axis; 1 if these are smaller than a row."""
+    vectors = rows = 0
+    for access in kernel.operations:
+        if isinstance(access, Load | Store) and inner in access.index.axes():
+            if isinstance(access, Load) and access.index.axes() == {inner} and not _is_gather(access):
+                vectors += itemsize(kernel, access)
+            else:
+                rows += itemsize(kernel, access)
+    return hint(kernel.count) // max(hint(inner.size), 1) if vectors >= rows else 1
+
+
+def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> tuple[int, int]:
+    """Returns the block size and warps: 16 bytes of the smallest dtype a thread, more to hide latency.
+
+    Interleaved accesses have 16 bytes together.
+    """
+    moved = _accesses(kernel)
+    smallest = min([itemsize(kernel, access) for access in moved], default=4)
+    joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
+    elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
+    gathers, overlaps = any(map(_is_gather, moved)), _has_overlapping_loads(kernel)
+    loads = Counter([item.buffer for item in moved if isinstance(item, Load)])
+    if gathers:
+        elements = min(4 * elements, _ROW_ELEMENTS) if _gathers_rows(kernel, inner) else _GATHERED_ELEMENTS
+    elif _is_costly(kernel) or overlaps:
+        is_window = max(loads.values(), default=0) > _WINDOW_LOADS
+        elements = min(2 * elements, _WINDOW_ELEMENTS) if is_window else 2 * elements
+    has_windows = overlaps or max(loads.values(), default=0) >= _MANY_LOADS
+    if loads.total() >= _MANY_LOADS and (gathers or has_windows):
+        elements = max(_MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
+    if 128 * elements * moved_bytes < spec.min_program_bytes:
+        elements *= 2
+    block = 128 * elements
+    total, wave = hint(kernel.count), programs_of_a_wave(spec)
+    while block > 128 and total < block * wave:
+        block //= 2
+    return min(block, next_power_of_2(total)), 4
+
+
+def _accesses(kernel: Kernel) -> list[Load | Store]:
+    return [item for item in kernel.operations if isinstance(item, Load | Store)]
+
+
+def _is_gather(access: Load | Store) -> bool:
+    """Whether an access is at an indirect index."""
+    return any(isinstance(atom, IndirectIndex) for atom in access.index.atoms())
+
+
+def _gathers_rows(kernel: Kernel, inner: Axis) -> bool:
+    """Whether all indirect indices select rows: none of them varies along the inner axis."""
+    varies = kernel.varying_along((inner,))
+    atoms = [atom for item in _accesses(kernel) for atom in item.index.atoms()]
+    return not any(isinstance(atom, IndirectIndex) and varies[atom.operation] for atom in atoms)
+
+
+def _is_costly(kernel: Kernel) -> bool:
+    """Whether elements take many instructions, as transcendental functions do."""
+    costs = [OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute)]
+    return sum(costs) >= 15 and max(costs) >= 12
+
+
+def _has_overlapping_loads(kernel: Kernel) -> bool:
+    """Whether a buffer has several loads, one of them masked, as the halves of a row in a rotary embedding."""
+    loads = [item for item in kernel.operations if isinstance(item, Load)]
+    return any(sum(one.buffer == other.buffer for other in loads) > 1 for one in loads if one.mask is not None)
+
+
+def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> TileConfiguration:
+    """Returns a tile with whole cache lines in both directions."""
+    x_block = min(x_block, next_power_of_2(hint(inner.size)))
+    y_block = min(y_block, next_power_of_2(hint(other.size)))
+    return TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, num_warps=warps)
+
+
+def _pointwise_tile(
+    kernel: Kernel, inner: Axis, hint: Hint, block: int, warps: int, rows: int = 1
+) -> TileConfiguration:
+    """Returns a flat block, or rows by columns if the inner axis fills its blocks, which saves divisions.
+
+    Rows that are not aligned to whole vectors are a flat block where all accesses are linear: then these are vectors.
+    Those at indirect indices have narrower blocks, which they fill: in a flat block, an index differs for each element.
+    """
+    rest = tuple([axis for axis in kernel.axes if axis != inner])
+    size = hint(inner.size)
+    x_block = min(block, next_power_of_2(size))
+    filled = -(-size // x_block) * x_block
+    is_row = any(_is_gather(item) for item in _accesses(kernel)) and _gathers_rows(kernel, inner)
+    while is_row and filled * 4 > size * 5 and x_block > _MIN_ROW_BLOCK:
+        x_block //= 2
+        filled = -(-size // x_block) * x_block
+    has_vectors = is_unaligned(kernel, inner) and _is_linear(kernel)
+    if not rest or has_vectors or (filled * 4 > size * 5 and isinstance(inner.size, int)):
+        return TileConfiguration(x=kernel.axes, x_block=block, num_warps=warps)
+    y_block = max(block // x_block, 1) * rows
+    return TileConfiguration(x=(inner,), y=rest, x_block=x_block, y_block=y_block, num_warps=warps)
+
+
+def _is_linear(kernel: Kernel) -> bool:
+    """Whether all accesses are of adjacent elements in adjacent iterations, over all axes, without masks."""
+    return all(
+        item.mask is None and not _is_gather(item) and row_step(item.index, kernel.axes) == ONE
+        for item in _accesses(kernel)
+    )

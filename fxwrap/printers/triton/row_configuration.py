@@ -1,0 +1,190 @@
+"""Configurations of reductions and scans of rows, and of rows whose columns are accumulated.
+
+The heuristics come from sweeps over memory-bound kernels on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxwrap.devices import DeviceSpec
+from fxwrap.loop_ir import OPERATIONS, Compute, Kernel, Reduce, RowsAndColumns
+from fxwrap.printers.triton.accesses import (
+    LANES,
+    VECTOR_BYTES,
+    Hint,
+    bytes_per_element,
+    count_varying_loads,
+    full_tile_loads,
+    is_unaligned,
+    itemsize,
+    vector_elements,
+)
+from fxwrap.printers.triton.tiling import (
+    RowPartConfiguration,
+    TileConfiguration,
+    next_power_of_2,
+    programs_of_a_wave,
+    warps_of_tile,
+)
+from fxwrap.symbolic import product
+
+_ROW_TILE = 1024
+"""The elements of the rows of a program of one warp."""
+
+_SHORT_ROW = 2048
+"""The elements of the rows of a program of several rows, and of the longest row that is never read in a loop."""
+
+STEP_ELEMENTS = 8
+"""The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
+
+_LONG_ROW_STEP = 4
+"""The same of long rows of several tensors that are read twice: more warps then hide each other's latency."""
+
+_MIN_COST = 20
+"""The instructions of an element from which on a thread has registers for few elements in a step of a loop."""
+
+MAX_PERSISTENT_ELEMENTS = 16384
+"""Largest number of elements of a row held in registers. Longer rows are read once for each stage."""
+
+_ROW_PART_TILES = (
+    (16, 4, 3), (32, 4, 3), (16, 4, 1), (16, 8, 3), (32, 8, 3), (32, 4, 1), (16, 8, 1), (16, 16, 1), (8, 16, 1),
+)  # fmt: skip
+"""Elements of a thread, warps and stages of programs that reduce rows and accumulate columns."""
+
+_LONG_ROW_PART_TILES = (
+    (32, 4, 3), (32, 8, 3), (16, 4, 3), (16, 8, 3), (32, 4, 1), (16, 4, 1), (16, 8, 1), (16, 16, 1), (8, 16, 1),
+)  # fmt: skip
+"""The same of rows of more than `_ROW_TILE` elements, of which fewer programs run beside each other."""
+
+_UNALIGNED_ROW_PART_TILES = ((16, 4, 1), (16, 8, 1), (8, 4, 1), (32, 4, 1), (16, 16, 1), (8, 16, 1))
+"""The same of rows that are not aligned to whole vectors."""
+
+_MOST_WARPS = 16
+"""The most warps of a program that has rows in registers, or elements of several tensors."""
+
+_ROW_PART_REGISTERS = 160
+"""The most registers of a thread of such a program for elements of loaded rows and of sums of columns."""
+
+_CHUNK_KINDS = frozenset({"sum", "prod", "max", "min", "any", "all"})
+"""The kinds of reductions that reduce chunks of a row first."""
+
+
+def inner_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns persistent configurations for rows that fit registers, and looped ones for long rows."""
+    block = next_power_of_2(hint(kernel.reduced_count))
+    persistent, looped = _persistent_rows(kernel, hint, spec), _looped_rows(kernel, hint, spec)
+    return [*persistent, *looped] if not persistent or block > _SHORT_ROW else persistent
+
+
+def _persistent_limit(kernel: Kernel) -> int:
+    """Returns the largest number of elements of a row in registers: fewer if several tensors have them."""
+    return MAX_PERSISTENT_ELEMENTS if count_varying_loads(kernel) <= 2 else MAX_PERSISTENT_ELEMENTS // 2
+
+
+def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns configurations of whole rows in registers; none for rows that are too long, or of symbolic length."""
+    size, count, wave = kernel.reduced_count, hint(kernel.count), programs_of_a_wave(spec)
+    if not isinstance(size, int) or next_power_of_2(size) > _persistent_limit(kernel):
+        return []
+    block = next_power_of_2(size)
+    rows = max(_SHORT_ROW // block, 1) if kernel.axes else 1
+    while rows > 1 and count < rows * wave:
+        rows //= 2
+    tile = rows * block
+    warps = warps_of_tile(tile, 16 if tile <= _SHORT_ROW else _elements_per_thread(kernel, count >= wave))
+    whole = TileConfiguration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
+    candidates = []
+    vector = vector_elements(kernel, kernel.reduced[-1])
+    if rows > 1 and vector is not None and LANES * vector < block:
+        # Warps would share out each row, and combine their sums in shared memory.
+        elements = _ROW_TILE if _bytes_of_row_elements(kernel) * _ROW_TILE >= spec.min_program_bytes else 2 * _ROW_TILE
+        candidates.append(replace(whole, y_block=min(rows, max(elements // block, 1)), num_warps=1))
+    candidates.append(whole)
+    candidates += [replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= _MOST_WARPS]
+    if rows > 1:
+        candidates.append(replace(whole, y_block=rows // 2))
+    if count >= 2 * rows * wave and tile <= 2 * _SHORT_ROW:
+        candidates.append(replace(whole, y_block=rows * 2, num_warps=min(warps * 2, _MOST_WARPS)))
+    return candidates
+
+
+def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns configurations of loops over rows, of which a program has one."""
+    count, wave = hint(kernel.count), programs_of_a_wave(spec)
+    block, is_twice = next_power_of_2(hint(kernel.reduced_count)), kernel.is_multi_pass
+    unaligned = is_unaligned(kernel, kernel.reduced[-1])
+    loop = min(block, 8192)
+    is_narrow = bytes_per_element(kernel) <= 2 and not is_twice and block > 8192
+    shapes = [(16384, 16) if is_narrow else (loop, 16 if is_twice else 8), (max(loop // 2, 1), 8)]
+    if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
+        shapes.reverse()
+    shapes.append((max(loop // 4, 1), 8))
+    looped = [
+        TileConfiguration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
+        for r, warps in shapes
+    ]
+    warps = 8 if count >= 4 * wave else _MOST_WARPS
+    step = STEP_ELEMENTS * LANES * warps
+    if (unaligned or has_long_iterations(kernel)) and not is_twice and loop >= step:
+        looped.insert(0, TileConfiguration(y=kernel.axes, r_block=step, looped=True, num_warps=warps))
+    if is_twice and count >= 2 * wave:
+        if block > MAX_PERSISTENT_ELEMENTS:
+            # few rows at a time, so that the second pass reads from the cache
+            looped.insert(0, replace(looped[0], r_block=4096, num_warps=32))
+        if block > _persistent_limit(kernel) and unaligned and count_varying_loads(kernel) > 2:
+            step = _LONG_ROW_STEP * LANES * _MOST_WARPS
+            looped.insert(0, replace(looped[0], r_block=step, num_warps=_MOST_WARPS))
+    return [*looped, replace(looped[-1], num_stages=3)]
+
+
+def has_long_iterations(kernel: Kernel) -> bool:
+    """Whether an element takes so many instructions that a thread has registers for few in a step of a loop."""
+    cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
+    return cost >= _MIN_COST
+
+
+def _bytes_of_row_elements(kernel: Kernel) -> int:
+    """Returns the bytes that are loaded and stored for each element of the iteration space."""
+    stores = [store for store in kernel.stores if {*kernel.axes, *kernel.reduced} <= store.index.axes()]
+    return bytes_per_element(kernel) + sum(itemsize(kernel, store) for store in stores)
+
+
+def _elements_per_thread(kernel: Kernel, has_many_rows: bool) -> int:
+    """Returns the number of elements of a row in a thread: fewer if it also has elements of several vectors."""
+    vectors = count_varying_loads(kernel) - len(full_tile_loads(kernel))
+    element_bytes = bytes_per_element(kernel)
+    if count_varying_loads(kernel) > 1 and (vectors or element_bytes > 4):
+        return 16
+    return 64 if element_bytes <= 2 and not kernel.is_multi_pass and has_many_rows else 32
+
+
+def row_part_configurations(
+    kernel: Kernel, form: RowsAndColumns, hint: Hint, spec: DeviceSpec
+) -> list[RowPartConfiguration]:
+    """Returns configurations of whole rows in a loop, whose columns are accumulated.
+
+    Unaligned rows are first in chunks, as are others later, where each element is an access of its own.
+    """
+    block = next_power_of_2(hint(product([axis.size for axis in form.columns])))
+    size = next_power_of_2(hint(product([axis.size for axis in form.rows])))
+    whole_vector = max([max(VECTOR_BYTES // load.dtype.itemsize, 1) for load in full_tile_loads(kernel)], default=1)
+    vector = vector_elements(kernel, form.columns[-1])
+    reductions = [kernel.operations[position] for position in form.row_reductions]
+    has_chunks = all(isinstance(item, Reduce) and item.kind in _CHUNK_KINDS for item in reductions)
+    live = len(form.column_reductions) + len(full_tile_loads(kernel))
+    plain, chunked = list[RowPartConfiguration](), list[RowPartConfiguration]()
+    tiles = _ROW_PART_TILES if block <= _ROW_TILE else _LONG_ROW_PART_TILES
+    for elements, warps, stages in tiles if vector is None else _UNALIGNED_ROW_PART_TILES:
+        rows = min(max(LANES * warps * elements // block, 1), size)
+        chunk = LANES * (vector or whole_vector) * max(warps // rows, 1)
+        if rows * block * live > LANES * warps * _ROW_PART_REGISTERS and (rows > 1 or warps < _MOST_WARPS):
+            continue
+        copied = (stages - 1) * rows * block * bytes_per_element(kernel)
+        if block <= LANES * whole_vector or copied > spec.shared_memory_bytes // 2:
+            stages = 1  # a warp has whole rows, but not if they are copied to shared memory first
+        whole = RowPartConfiguration(rows=form.rows, row_block=rows, r_block=block, num_warps=warps, num_stages=stages)
+        plain.append(whole)
+        if chunk < block and has_chunks:
+            chunked.append(replace(whole, chunk=chunk, num_stages=1))
+    return [*plain, *chunked] if vector is None else [*chunked, *plain]
