@@ -192,6 +192,7 @@ class AttentionTraits:
             in memory.
         decoding_rows: by dtype, the largest number of query rows of all heads that share a key head with which
             attention is faster as one kernel than as a library's. Massively parallel devices split keys instead.
+        decoding_keys: the least number of keys with which few query rows are such a kernel, or are split over keys.
         library_sizes: by dtype, the least sizes with which a library's attention is faster than both where scores have
             no bias and no mask.
         zeroes_fully_masked_rows: torch's attention kernels return zeros for fully masked rows.
@@ -203,6 +204,7 @@ class AttentionTraits:
     streaming_mask_rows: SizesByDtype = ()
     streaming_dropout_sizes: SizesByDtype = ()
     decoding_rows: SizesByDtype = ()
+    decoding_keys: int = 512
     library_sizes: SizesByDtype = ()
     zeroes_fully_masked_rows: bool = False
 
@@ -260,7 +262,8 @@ class DeviceSpec:
         massively_parallel: a kernel needs thousands of elements at once to occupy the device, like a GPU: long
             reductions are split, and kernels with few rows do not fuse whole tensors. Otherwise few threads loop.
         multiprocessors: the processors of a massively parallel device, which run programs of a kernel side by side. It
-            decides blocks of kernels, parts of attention's keys, and which launches are combined or dependent.
+            decides blocks of kernels, parts of long rows and of attention's keys, and which launches are combined or
+            dependent.
         shared_memory_bytes: the most shared memory of a program of a kernel: configurations that need more are left
             out, or made smaller. By default an H100's; 101,376 for compute capability 8.6 and 8.9.
         cache_bytes: the bytes of a massively parallel device's last cache. Programs of a matmul go through blocks of

@@ -31,11 +31,8 @@ from fxwrap.torch_compat import FakeTensor, flex_attention_operator
 _MAX_ROWS = 16
 """The largest number of query rows: those of one block of a dot."""
 
-_MIN_KEYS = 512
-"""The smallest number of keys that is worth a second kernel."""
-
-_MAX_MATRICES = 64
-"""The largest number of pairs of batch and key head: each is a program, and more of them occupy a GPU."""
+_MULTIPROCESSORS_PER_MATRIX = 2
+"""With fewer multiprocessors for each pair of batch and key head, which are a program each, these occupy a GPU."""
 
 
 def split_decoding_attention(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
@@ -77,12 +74,13 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads:
         return False
     if spec.massively_parallel:
-        is_few = rows <= _MAX_ROWS and size_hint(query.shape[0]) * key_heads <= _MAX_MATRICES
+        matrices = size_hint(query.shape[0]) * key_heads
+        is_few = rows <= _MAX_ROWS and matrices * _MULTIPROCESSORS_PER_MATRIX <= spec.multiprocessors
     else:
         is_few = heads // key_heads * rows <= dict(spec.attention.decoding_rows).get(query.dtype, 0)
     return (
         is_few
-        and size_hint(key.shape[2]) >= _MIN_KEYS
+        and size_hint(key.shape[2]) >= spec.attention.decoding_keys
         and has_attention_kernel(operands, [query.shape[3], value.shape[3]], context.options)
     )
 

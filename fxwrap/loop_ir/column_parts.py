@@ -30,20 +30,22 @@ _MIN_COLUMN_BLOCK = 16
 _FEW_ROWS = 64
 """The largest number of rows that one program has all of."""
 
-_PROGRAMS = 256
-"""The number of programs that occupy a large GPU."""
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+"""The programs of a multiprocessor that occupy it."""
 
 
-def parallel_column_block(kernel: Kernel, hint: Callable[[Size], int]) -> int:
+def parallel_column_block(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int) -> int:
     """Returns the number of columns of a part, on a massively parallel device.
 
     Few rows are one tile: their columns alone are the programs, so that parts are small enough to occupy the device.
+    Lengths of rows are mostly powers of two, and so is the number of programs that suffice.
     """
     form, block = find_contraction(kernel), COLUMN_BLOCK
     if form is None or hint(form.row_count) > _FEW_ROWS:
         return block
     count = hint(form.reduced_column_count) * hint(product([axis.size for axis in form.batch]))
-    while block > _MIN_COLUMN_BLOCK and count < block * _PROGRAMS:
+    programs = 1 << (_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors).bit_length() - 1
+    while block > _MIN_COLUMN_BLOCK and count < block * programs:
         block //= 2
     return block
 

@@ -117,7 +117,7 @@ def split_rows(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int
         return None
     parts, combining = split.kernels
     names = frozenset([buffer.name for buffer in split.temporaries])
-    more = split_reductions(combining, hint, names)
+    more = split_reductions(combining, hint, multiprocessors, names)
     if more is None:
         return split
     return SplitKernel((parts, *more.kernels), (*split.temporaries, *more.temporaries))

@@ -41,7 +41,7 @@ _MAX_POSITION_ELEMENTS = 1 << 14  # or this in rows of which it finds positions:
 _MIN_INNER_PART = 2048  # elements of a part of a contiguous row
 _MIN_OUTER_PART = 64
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
-_SATURATING_PROGRAMS = 528  # four for each multiprocessor of an H100 or H200
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # that saturate it
 _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
 
@@ -54,21 +54,21 @@ class SplitKernel:
 
 
 def split_reductions(
-    kernel: Kernel, hint: Callable[[Size], int], reserved_names: frozenset[str] = frozenset()
+    kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int, reserved_names: frozenset[str] = frozenset()
 ) -> SplitKernel | None:
     """Returns a kernel with its reductions split, or None where that is impossible or not faster.
 
-    `hint` returns a typical value of a size. Results that elements depend on go through memory to a third kernel.
-    Temporary buffers have none of the `reserved_names`.
+    `hint` returns a typical value of a size, and `multiprocessors` are those of the device. Results that elements
+    depend on go through memory to a third kernel. Temporary buffers have none of the `reserved_names`.
     """
     if not kernel.reductions or kernel.scans or kernel.reduces_in_steps:
         return None
-    plan = _plan_split(kernel, hint)
+    plan = _plan_split(kernel, hint, multiprocessors)
     split = None if plan is None else ReductionSplitter(kernel, plan, reserved_names).run()
     if split is None or len(split.kernels) < 3:
         return split
     names = reserved_names | {buffer.name for buffer in split.temporaries}
-    more = split_reductions(split.kernels[-1], hint, names)
+    more = split_reductions(split.kernels[-1], hint, multiprocessors, names)
     if more is None:
         return split
     return SplitKernel((*split.kernels[:-1], *more.kernels), (*split.temporaries, *more.temporaries))
@@ -94,19 +94,20 @@ class SplitPlan:
     results: tuple[Axis, ...] = ()
 
 
-def _plan_split(kernel: Kernel, hint: Callable[[Size], int]) -> SplitPlan | None:
+def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int) -> SplitPlan | None:
     count, size = hint(kernel.count), hint(kernel.reduced_count)
+    saturating = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     across = reduces_columns(kernel)
     busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
-    wanted = min(-(-_SATURATING_PROGRAMS // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
+    wanted = min(-(-saturating // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
     finds_positions = not across and not kernel.is_multi_pass and not kinds.isdisjoint(ORDERED_REDUCTIONS)
     limit = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
     if count * size < _MIN_ELEMENTS and count * size <= busy * limit:
         return None
-    if busy * (4 if kernel.is_multi_pass else 2) > _SATURATING_PROGRAMS or wanted < 2:
+    if busy * (4 if kernel.is_multi_pass else 2) > saturating or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
-    whole, wave = kernel.reduced_count, None if across else max(_SATURATING_PROGRAMS // busy, 1)
+    whole, wave = kernel.reduced_count, None if across else max(saturating // busy, 1)
     reach = 2 if kinds <= _KINDS_WITH_IDENTITY else 8  # others have equal parts or none
     for number in range(1, len(kernel.reduced) + 1):  # parts of whole rows need no divisions along these
         first, others = kernel.reduced[:number], kernel.reduced[number:]

@@ -174,8 +174,9 @@ def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> Spl
     if not spec.massively_parallel:
         return split_columns(kernel)
     if not kernel.reduces_in_steps:
-        return split_reductions(kernel, hint)
-    return split_rows(kernel, hint, spec.multiprocessors) or split_columns(kernel, parallel_column_block(kernel, hint))
+        return split_reductions(kernel, hint, spec.multiprocessors)
+    block = parallel_column_block(kernel, hint, spec.multiprocessors)
+    return split_rows(kernel, hint, spec.multiprocessors) or split_columns(kernel, block)
 
 
 @bounded_cache(1024)

@@ -73,7 +73,7 @@ def test_parts_combine_to_the_whole(kind: str, columns: int) -> None:
 )
 def test_few_rows_have_small_parts_on_gpus(rows: int, columns: int, block: int) -> None:
     kernel = statistics(columns, "max", rows)
-    assert parallel_column_block(kernel, lambda size: int(evaluate(size, {}))) == block
+    assert parallel_column_block(kernel, lambda size: int(evaluate(size, {})), 132) == block
     split = split_columns(kernel, block)
     assert split is not None
     check(kernel, split)

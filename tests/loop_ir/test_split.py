@@ -13,6 +13,8 @@ from fxwrap.symbolic import Size, evaluate, make_symbol
 
 F32, I64 = torch.float32, torch.int64
 
+MULTIPROCESSORS = 132
+
 
 def hint(size: Size) -> int:
     return size if isinstance(size, int) else int(evaluate(size, {"s0": 1 << 20}))
@@ -73,7 +75,7 @@ def test_parts_combine_to_the_whole(kind: str, across: bool) -> None:
         body.store(f"out{number}", as_index(p), value)
     outputs = [Buffer(f"out{number}", value.dtype, rows) for number, value in enumerate(values)]
     kernel = body.finish([p], [r], [Buffer("x", F32, rows * size)], outputs)
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and len(split.kernels) == 2
     data = torch.randn(rows * size, generator=torch.Generator().manual_seed(2))
     data[5] = float("nan") if kind in ("max", "argmax") else 40.0
@@ -85,7 +87,7 @@ def test_parts_combine_to_the_whole(kind: str, across: bool) -> None:
 def test_positions_in_few_rows_are_found_in_parts(rows: int, size: int, parts: int) -> None:
     """The first of equal elements or of several NaNs, and the first element of a row of minus infinities."""
     kernel = kernel_of([Axis("p0", rows)], [Axis("r0", size)], F32, {"out0": False, "out1": False}, one("argmax"))
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert (0 if split is None else split.kernels[0].axes[0].size) == parts
     if split is not None:
         data = torch.randn(rows, size, generator=torch.Generator().manual_seed(5)).round()
@@ -98,7 +100,7 @@ def test_positions_in_few_rows_are_found_in_parts(rows: int, size: int, parts: i
 def test_parts_need_not_be_equal(kind: str) -> None:
     prime = 1299709
     kernel = kernel_of([], [Axis("r0", prime)], F32, {"out0": False}, one(kind))
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     if kind == "welford":
         assert split is None, "unequal parts have no plain combination"
         return
@@ -109,14 +111,14 @@ def test_parts_need_not_be_equal(kind: str) -> None:
 @pytest.mark.parametrize(("size", "parts"), [(447 * 563 * 8, 447), (43 * 43 * 105 * 1061, 645)])
 def test_the_last_parts_do_not_run_alone(size: int, parts: int) -> None:
     """Of a wave of 528, the 35 of 563 parts that are left would take as long as all others; 301 would be too few."""
-    split = split_reductions(kernel_of([], [Axis("r0", size)], F32, {"out0": False}, one("sum")), hint)
+    split = split_reductions(kernel_of([], [Axis("r0", size)], F32, {"out0": False}, one("sum")), hint, MULTIPROCESSORS)
     assert split is not None and split.kernels[0].axes[0].size == parts
 
 
 def test_symbolic_rows_are_split() -> None:
     s0 = make_symbol("s0")
     kernel = kernel_of([], [Axis("r0", s0), Axis("r1", 8)], F32, {"out0": False}, one("sum"))
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None
     for size in (1, 1000, 77777):
         run(kernel, split, torch.randn(size * 8), {"s0": size})
@@ -125,7 +127,7 @@ def test_symbolic_rows_are_split() -> None:
 def test_several_reduced_axes_keep_their_order() -> None:
     reduced, outputs = [Axis("r0", 1024), Axis("r1", 1024)], {"out0": False, "out1": False}
     kernel = kernel_of([Axis("p0", 2)], reduced, F32, outputs, one("argmax"))
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None
     run(kernel, split, torch.randn(2 << 20, generator=torch.Generator().manual_seed(4)).round())
 
@@ -135,7 +137,7 @@ def test_parts_of_several_axes_are_whole_rows(kind: str) -> None:
     reduced = [Axis("r0", 14), Axis("r1", 30), Axis("r2", 600)]
     outputs = {f"out{number}": False for number in range(KINDS[kind])}
     kernel = kernel_of([Axis("p0", 1)], reduced, F32, outputs, one(kind))
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and split.kernels[0].reduced[-1] == reduced[-1]
     run(kernel, split, torch.randn(14 * 30 * 600, generator=torch.Generator().manual_seed(4)))
 
@@ -146,7 +148,7 @@ def test_variances_whose_parts_must_be_equal_have_more_or_fewer() -> None:
     body = KernelBuilder()
     body.store("out", as_index(p), body.reduce("welford", body.load("x", as_index(r) * 10007 + p, F32))[1])
     kernel = body.finish([p], [r], [Buffer("x", F32, 2159 * 10007)], [Buffer("out", F32, 10007)])
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and split.kernels[0].axes[0].size == 17
 
 
@@ -165,7 +167,7 @@ def two_stages(body: KernelBuilder, x: object) -> dict:
 def test_elements_that_read_results_become_a_separate_kernel() -> None:
     axes = [Axis("p0", 2)], [Axis("r0", 1 << 19)]
     kernel = kernel_of(*axes, F32, {"out": True, "largest": False, "log": False}, softmax)
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and len(split.kernels) == 3
     assert not split.kernels[2].reduced, "what is left is pointwise"
     run(kernel, split, torch.randn(1 << 20, generator=torch.Generator().manual_seed(4)))
@@ -174,7 +176,7 @@ def test_elements_that_read_results_become_a_separate_kernel() -> None:
 def test_later_stages_are_split_too() -> None:
     axes = [Axis("p0", 2)], [Axis("r0", 1 << 19)]
     kernel = kernel_of(*axes, F32, {"out": True, "doubled": True, "total": False, "largest": False}, two_stages)
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and len(split.kernels) == 5
     names = [buffer.name for buffer in split.temporaries]
     assert len(set(names)) == len(names)
@@ -184,8 +186,16 @@ def test_later_stages_are_split_too() -> None:
 def test_unprofitable_reductions_are_not_split() -> None:
     rows = kernel_of([Axis("p0", 8192)], [Axis("r0", 4096)], F32, {"out0": False}, one("sum"))
     small = kernel_of([], [Axis("r0", 65536)], F32, {"out0": False}, one("sum"))
-    assert split_reductions(rows, hint) is None, "enough rows keep every processor busy"
-    assert split_reductions(small, hint) is None, "it is over before a second launch would begin"
+    assert split_reductions(rows, hint, MULTIPROCESSORS) is None, "enough rows keep every processor busy"
+    assert split_reductions(small, hint, MULTIPROCESSORS) is None, "it is over before a second launch would begin"
+
+
+@pytest.mark.parametrize(("multiprocessors", "parts"), [(132, 64), (16, 8), (2, 0)])
+def test_rows_have_parts_for_all_multiprocessors(multiprocessors: int, parts: int) -> None:
+    """Eight rows occupy two of them, each of which runs four programs at once."""
+    kernel = kernel_of([Axis("p0", 8)], [Axis("r0", 1 << 20)], F32, {"out0": False}, one("sum"))
+    split = split_reductions(kernel, hint, multiprocessors)
+    assert (0 if split is None else split.kernels[0].axes[0].size) == parts
 
 
 def test_long_columns_of_a_small_matrix_are_split() -> None:
@@ -194,7 +204,7 @@ def test_long_columns_of_a_small_matrix_are_split() -> None:
     body = KernelBuilder()
     body.store("out", as_index(p), body.reduce("sum", body.load("x", as_index(r) * 160 + p, F32))[0])
     kernel = body.finish([p], [r], [Buffer("x", F32, 3136 * 160)], [Buffer("out", F32, 160)])
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None
     run(kernel, split, torch.randn(3136 * 160, generator=torch.Generator().manual_seed(2)))
 
@@ -206,7 +216,7 @@ def test_overwritten_rows_are_not_split() -> None:
     body.store("x", as_index(p) * (1 << 19) + r, x * 2.0)
     body.store("out", as_index(p) * (1 << 19) + r, x - body.reduce("max", x)[0])
     kernel = body.finish([p], [r], [], [Buffer("x", F32, 1 << 20), Buffer("out", F32, 1 << 20)])
-    assert split_reductions(kernel, hint) is None
+    assert split_reductions(kernel, hint, MULTIPROCESSORS) is None
 
 
 def test_column_sums_of_a_large_matrix_are_split_in_eight() -> None:
@@ -216,6 +226,6 @@ def test_column_sums_of_a_large_matrix_are_split_in_eight() -> None:
         "out", as_index(p), body.reduce("sum", body.load("x", as_index(r) * 4096 + p, torch.bfloat16).to(F32))[0]
     )
     kernel = body.finish([p], [r], [Buffer("x", torch.bfloat16, 8192 * 4096)], [Buffer("out", F32, 4096)])
-    split = split_reductions(kernel, hint)
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None
     assert split.temporaries == (Buffer("partial0", F32, 8 * 4096),)

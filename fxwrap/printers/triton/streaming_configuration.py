@@ -144,7 +144,7 @@ def _band(
     visits = math.prod([hint(axis.size) for axis in parts.axes]) // configuration.key_block
     if programs <= 1 or programs * heads <= spec.multiprocessors or visits <= _FEW_VISITS:
         return 1
-    return max(min(_RUNNING_WARPS // (programs * configuration.num_warps), heads), 1)
+    return max(min(_RUNNING_WARPS * spec.multiprocessors // (programs * configuration.num_warps), heads), 1)
 
 
 def _rows_are_uneven(kernel: Kernel, parts: StreamingReduction) -> bool:
@@ -193,8 +193,8 @@ def _biases(kernel: Kernel, parts: StreamingReduction) -> list[Operation]:
 _Table: TypeAlias = Mapping[int, Sequence[tuple[int, int, int, int, int]]]
 """Rows, positions, warps, stages and registers (0 for any number), by the width of a head."""
 
-_RUNNING_WARPS = 2048
-"""Warps of such kernels that a large GPU runs at the same time, and those that follow them."""
+_RUNNING_WARPS = 16
+"""Warps of such kernels that a multiprocessor runs at the same time, and those that follow them."""
 
 _FEW_VISITS = 16
 """Blocks in a program's lists of partial and full ones, with which the search of its head costs what a band saves."""
