@@ -247,9 +247,28 @@ def _softplus_backward(gradient: Scalar, x: Scalar, beta: Parameter, limit: Para
     return (scaled > limit).where(gradient, gradient * exponential / (exponential + 1.0))
 
 
+def _tanh_of_softplus(x: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    """Returns n, d and s: tanh(log(1 + exp(x))) is n / d, and its derivative is 4 * s / d**2.
+
+    With a = 1 + exp(x) the quotient is (a*a - 1) / (a*a + 1), all terms of which are positive; for positive x they are
+    divided by exp(x)**2. So one exponential is left, which does not overflow.
+    """
+    exponential, is_positive = (-abs(x)).exp(), x >= 0
+    square = exponential * exponential
+    double = exponential + exponential
+    numerator = is_positive.where(1.0 + double, square + double)
+    denominator = numerator + is_positive.where(square + square, 2.0)
+    return numerator, denominator, is_positive.where(square, exponential) * (1.0 + exponential)
+
+
+def _mish(x: Scalar) -> Scalar:
+    numerator, denominator, _ = _tanh_of_softplus(x)
+    return x * (numerator / denominator)
+
+
 def _mish_backward(gradient: Scalar, x: Scalar) -> Scalar:
-    gate, curve = x.sigmoid(), x.exp().apply("log1p").tanh()
-    return gradient * (curve + x * gate * (1.0 - curve * curve))
+    numerator, denominator, derivative = _tanh_of_softplus(x)
+    return gradient * ((numerator + x * (4.0 * derivative / denominator)) / denominator)
 
 
 def log_sigmoid(x: Scalar) -> Scalar:
@@ -259,7 +278,7 @@ def log_sigmoid(x: Scalar) -> Scalar:
 
 register_elementwise("aten.softplus.default", _softplus, dtypes="float")
 register_elementwise("aten.softplus_backward.default", _softplus_backward, operands=2, dtypes="float")
-register_elementwise("aten.mish.default", lambda x: x * x.exp().apply("log1p").tanh(), dtypes="float")
+register_elementwise("aten.mish.default", _mish, dtypes="float")
 register_elementwise("aten.mish_backward.default", _mish_backward, operands=2, dtypes="equal float")
 register_elementwise("aten.log_sigmoid.default", log_sigmoid, dtypes="float")
 

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from fxwrap.devices import CPU, CUDA
-from fxwrap.loop_ir import STORAGE_ONLY
+from fxwrap.loop_ir import STORAGE_ONLY, Compute
 from fxwrap.lowering.fusion.definitions import Pointwise, Stored, pointwise
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from tests.lowering.evaluate_definitions import Computed, _DefinitionKernel, call_rule, fuses
@@ -398,3 +398,16 @@ def test_in_place_addcmul_and_addcdiv_as_dynamo_captures_them() -> None:
     inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     compiled = torch.compile(function, backend="fxwrap", fullgraph=True, options={"fallback": "error"})
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("name", ("aten.mish.default", "aten.mish_backward.default"))
+def test_mish_has_one_transcendental_function(name: str) -> None:
+    x = Stored((8,), torch.float32, torch.device("cpu"))
+    operands = [x] * len(overload_of(name)._schema.arguments)
+    result = torch.empty(8)
+    definition = RULES[name](OperatorCall(name, operands, {}, result, x.device, lambda item: tuple(item.shape), CPU))
+    assert isinstance(definition, Pointwise)
+    kernel = _DefinitionKernel(Computed({x: torch.empty(8)}))
+    kernel.store(definition)
+    computed = [item.name for item in kernel.body.operations if isinstance(item, Compute)]
+    assert [item for item in computed if item in ("exp", "log1p", "tanh", "sigmoid")] == ["exp"]
