@@ -255,6 +255,18 @@ def test_reductions_of_special_numbers(kind: str) -> None:
         check(kernel, configuration, inputs={"x": operand})
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("argmax", F32), ("argmin", F32), ("argmax", torch.int8)], ids=str)
+def test_a_loop_for_the_position_of_an_extreme_compares_no_positions(kind: str, dtype: torch.dtype) -> None:
+    """The elements of a lane come in order; only the combination of lanes tells which of equals is the first."""
+    source = print_triton(
+        reduction_kernel(kind, dtype, 4, 150), TileConfiguration(r_block=16, looped=True)
+    ).source.split("for start in")[1]
+    in_loop, after = source.split("tl.reduce")
+    assert ("first_largest" if kind == "argmax" else "first_smallest") in after
+    assert "first_" not in in_loop and "<" not in in_loop.split("better =")[1].split("\n", 1)[1]
+    check(reduction_kernel(kind, dtype, 4, 150), TileConfiguration(r_block=16, looped=True))
+
+
 @pytest.mark.parametrize("kind", ["sum", "prod", "any", "all"])
 def test_reductions_of_nothing(kind: str) -> None:
     kernel = reduction_kernel(kind, torch.bool if kind in ("any", "all") else F32, 3, 0)

@@ -228,17 +228,24 @@ def _extreme(kind: str, left: str, right: str, dtype: torch.dtype) -> str:
 
 
 def _accumulate_position(kind: str, value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
-    best, at, function = row.create_name("best"), row.create_name("best_position"), row.use(_ARG_COMBINERS[kind])
+    """Each lane begins at its first position and moves to later ones only for better elements; NaN is the best."""
+    best, at, better = row.create_name("best"), row.create_name("best_position"), row.create_name("better")
     first, first_at = names
-    start = identity(kind, dtype)
     short = isinstance(row.size, int) and row.size < 2**31 - 1
-    position, beyond = ("tl.int32", 2**31 - 1) if short else ("tl.int64", 2**63 - 1)
+    position, element = "tl.int32" if short else "tl.int64", row.masked(value, start := identity(kind, dtype))
+    worse = f"({element} {'<=' if kind == 'argmax' else '>='} {best})"
+    is_number = f" & ({best} == {best})" if dtype.is_floating_point else ""
+    function = row.use(_ARG_COMBINERS[kind])
     return Accumulator(
         [
             f"{best} = tl.full({row.shape}, {start}, {TRITON_DTYPES[dtype]})",
-            f"{at} = tl.full({row.shape}, {beyond}, {position})",
+            f"{at} = {row.broadcast(f'({row.lanes})')}.to({position})",
         ],
-        [f"{best}, {at} = {function}({best}, {at}, {row.masked(value, start)}, {row.position}.to({position}))"],
+        [
+            f"{better} = ~{worse}{is_number}",
+            f"{best} = tl.where({better}, {element}, {best})",
+            f"{at} = tl.where({better}, {row.position}.to({position}), {at})",
+        ],
         [
             f"{first}, {first_at} = tl.reduce(({best}, {at}), {row.axis}, {function}{row.keep_dims_argument})",
             f"{first_at} = {first_at}.to(tl.int64)",
