@@ -21,13 +21,15 @@ from torch.fx.node import map_arg
 from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.decompositions import Decomposition
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.graph_copy import layout_text
+from fxwrap.fx_passes.graph_copy import items_of, layout_text
+from fxwrap.fx_passes.layout_changes import changes_layout, replace_layout_changes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues
 from fxwrap.torch_compat import (
     FakeTensor,
     LazyGraphModule,
     OpOverload,
     TreeSpec,
+    has_device_kernel,
     in_dispatched_fake_mode,
     in_fake_mode,
     is_composite,
@@ -39,16 +41,13 @@ from fxwrap.torch_compat import (
 log = logging.getLogger("fxwrap.compile")
 
 
-def is_decomposed(node: Node, context: FxPassContext) -> bool:
-    """Whether a node calls an operator of the options' table, or a composite one that has no lowering rule."""
+def may_be_decomposed(node: Node, context: FxPassContext) -> bool:
+    """Whether a node calls an operator of the options' table, or a composite one, on a device without its kernel."""
     target = node.target
     if not isinstance(target, OpOverload) or str(target) in context.extern_operators:
         return False
     return target in context.decompositions or (
-        str(target) not in context.fused_operators
-        and str(target) not in _UNCHANGED
-        and is_composite(target)
-        and not _changes_layout(node)
+        str(target) not in _UNCHANGED and is_composite(target) and not changes_layout(node)
     )
 
 
@@ -60,14 +59,20 @@ _LIBRARY_CHOICES = frozenset({
 })  # fmt: skip
 """Composite operators that choose a library's kernel, if the library of the operands' device is here."""
 
+_MOST_NODES = 512
+"""The longest decomposition of a composite operator: a recurrent layer over many steps would take minutes to compile."""
+
 
 def decompose(graph_module: GraphModule, fakes: NodeValues, context: FxPassContext) -> GraphModule:
-    """Returns the graph with the calls that `is_decomposed` names decomposed; the graph itself if none is.
+    """Returns the graph with calls of the options' table, and those that the dispatcher decomposes, decomposed.
 
-    Nested graphs are not changed. Nodes of the result have their fake value as metadata. A composite call whose
-    decomposition reads elements, changes a layout in place, or cannot be traced on fake operands, stays a call.
+    The graph itself if none is. Nested graphs are not changed. Nodes of the result have their fake value as metadata. A
+    composite call whose decomposition reads elements, or cannot be traced on fake operands, stays a call.
     """
-    decomposed = frozenset([node for node in graph_module.graph.nodes if is_decomposed(node, context)])
+    candidates = [node for node in graph_module.graph.nodes if may_be_decomposed(node, context)]
+    decomposed = frozenset([
+        node for node in candidates if node.target in context.decompositions or not _has_kernel(node, fakes)
+    ])  # fmt: skip
     return _Decomposer(graph_module, fakes, context.decompositions).run(decomposed) if decomposed else graph_module
 
 
@@ -198,14 +203,17 @@ class _Decomposer:
             # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
             scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
             with scope(tensors[0].fake_mode), without_logged_errors():
-                trace: GraphModule = make_fx(call, decomposition_table=dict(self.table))(*call.values)
+                trace = replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
         except Exception as error:  # an operator's own
             if call.target in self.table:
                 raise
             log.debug("%s: stays a call, since its decomposition cannot be traced: %s", node.name, error)
             return None
+        if len(trace.graph.nodes) > _MOST_NODES:
+            log.debug("%s: stays a call, since its decomposition has %d calls", node.name, len(trace.graph.nodes))
+            return None
         for inner in trace.graph.nodes:
-            if inner.target is call.target or "unbacked_bindings" in inner.meta or _changes_layout(inner):
+            if inner.target is call.target or "unbacked_bindings" in inner.meta or changes_layout(inner):
                 log.debug("%s: stays a call, since its decomposition calls %s", node.name, inner.target)
                 return None
         return trace
@@ -249,9 +257,11 @@ class _Decomposer:
         return attribute
 
 
-def _changes_layout(node: Node) -> bool:
-    """Whether a node changes the layout of an operand, which earlier nodes read with its former layout."""
-    return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
+def _has_kernel(node: Node, fakes: NodeValues) -> bool:
+    """Whether the dispatcher runs a kernel of the device of the first tensor instead of a composite decomposition."""
+    operands = [item for operand in node.all_input_nodes for item in items_of(fakes[operand])]
+    device = next((item.device for item in operands if isinstance(item, torch.Tensor)), None)
+    return device is not None and has_device_kernel(node.target, device)  # type: ignore[arg-type]
 
 
 def _is_present(device: torch.device) -> bool:

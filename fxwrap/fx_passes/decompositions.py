@@ -1,6 +1,6 @@
 """The operators that are decomposed before lowering.
 
-The table is explicit: `_DECOMPOSED`, and the operators on lists of tensors. torch's
+The table is explicit: `_DECOMPOSED`, batch norm, and the operators on lists of tensors. torch's
 `core_aten_decompositions()` is not used: it decomposes operators that have good kernels, and its decomposition of
 `_scaled_dot_product_flash_attention_for_cpu` gave wrong gradients for attention biases.
 """
@@ -30,7 +30,8 @@ def default_decompositions() -> dict[OpOverload, Decomposition]:
 @cache
 def _default_table() -> Mapping[OpOverload, Decomposition]:
     table = get_decompositions(_DECOMPOSED)
-    return {overload: table[overload] for overload in _DECOMPOSED} | foreach_decompositions() | _wait_decompositions()
+    own: dict[OpOverload, Decomposition] = {ops.aten.native_batch_norm.default: _native_batch_norm}
+    return {overload: table[overload] for overload in _DECOMPOSED} | own | foreach_decompositions() | _waits()
 
 
 def decomposition_table(options: Options) -> dict[OpOverload, Decomposition]:
@@ -46,7 +47,26 @@ def export_decomposition_table(options: Options) -> dict[OpOverload, Decompositi
     return composite | decomposition_table(options)
 
 
-def _wait_decompositions() -> dict[OpOverload, Decomposition]:
+def _native_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> object:
+    """Calls an operator whose schema says that it writes the running statistics: `native_batch_norm` hides that."""
+    if running_mean is None:
+        return _aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    operands = x, weight, bias, running_mean, running_var
+    if training:
+        return _aten._native_batch_norm_legit(*operands, training, momentum, eps)
+    return _aten._native_batch_norm_legit_no_training(*operands, momentum, eps)
+
+
+def _waits() -> dict[OpOverload, Decomposition]:
     """Returns the decomposition of `wait_tensors`, new in torch 2.15: a wait for each result, which can be moved."""
     wait = operator_overload("_c10d_functional.wait_tensor.default")
     try:

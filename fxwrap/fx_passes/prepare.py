@@ -22,6 +22,7 @@ from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
 from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
+from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
@@ -195,7 +196,7 @@ def prepare_subgraph(
     fused_operators: Collection[str] = frozenset(),
 ) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
-    prepared = _with_fakes(GraphSource(inline_subgraph_calls(module), name), example_inputs)
+    prepared = _with_fakes(GraphSource(replace_layout_changes(inline_subgraph_calls(module)), name), example_inputs)
     prepared = check_tensor_metadata(resolve_negative_views(prepared))
     prepared = expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
     return decompose_inserted(prepared, FxPassContext(options, fused_operators, example_inputs))

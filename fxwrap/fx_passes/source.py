@@ -18,11 +18,12 @@ from torch.fx.node import map_arg
 
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, may_mutate, rewrite_masks
-from fxwrap.fx_passes.decompose import decompose, is_decomposed
+from fxwrap.fx_passes.decompose import decompose, may_be_decomposed
 from fxwrap.fx_passes.decompositions import export_decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.grouped_queries import find_query_groups, rewrite_query_groups
+from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource
 from fxwrap.fx_passes.small_sizes import least_sizes
@@ -60,6 +61,10 @@ SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     ),
     Step(
         "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS, lambda graph, _context: inline_subgraph_calls(graph),
+    ),
+    Step(
+        "replace_layout_changes", "let operators that change the layout of a tensor in place return a view",
+        lambda graph, _context: replace_layout_changes(graph),
     ),
     Step(
         "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
@@ -137,7 +142,7 @@ def graph_source(
 
 
 def _decompose(graph: GraphModule, context: FxPassContext) -> GraphModule:
-    if not any(is_decomposed(node, context) for node in graph.graph.nodes):
+    if not any(may_be_decomposed(node, context) for node in graph.graph.nodes):
         return graph
     return decompose(graph, fake_values(graph, context.example_inputs), context)
 

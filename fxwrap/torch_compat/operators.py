@@ -230,6 +230,24 @@ def functional_of_in_place(target: str) -> OpOverload | None:
 
 
 @_cached_by_operator
+def view_of_in_place(target: str) -> OpOverload | None:
+    """Returns the overload that returns a view with the layout that an operator gives its first argument in place.
+
+    For "aten.transpose_.default", `aten.transpose.int`; None for operators whose result is no view (`resize_`).
+    """
+    operator = operator_overload(target)
+    packet = getattr(getattr(torch.ops, operator.namespace), operator_name(operator).removesuffix("_"), None)
+    arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments]
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    for overload in overloads:
+        schema = torch_schema(overload)
+        is_view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable
+        if is_view and [(item.name, str(item.type)) for item in schema.arguments] == arguments:
+            return overload
+    return None
+
+
+@_cached_by_operator
 def in_place_of_functional(target: str) -> str | None:
     """Returns the name of the overload that overwrites the first argument with the result of an operator.
 
@@ -348,6 +366,15 @@ def is_composite(overload: OpOverload) -> bool:
     if not torch._C._dispatch_has_kernel(overload._name):
         return False  # of TorchScript only, as `aten.size.default`
     return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def has_device_kernel(overload: OpOverload, device: torch.device) -> bool:
+    """Whether an operator has a kernel of its own on a device: the dispatcher does not decompose it there.
+
+    Why: the dispatcher's table has no public name.
+    """
+    key = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(device.type))
+    return key is not None and bool(overload.has_kernel_for_dispatch_key(key))
 
 
 def composite_decompositions() -> Mapping[OpOverload, Callable[..., object]]:

@@ -52,6 +52,10 @@ CASES: dict[str, tuple[Function, Callable[[], tuple[Tensor, ...]]]] = {
     "group_norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), lambda: (rand(2, 4, 5, 5), rand(4), rand(4))),
     "batch_norm": (lambda x, *p: functional.batch_norm(x, *p), norm_operands),
     "batch_norm, statistics": (lambda x, *p: functional.batch_norm(x, *p, training=True), norm_operands),
+    "instance_norm": (
+        lambda x, m, v: functional.instance_norm(x, m, v, use_input_stats=True, momentum=0.3),
+        lambda: (rand(3, 4, 5), rand(4), rand(4).abs()),
+    ),
     "flatten": (lambda x: x.flatten(1).cos(), lambda: (rand(2, 3, 4),)),
     "matmul": (lambda x, y: (x @ y).exp(), lambda: (rand(2, 3, 4), rand(4, 5))),
     "einsum": (lambda x, y: torch.einsum("bij,bjk->bik", x, y).relu(), lambda: (rand(2, 3, 4), rand(2, 4, 5))),
@@ -72,20 +76,38 @@ CASES: dict[str, tuple[Function, Callable[[], tuple[Tensor, ...]]]] = {
     "cosine_similarity": (lambda x, y: functional.cosine_similarity(x, y), lambda: (rand(3, 4), rand(3, 4))),
     "kron": (torch.kron, lambda: (rand(2, 2), rand(3, 3))),
     "one operand twice": (lambda x, y: functional.linear(x, x) + functional.linear(x, y), lambda: (rand(4, 4),) * 2),
+    "quantile": (lambda x: torch.quantile(x, 0.3, dim=1), lambda: (rand(3, 8),)),
+    "nanquantile": (lambda x, q: torch.nanquantile(x, q, dim=1), lambda: (rand(3, 8), torch.tensor([0.2, 0.7]))),
+    "gru": (
+        lambda x, h, *weights: torch.gru(x, h, list(weights), True, 1, 0.0, False, False, True),
+        lambda: (rand(2, 5, 4), rand(1, 2, 3), rand(9, 4), rand(9, 3), rand(9), rand(9)),
+    ),
+    "lstm": (
+        lambda x, h, c, *weights: torch.lstm(x, [h, c], list(weights), True, 1, 0.0, False, False, True),
+        lambda: (rand(2, 5, 4), rand(1, 2, 3), rand(1, 2, 3), rand(12, 4), rand(12, 3), rand(12), rand(12)),
+    ),
+    "rnn_tanh": (
+        lambda x, h, *weights: torch.rnn_tanh(x, h, list(weights), True, 1, 0.0, False, False, True),
+        lambda: (rand(2, 5, 4), rand(1, 2, 3), rand(3, 4), rand(3, 3), rand(3), rand(3)),
+    ),
+    "stft": (lambda x: torch.stft(x, 8, window=torch.ones(8), return_complex=True).abs(), lambda: (rand(2, 32),)),
+    "reflect padding": (lambda x: functional.pad(x, (1, 2), "reflect") * 2, lambda: (rand(2, 3, 8),)),
+    "replicate padding": (lambda x: functional.pad(x, (1, 2), "replicate") * 2, lambda: (rand(2, 3, 8),)),
+    "circular padding": (lambda x: functional.pad(x, (1, 2), "circular") * 2, lambda: (rand(2, 3, 8),)),
+    "linear of a vector": (lambda x, w: functional.linear(x, w).relu(), lambda: (rand(8), rand(6, 8))),
     "imag": (lambda x: x.imag * 2, lambda: (torch.randn(3, 4, dtype=torch.complex64),)),
 }  # fmt: skip
 """Functions of composite operators, and their inputs."""
 
 STAYS = {
-    "gru": (
+    "gru of many steps": (
         lambda x, h, *weights: torch.gru(x, h, list(weights), True, 1, 0.0, False, False, True),
-        lambda: (rand(2, 5, 4), rand(1, 2, 3), rand(9, 4), rand(9, 3), rand(9), rand(9)),
+        lambda: (rand(1, 99, 1), rand(1, 1, 1), rand(3, 1), rand(3, 1), rand(3), rand(3)),
         "aten.gru.input",
     ),
-    "quantile": (lambda x: torch.quantile(x, 0.3, dim=1), lambda: (rand(3, 8),), "aten.quantile.scalar"),
     "nonzero_numpy": (lambda x: aten.nonzero_numpy(x), lambda: (rand(3, 4) > 0,), "aten.nonzero_numpy.default"),
 }
-"""Functions whose operator stays a call: its decomposition changes a layout in place, or reads elements."""
+"""Functions whose operator stays a call: its decomposition is long, or reads elements."""
 
 
 class Module(nn.Module):
