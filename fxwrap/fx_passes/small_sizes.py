@@ -28,6 +28,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
     symbolic_number,
+    torch_schema,
     tree_leaves,
     without_guards,
     without_logged_errors,
@@ -79,7 +80,9 @@ def least_sizes(exported: ExportedProgram, table: _Table) -> dict[str, int]:
         if accepted:
             least[symbol] = accepted[-1]
     if len(least) > 1 and not is_right(least):
-        return {}
+        least = dict.fromkeys(least, 1)  # several empty inputs may have no maximum, say
+        if not is_right(least):
+            return {}
     return {str(symbol): size for symbol, size in least.items()}
 
 
@@ -121,9 +124,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         if _storage_bytes((args, kwargs)) != before:  # torch 2.11: fake rules of views beyond the end enlarge it
             raise IndexError(f"a result of {func} is outside of the memory of its operand")
         if not _is_symbol_call(func):
-            literals = [item for item in tree_leaves((args, kwargs)) if not isinstance(item, torch.Tensor)]
+            arguments = tree_leaves(_with_defaults(func, args, kwargs))
+            literals = [item for item in arguments if not isinstance(item, torch.Tensor)]
             self.calls.append((func, literals, [_layout(item) for item in tree_leaves(result)]))
         return result
+
+
+def _with_defaults(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns all arguments in the schema's order: the dispatcher leaves out numbers that equal their defaults."""
+    arguments = torch_schema(func).arguments
+    named = {argument.name: kwargs.get(argument.name, argument.default_value) for argument in arguments}
+    named.update(zip(named, args))
+    return list(named.values())
 
 
 def _is_symbol_call(func: OpOverload) -> bool:

@@ -93,6 +93,37 @@ def test_sizes_are_accepted_separately_and_together(emitter: str) -> None:
             compiled(torch.randn(0, 3), torch.randn(2, 3))
 
 
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "fx"])
+def test_sizes_that_are_accepted_separately_but_not_together_are_at_least_one(emitter: str) -> None:
+    exported = _exported(lambda x, y: torch.cat([x, y]).amax(0), (4, 3), (5, 3), dims=("n", "m"))
+    module = exported.module(check_guards=False)
+    with on_abacus():
+        compiled = _compiled(exported, emitter)
+        for rows, others in ((1, 1), (1, 4), (3, 1), (2, 2)):
+            x, y = torch.randn(rows, 3), torch.randn(others, 3)
+            torch.testing.assert_close(compiled(x, y), module(x, y))
+        with pytest.raises(InputError, match=r"input .*: size 0 must be at least 1, got 0"):
+            compiled(torch.randn(0, 3), torch.randn(0, 3))
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "fx"])
+def test_numbers_that_equal_the_defaults_of_small_sizes_are_those_of_the_graph(emitter: str) -> None:
+    """The dispatcher leaves the diagonal out where it is 0, as for one query and one key."""
+
+    def attention(query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.t()
+        past = torch.ones_like(scores, dtype=torch.bool).tril(key.shape[0] - query.shape[0])
+        return scores.masked_fill(~past, float("-inf")).softmax(-1)
+
+    exported = _exported(attention, (4, 3), (5, 3), dims=("n", "m"))
+    module = exported.module(check_guards=False)
+    with on_abacus():
+        compiled = _compiled(exported, emitter)
+        for queries, keys in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 9), (3, 2), (0, 1), (0, 0)):
+            query, key = torch.randn(queries, 3), torch.randn(keys, 3)
+            torch.testing.assert_close(compiled(query, key), module(query, key), equal_nan=True)
+
+
 def test_lower_bounds_of_the_model_and_of_other_graphs_stay() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
