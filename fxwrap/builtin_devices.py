@@ -30,7 +30,7 @@ from fxwrap.runtime.kernels import USER_TRITON_KERNELS
 def register_builtin_devices() -> None:
     """Registers the CPU, CUDA, and the languages of user-defined Triton kernels and of regions."""
     register(CPU, printer=_cpp_configurations, runtime=CPU_RUNTIME, language=CPP)
-    combiner = KernelCombiner(_triton_group_key, _combine_triton_kernels, _triton_leaves_idle)
+    combiner = KernelCombiner(_triton_group_key, _combine_triton_kernels, _triton_leaves_idle, _triton_fits_together)
     register(CUDA, printer=_triton_configurations, combiner=combiner, runtime=CUDA_RUNTIME, language=TRITON)
     register_language(USER_TRITON, USER_TRITON_KERNELS)
     register_language(FX, KernelRuntime(load=_load_region), _region_configurations)
@@ -72,7 +72,13 @@ def _triton_leaves_idle(kernel: Any, spec: DeviceSpec) -> bool:
     return TRITON_KERNEL_COMBINER.leaves_idle(kernel, spec)
 
 
-def _combine_triton_kernels(kernels: Sequence[Any], shared: Sequence[bool], name: str) -> Any:
+def _triton_fits_together(kernels: Sequence[Any], spec: DeviceSpec) -> bool:
     from fxwrap.printers import TRITON_KERNEL_COMBINER
 
-    return TRITON_KERNEL_COMBINER.combine(kernels, shared, name)
+    return TRITON_KERNEL_COMBINER.fits_together(kernels, spec)
+
+
+def _combine_triton_kernels(kernels: Sequence[Any], positions: Sequence[Sequence[int]], name: str) -> Any:
+    from fxwrap.printers import TRITON_KERNEL_COMBINER
+
+    return TRITON_KERNEL_COMBINER.combine(kernels, positions, name)

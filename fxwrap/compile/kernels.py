@@ -16,6 +16,7 @@ from fxwrap.devices import DeviceSpec, find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
 from fxwrap.lines import Launch
+from fxwrap.loop_ir import accessed_bytes
 from fxwrap.options import Options
 from fxwrap.printers import KernelPrinter, KernelRequest, PrintedKernel
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -77,9 +78,7 @@ def print_and_compile_ahead(print_kernel: KernelPrinter, options: Options) -> Ke
         if start is None or spec is None or has_scalars or printed in printed_before:
             return printed
         printed_before.add(printed)
-        buffers = (*request.kernel.inputs, *request.kernel.outputs)
-        moved = sum([request.hint(item.extent) * item.dtype.itemsize for item in buffers])
-        if not options.combo_kernels or moved > spec.combo_kernel_bytes:
+        if not options.combo_kernels or accessed_bytes(request.kernel, request.hint) > spec.combo_kernel_bytes:
             text = KernelText.of(printed)
             start(KernelUse(text, request.device))
         return printed

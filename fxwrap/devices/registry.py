@@ -59,16 +59,19 @@ class KernelCombiner:
 
     Fields:
         group_key: `group_key(kernel)` returns a key that combinable kernels share; None for others.
-        combine: `combine(kernels, shared, name)` returns one kernel that does the work of independent kernels. For each
-            parameter, `shared` is True if all launches pass the same argument: the combo kernel then has it once, else
-            once per launch, in launch order. Scalars are shared. `name` describes the kernel.
+        combine: `combine(kernels, positions, name)` returns one kernel that does the work of independent kernels, which
+            share a key or fit together. `positions` has, for each kernel, the position of each of its parameters among
+            those of the combo kernel: its inputs, outputs and scalars, in this order. `name` describes the kernel.
         leaves_idle: `leaves_idle(kernel, spec)` returns whether a large kernel has too few programs to occupy a device,
             each of which runs long beside the selection of its kernel.
+        fits_together: `fits_together(kernels, spec)` returns whether a device runs all programs of small kernels at
+            once, and one launch can run them, although they do not share a key.
     """
 
     group_key: Callable[[Any], Hashable]
-    combine: Callable[[Sequence[Any], Sequence[bool], str], Any]
+    combine: Callable[[Sequence[Any], Sequence[Sequence[int]], str], Any]
     leaves_idle: Callable[[Any, DeviceSpec], bool] = lambda kernel, spec: False
+    fits_together: Callable[[Sequence[Any], DeviceSpec], bool] = lambda kernels, spec: False
 
 
 @dataclass(frozen=True, eq=False)

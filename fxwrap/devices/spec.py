@@ -274,8 +274,9 @@ class DeviceSpec:
         convolutions: the layouts and rewrites with which convolutions are faster.
         attention: where kernels of attention are faster than a library's.
         collectives: the costs of collectives, and which of them run as one.
-        combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size become
-            combo kernels where the language has a `KernelCombiner`; 0 for none.
+        combo_kernel_bytes: bytes that kernels move in the time of one launch: similar kernels up to this size, and on
+            massively parallel devices others, become combo kernels where the language has a `KernelCombiner`; 0 for
+            none.
         combo_large_kernels: the number of similar kernels beyond that size that one launch runs faster; below 2 where
             each is a launch of its own.
         supports_dependent_launch: kernels of the language may start before the launch before them has ended

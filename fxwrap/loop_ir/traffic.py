@@ -21,6 +21,23 @@ NEAR_BYTES = 8
 _Hint: TypeAlias = Callable[[Size], int]
 
 
+def accessed_bytes(kernel: Kernel, hint: _Hint) -> int:
+    """Returns the bytes of the elements that a kernel accesses, masked ones included; those it reads and writes twice.
+
+    Of a buffer that indices reach, these are no more than the accesses. `hint` returns a typical value of a size.
+    """
+    counts: dict[tuple[str, bool], int] = {}
+    for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True):
+        if isinstance(operation, Load | Store):
+            key = (operation.buffer, isinstance(operation, Store))
+            counts[key] = counts.get(key, 0) + hint(product([axis.size for axis in axes]))
+    buffers = [*kernel.inputs, *kernel.outputs]
+    return sum([
+        min(hint(item.extent), counts.get((item.name, stores), 0)) * item.dtype.itemsize
+        for item in buffers for stores in (False, True)
+    ])  # fmt: skip
+
+
 def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tuple[float, float]:
     """Returns the bytes that loads transfer, and those of stores.
 

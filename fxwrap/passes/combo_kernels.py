@@ -1,27 +1,43 @@
-"""Horizontal fusion: combines launches of similar small kernels that are independent of each other into one launch."""
+"""Horizontal fusion: combines launches of small kernels that are independent of each other into one launch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from fxwrap.devices import DeviceSpec, KernelCombiner, find_language
 from fxwrap.lines import Launch
+from fxwrap.loop_ir import Kernel, accessed_bytes
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
 from fxwrap.printers import PrintedKernel
-from fxwrap.wrapper_ir import Block, KernelDefinition, LineBase, Origin, Program, Value, executed_blocks, uses_streams
+from fxwrap.wrapper_ir import (
+    Block,
+    KernelDefinition,
+    LineBase,
+    Operand,
+    Origin,
+    Program,
+    Value,
+    executed_blocks,
+    uses_streams,
+)
+
+_UNKNOWN_BYTES = 1 << 62
 
 
 def combine_kernels(
     program: Program, specs: Mapping[str, DeviceSpec], *, max_tensors: int = 240, max_extra_peak_bytes: int = 1 << 18
 ) -> Program:
-    """Returns the program with launches of similar small kernels combined, at about the same peak memory.
+    """Returns the program with launches of small kernels combined, at about the same peak memory.
 
     The language's `KernelCombiner` decides which kernels are similar and prints the combo kernel from their loop IR.
+    On massively parallel devices, launches that directly follow each other need not be similar: they are combined if
+    the device runs all their programs at once.
     Kernels without loop IR, as those of a parsed program, are not combined. Launches move to a common position that
     their dependences allow: a late one if their results are larger than the memory that is freed after them, else an
     early one. Each program selects its kernel, which among many costs more than a launch of a large kernel: these are
@@ -32,13 +48,13 @@ def combine_kernels(
 
     Args:
         program: the program. It is not changed.
-        specs: the specs of devices, by type. `combo_kernel_bytes` is the largest total size of a small launch's
-            tensors, `combo_large_kernels` the largest number of larger launches in a combo kernel.
+        specs: the specs of devices, by type. `combo_kernel_bytes` are the most bytes that a small launch accesses,
+            `combo_large_kernels` is the largest number of larger launches in a combo kernel.
         max_tensors: the largest number of tensors of a combo kernel. fxwrap's launchers pass at most 256 parameters.
         max_extra_peak_bytes: how much the estimated peak memory may grow.
     """
     candidates = _candidates(program, specs)
-    if not candidates or uses_streams(program):
+    if len(candidates) < 2 or uses_streams(program):
         return program
     return _KernelCombining(program, candidates, specs, max_tensors, max_extra_peak_bytes).combined()
 
@@ -58,7 +74,10 @@ class _LaunchKey:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A launch that may be combined with others of its `key`, and its kernel with the grid of the launch."""
+    """A launch that may be combined with others, and its kernel with the grid of the launch.
+
+    Those of one `key` are similar. Its `kernel` is None if there is no other one.
+    """
 
     line: Launch
     kernel: PrintedKernel
@@ -67,9 +86,10 @@ class _Candidate:
 
 
 def _candidates(program: Program, specs: Mapping[str, DeviceSpec]) -> dict[int, _Candidate]:
-    """Returns the launches for which there is another one of the same key, by the identity of their lines."""
+    """Returns the launches that may be combined, by the identity of their lines."""
     combiners = {item.name: (item, combiner) for item in program.kernels if (combiner := _combiner(item)) is not None}
     texts = {name: _text_without_integers(kernel.source) for name, (kernel, _) in combiners.items()}
+    accessed = {name: _accessed_bytes(kernel) for name, (kernel, _) in combiners.items()}
     chosen: list[_Candidate] = []
     for line in program.body.lines:
         if not isinstance(line, Launch) or line.kernel not in combiners or line.effect_set or not line.outs:
@@ -81,7 +101,7 @@ def _candidates(program: Program, specs: Mapping[str, DeviceSpec]) -> dict[int, 
         printed = PrintedKernel(
             kernel.language, kernel.source, kernel.signature, kernel.options, line.grid, kernel.scheduled
         )
-        size = _bytes(line)
+        size = min(_bytes(line), accessed[line.kernel])
         is_large = size > spec.combo_kernel_bytes and not combiner.leaves_idle(printed, spec)
         if size and (not is_large or spec.combo_large_kernels > 1):
             chosen.append(_Candidate(line, printed, combiner, _LaunchKey(
@@ -89,13 +109,14 @@ def _candidates(program: Program, specs: Mapping[str, DeviceSpec]) -> dict[int, 
                 texts[line.kernel],
             )))  # fmt: skip
     keys: dict[PrintedKernel, Hashable] = {}
-    keyed = []
+    similar = []
     for item in _with_shared_keys(chosen):  # keys of kernels are costly
         if item.kernel not in keys:
             keys[item.kernel] = item.combiner.group_key(item.kernel)
         if keys[item.kernel] is not None:
-            keyed.append(replace(item, key=replace(item.key, kernel=keys[item.kernel])))
-    return {id(item.line): item for item in _with_shared_keys(keyed)}
+            similar.append(replace(item, key=replace(item.key, kernel=keys[item.kernel])))
+    single = {id(item.line): replace(item, key=replace(item.key, kernel=None)) for item in chosen}
+    return single | {id(item.line): item for item in _with_shared_keys(similar)}
 
 
 def _text_without_integers(source: str) -> str:
@@ -124,11 +145,19 @@ def _bytes(line: Launch) -> int:
     return sum([size for size in sizes if isinstance(size, int)]) if all(isinstance(size, int) for size in sizes) else 0
 
 
+def _accessed_bytes(kernel: KernelDefinition) -> int:
+    """Returns the most bytes that a kernel accesses, a large number if they are unknown."""
+    scheduled = getattr(kernel.scheduled, "kernel", kernel.scheduled)  # Triton's have their configuration beside them
+    if not isinstance(scheduled, Kernel):
+        return _UNKNOWN_BYTES
+    return accessed_bytes(scheduled, lambda size: size if isinstance(size, int) else _UNKNOWN_BYTES)
+
+
 def _tensors(line: Launch) -> list[Value]:
     return [*[item for item in line.arguments if isinstance(item, Value)], *line.outs]
 
 
-def _scalars(line: Launch) -> list[object]:
+def _scalars(line: Launch) -> list[Operand]:
     return [item for item in line.arguments if not isinstance(item, Value)]
 
 
@@ -174,18 +203,53 @@ class _KernelCombining:
             line = unit.lines[0]
             passed += line.is_async_start or line.is_async_wait
             candidate = self.candidates.get(id(line))
-            if candidate is not None and len(unit.lines) == 1:
+            if candidate is not None and candidate.key.kernel is not None and len(unit.lines) == 1:
                 groups.setdefault((candidate.key, passed if candidate.key.is_large else 0), []).append(unit)
         for (key, _), units in groups.items():
             max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
             if key.is_large:
                 max_launches = min(max_launches, self.specs[key.device.type].combo_large_kernels)
-            pending = list(schedule.groups(units, _at_most(max_launches)))[::-1]
-            while pending:
-                group = pending.pop()
-                if not self._try_combine(number, schedule, group) and len(group) > 2:
-                    middle = len(group) // 2
-                    pending += [group[middle:], group[:middle]]
+            self._combine_groups(number, schedule, list(schedule.groups(units, _at_most(max_launches))))
+        self._combine_groups(number, schedule, list(self._adjacent_groups(schedule)))
+
+    def _adjacent_groups(self, schedule: UnitSchedule) -> Iterator[list[SchedulingUnit]]:
+        """Yields groups of launches that directly follow each other and fit together, whatever they compute."""
+        group: list[SchedulingUnit] = []
+        for position in schedule.order():
+            if position not in schedule.at:
+                continue  # allocations and views run nothing
+            unit = schedule.units[position]
+            if not self._joins(schedule, group, unit):
+                yield from [group] if len(group) > 1 else []
+                group = []
+            if self._joins(schedule, [], unit):
+                group.append(unit)
+        yield from [group] if len(group) > 1 else []
+
+    def _joins(self, schedule: UnitSchedule, group: Sequence[SchedulingUnit], unit: SchedulingUnit) -> bool:
+        """Whether a small launch that nothing is combined with yet fits to those of a group, which may be empty."""
+        item = self.candidates.get(id(unit.lines[0]))
+        if item is None or item.key.is_large or unit in self.changed or len(unit.lines) > 1:
+            return False
+        spec, others = self.specs[item.key.device.type], [self._candidate(other) for other in group]
+        if not schedule.before(unit.position).isdisjoint([other.position for other in group]):
+            return False
+        launches = [*others, item]
+        return (
+            spec.massively_parallel
+            and len({(other.key.language, other.key.device) for other in launches}) == 1
+            and sum([len(_tensors(other.line)) for other in launches]) <= self.max_tensors
+            and item.combiner.fits_together([other.kernel for other in launches], spec)
+        )
+
+    def _combine_groups(self, number: int, schedule: UnitSchedule, groups: Sequence[list[SchedulingUnit]]) -> None:
+        """Combines the launches of each group; those of half a group where the peak memory grows too much."""
+        pending = [*groups][::-1]
+        while pending:
+            group = pending.pop()
+            if not self._try_combine(number, schedule, group) and len(group) > 2:
+                middle = len(group) // 2
+                pending += [group[middle:], group[:middle]]
 
     def _candidate(self, unit: SchedulingUnit) -> _Candidate:
         return self.candidates[id(unit.lines[0])]
@@ -216,21 +280,22 @@ class _KernelCombining:
 
     def _combined_launch(self, candidates: Sequence[_Candidate]) -> Launch:
         first = candidates[0]
-        rows = [_tensors(item.line) for item in candidates]
-        scalars = _scalars(first.line)
-        shared = [len(set(column)) == 1 for column in zip(*rows)]
-        name_hint = f"combo_{first.line.kernel}"
-        kernels = [item.kernel for item in candidates]
-        printed = first.combiner.combine(kernels, [*shared, *[True] * len(scalars)], name_hint)
-        columns = [column[:1] if same else column for column, same in zip(zip(*rows), shared)]
-        inputs = len(columns) - len(first.line.outs)
-        arguments = [value for column in columns[:inputs] for value in column]
-        outs = tuple([value for column in columns[inputs:] for value in column])
+        lines = [item.line for item in candidates]
+        inputs = _distinct([[item for item in line.arguments if isinstance(item, Value)] for line in lines])
+        outs = tuple(_distinct([line.outs for line in lines]))
+        typed = [list(zip(item.kernel.signature[::-1], _scalars(item.line)[::-1]))[::-1] for item in candidates]
+        scalars = _distinct(typed)
+        numbers: dict[object, int] = {item: number for number, item in enumerate((*inputs, *outs, *scalars))}
+        positions = [[numbers[item] for item in (*_tensors(line), *row)] for line, row in zip(lines, typed)]
+        is_mixed = first.key.kernel is None or len({item.key for item in candidates}) > 1
+        name_hint = f"combo_{first.line.kernel}" + (f"_and_{len(lines) - 1}_more" if is_mixed else "")
+        printed = first.combiner.combine([item.kernel for item in candidates], positions, name_hint)
         origins = [(item.line, item.line.origin) for item in candidates if item.line.origin is not None]
         sources = [source for _, origin in origins for source in origin.sources]
         nodes = {value: node for line, origin in origins for value, node in zip(line.outs, origin.results)}
         origin = Origin(tuple(dict.fromkeys(sources)), results=tuple([nodes.get(value, ("", 0)) for value in outs]))
-        return Launch(self._add_kernel(name_hint, printed), (*arguments, *scalars), outs, printed.grid, origin=origin)
+        kernel = self._add_kernel(name_hint, printed)
+        return Launch(kernel, (*inputs, *[scalar for _, scalar in scalars]), outs, printed.grid, origin=origin)
 
     def _add_kernel(self, name_hint: str, printed: PrintedKernel) -> str:
         """Adds a kernel unless the program has an equal one; returns its name."""
@@ -241,6 +306,15 @@ class _KernelCombining:
                 return name
             number += 1
             name = f"{name_hint}_{number}"
+
+
+_Item = TypeVar("_Item")
+
+
+def _distinct(rows: Sequence[Sequence[_Item]]) -> list[_Item]:
+    """Returns the distinct items of rows, by columns."""
+    columns = range(max(map(len, rows)))
+    return list(dict.fromkeys([row[column] for column in columns for row in rows if column < len(row)]))
 
 
 def _at_most(count: int) -> Callable[[Sequence[SchedulingUnit]], bool]:

@@ -21,6 +21,7 @@ from fxwrap.printers.triton import (
     can_use_dot,
     combine_triton_kernels,
     configurations,
+    fits_together,
     group_key,
     leaves_idle,
     print_streaming_triton,
@@ -156,5 +157,5 @@ def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedK
     return (lambda: PrintedKernel(request.language, str(region), region.signature, scheduled=region),)
 
 
-TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels, leaves_idle)
+TRITON_KERNEL_COMBINER = KernelCombiner(group_key, combine_triton_kernels, leaves_idle, fits_together)
 """Combines Triton kernels into combo kernels."""

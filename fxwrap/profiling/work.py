@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from fxwrap.lines import CallFunction, ExternCall, Launch
-from fxwrap.loop_ir import Axis, Compute, Kernel, Load, Reduce, Store
+from fxwrap.loop_ir import Axis, Compute, Kernel, Reduce, accessed_bytes
 from fxwrap.symbolic import Number, Size, evaluate
 from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import LineBase, Program, TensorType, Value, defined, reads, writes
@@ -76,21 +77,7 @@ def _launch_work(line: Launch, program: Program, values: Mapping[str, Number]) -
     kernel = getattr(scheduled, "kernel", scheduled)  # Triton's have their configuration beside them
     if not isinstance(kernel, Kernel):
         return Work(_tensor_bytes(_tensors(line), values))
-    return Work(_kernel_bytes(kernel, values), *_kernel_flops(kernel, values))
-
-
-def _kernel_bytes(kernel: Kernel, values: Mapping[str, Number]) -> int:
-    accessed: dict[tuple[str, bool], int] = {}
-    for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True):
-        if isinstance(operation, Load | Store):
-            key = (operation.buffer, isinstance(operation, Store))
-            accessed[key] = accessed.get(key, 0) + _iterations(axes, values)
-    total = 0
-    for buffer in (*kernel.inputs, *kernel.outputs):
-        extent = _number(buffer.extent, values)
-        counts = [accessed.get((buffer.name, stores), 0) for stores in (False, True)]
-        total += sum([min(extent, count) for count in counts]) * buffer.dtype.itemsize
-    return total
+    return Work(accessed_bytes(kernel, partial(_number, values=values)), *_kernel_flops(kernel, values))
 
 
 def _kernel_flops(kernel: Kernel, values: Mapping[str, Number]) -> tuple[int, torch.dtype]:

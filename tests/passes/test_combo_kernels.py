@@ -358,6 +358,88 @@ def test_memory_checks_cover_combined_launches() -> None:
     torch.testing.assert_close(compiled(*inputs), function(*inputs))
 
 
+# --- kernels of other bodies ------------------------------------------------------------------------------------------
+
+PARALLEL = dataclasses.replace(ALIKE, massively_parallel=True, combo_kernel_bytes=1 << 20)
+
+
+def check_adjacent(function: TensorFunction, *inputs: Tensor, count: int, spec: DeviceSpec = PARALLEL) -> Program:
+    """Checks the results and the number of launches on a device that runs all programs of a few kernels at once."""
+    program = fxwrap.lower(graph(function, *inputs), options=OPTIONS.replace(devices=(spec,)))
+    result = verify(combine_kernels(program, {"cpu": spec}))
+    outputs = fxwrap.run(result, [item.clone() for item in inputs])
+    torch.testing.assert_close(list(outputs), list(function(*[item.clone() for item in inputs])), rtol=1e-5, atol=1e-6)
+    assert len(launches(result)) == count
+    return result
+
+
+def unlike(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+    return x.sin() * 2, y.cos() + 1, z.t().contiguous() + 3
+
+
+def test_adjacent_launches_of_other_bodies_are_combined() -> None:
+    inputs = [torch.rand(20), torch.rand(6, 40), torch.rand(30, 8)]
+    before = fxwrap.lower(graph(unlike, *inputs), options=OPTIONS.replace(devices=(PARALLEL,)))
+    assert len({line.kernel for line in launches(before)}) == 3
+    result = check_adjacent(unlike, *inputs, count=1)
+    nodes = [node for line in launches(result) if line.origin is not None for node in line.origin.nodes]
+    assert sorted(nodes) == sorted([node for line in launches(before) if line.origin for node in line.origin.nodes])
+    sequential = dataclasses.replace(PARALLEL, massively_parallel=False)
+    assert combine_kernels(before, {"cpu": sequential}) is before
+
+
+def test_launches_of_other_bodies_need_a_device_that_is_idle() -> None:
+    inputs = [torch.rand(20), torch.rand(6, 40), torch.rand(30, 8)]
+    check_adjacent(unlike, *inputs, count=3, spec=dataclasses.replace(PARALLEL, combo_kernel_bytes=64))
+    check_adjacent(unlike, *inputs, count=3, spec=dataclasses.replace(PARALLEL, multiprocessors=0))
+
+
+def test_launches_with_a_call_between_them_are_not_combined() -> None:
+    def separate(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.linalg.inv(x.sin() * 2), y.cos() + 1
+
+    check_adjacent(separate, torch.rand(6, 6) + torch.eye(6), torch.rand(6, 40), count=2)
+
+
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cosine + torch.cat([-second, first], -1) * sine
+
+
+def test_rotations_and_writes_into_caches_are_one_launch() -> None:
+    """The launch that writes elements of a large tensor is small, and has an assertion."""
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, cosine, sine, position, cache = tensors
+        rows = torch.stack([rotated(key, cosine, sine), value])
+        return rotated(query, cosine, sine), cache.copy_(cache.index_copy(2, position, rows))
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 1, 8, 16), (1, 1, 2, 16), (1, 1, 2, 16), (1, 16), (1, 16)]
+    inputs = [*[torch.randn(size, generator=generator) for size in sizes], torch.tensor([70])]
+    inputs.append(torch.randn(2, 1, 128, 2, 16, generator=generator))
+    spec = dataclasses.replace(PARALLEL, combo_kernel_bytes=4096, asserts_raise=False)
+    result = check_adjacent(step, *inputs, count=1, spec=spec)
+    (kernel,) = result.kernels
+    assert "tl.device_assert" in kernel.source
+
+
+@settings(max_examples=sample_size(15), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
+def test_random_programs_of_adjacent_launches(steps: Sequence[tuple[int, int]]) -> None:
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values = list(tensors)
+        for kind, operand in steps:
+            values.append(STEPS[kind](values[operand % len(values)]) / 2)
+        return tuple(values[len(tensors) :])
+
+    inputs = [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    program = fxwrap.lower(graph(function, *inputs), options=OPTIONS.replace(devices=(PARALLEL,)))
+    result = verify(combine_kernels(program, {"cpu": PARALLEL}))
+    assert len(launches(result)) <= len(launches(program))
+    torch.testing.assert_close(list(fxwrap.run(result, inputs)), list(function(*inputs)), rtol=1e-5, atol=1e-6)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from fxwrap.printers.triton import (
     print_triton,
 )
 from tests.printers.test_cpp_printer_contractions import matmul
-from tests.printers.test_triton_combo_kernel import flat, scaled
+from tests.printers.test_triton_combo_kernel import flat, positions, scaled
 from tests.printers.test_triton_contractions import dot
 from tests.printers.test_triton_group_sums import int4, large, steps
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
@@ -156,7 +156,7 @@ def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr):
 
 def test_a_combo_kernel_selects_its_weights_before_it_waits() -> None:
     printed = [flat(scaled(size)) for size in (100, 200)]
-    combo = combine_triton_kernels(printed, [False, False, False], "combo")
+    combo = combine_triton_kernels(printed, positions([False, False, False], 2), "combo")
     source, read = add_dependent_launch(combo.source, combo.signature, combo.options, (0, 1, 3), Signal.AT_END)
     assert read == (0, 1)  # the shift of the first kernel may be written
     before = early_lines(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxwrap.devices import CPU
 from fxwrap.devices.kernel_names import find_function_name
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, hoist_expressions, linearize_index
 from fxwrap.printers import PrintedKernel
-from fxwrap.printers.triton import TileConfiguration, combine_triton_kernels, group_key, print_triton
+from fxwrap.printers.triton import TileConfiguration, combine_triton_kernels, fits_together, group_key, print_triton
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.symbolic import make_symbol
+from tests.printers.test_cpp_printer_contractions import matmul
+from tests.printers.test_triton_contractions import dot
 from tests.printers.test_triton_printer_compile import compiled
 from tests.printers.triton_kernels import BF16, F32, I64, build, launch_interpreted, softmax_kernel
 from tests.support.long_form import sample_size
@@ -59,6 +63,17 @@ def rows_of(kernel: Kernel, looped: bool) -> PrintedKernel:
     return print_triton(kernel, TileConfiguration(y=kernel.axes, y_block=1, r_block=32, looped=looped), name="softmax")
 
 
+def positions(shared: Sequence[bool], count: int) -> list[list[int]]:
+    """The positions of the parameters of launches, of which some have the same argument."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    first = 0
+    for same in shared:
+        for number, row in enumerate(rows):
+            row.append(first if same else first + number)
+        first += 1 if same else count
+    return rows
+
+
 def check_combined(kernels: list[Kernel], printed: list[PrintedKernel]) -> PrintedKernel:
     """Combines kernels that share no tensor, and compares its results with those of the separate kernels."""
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +88,7 @@ def check_combined(kernels: list[Kernel], printed: list[PrintedKernel]) -> Print
         launch_interpreted(kernel, text, dict(zip(names, [*inputs, *alone], strict=True)))
         actual.append(outs)
         expected.append(alone)
-    combo = combine_triton_kernels(printed, [False] * len(columns[0]), "combo")
+    combo = combine_triton_kernels(printed, positions([False] * len(columns[0]), len(printed)), "combo")
     launch = load_kernel(combo.language, combo.source, combo.signature, combo.options)
     launch(combo.grid, *[item for column in zip(*columns, strict=True) for item in column])
     for outs, alone in zip(actual, expected, strict=True):
@@ -114,7 +129,9 @@ def test_rows_of_several_lengths_share_one_loop() -> None:
 
 def test_the_text() -> None:
     kernels = [scaled(70), scaled(130)]
-    combo = combine_triton_kernels([flat(kernel) for kernel in kernels], [False, True, False], "scaled_twice")
+    combo = combine_triton_kernels(
+        [flat(kernel) for kernel in kernels], positions([False, True, False], 2), "scaled_twice"
+    )
     assert combo.signature == ("*f32", "*f32", "*f32", "*f32", "*f32")
     assert (combo.grid, combo.options) == ((5, 1, 1), flat(kernels[0]).options)
     name = find_function_name(combo.source)
@@ -146,7 +163,7 @@ def {name}(x_ptr_0, x_ptr_1, shift_ptr, out_ptr_0, out_ptr_1, X_BLOCK: tl.conste
 
 def test_arguments_common_to_all_launches_are_one_parameter() -> None:
     kernels = [scaled(size) for size in (20, 40, 33)]
-    combo = combine_triton_kernels([flat(kernel) for kernel in kernels], [True, True, False])
+    combo = combine_triton_kernels([flat(kernel) for kernel in kernels], positions([True, True, False], 3))
     x, shift = torch.randn(40), torch.randn(1)
     outs = [torch.zeros(int(kernel.count)) for kernel in kernels]
     launch = load_kernel(combo.language, combo.source, combo.signature, combo.options)
@@ -165,7 +182,7 @@ def test_differing_comments_are_dropped() -> None:
             body.store("out", linearize_index([p], [40]), -x)
         return flat(body.finish([p], [], [*scaled(40).inputs[:1]], [*scaled(40).outputs]))
 
-    combo = combine_triton_kernels([with_origin("1"), with_origin("2")], [False, False])
+    combo = combine_triton_kernels([with_origin("1"), with_origin("2")], positions([False, False], 2))
     assert "# aten.neg\n" in combo.source
     assert "model.py" not in combo.source
 
@@ -223,7 +240,7 @@ def test_launch_numbers_stay_the_last_parameters() -> None:
         body.store("out", linearize_index([p], [40]), x + body.number(s0, I64).to(F32))
 
     kernel, _ = hoist_expressions(build([p], [], {"x": (F32, 40)}, {"out": (F32, 40)}, write))
-    combo = combine_triton_kernels([flat(kernel)] * 2, [False, False, True])
+    combo = combine_triton_kernels([flat(kernel)] * 2, positions([False, False, True], 2))
     assert combo.signature == ("*f32", "*f32", "*f32", "*f32", "i64")
     x, y, first, second = torch.randn(40), torch.randn(40), torch.zeros(40), torch.zeros(40)
     launch = load_kernel(combo.language, combo.source, combo.signature, combo.options)
@@ -234,9 +251,88 @@ def test_launch_numbers_stay_the_last_parameters() -> None:
 def test_combined_kernels_keep_vector_loads() -> None:
     kernels = [scaled(3000), scaled(5000)]
     alone = compiled(flat(kernels[0], 1024)).asm["ptx"]
-    combo = compiled(combine_triton_kernels([flat(kernel, 1024) for kernel in kernels], [False, True, False])).asm[
-        "ptx"
-    ]
+    printed = [flat(kernel, 1024) for kernel in kernels]
+    combo = compiled(combine_triton_kernels(printed, positions([False, True, False], 2))).asm["ptx"]
     assert "ld.global.v4" in alone
     assert combo.count("ld.global.v4") == alone.count("ld.global.v4")
     assert combo.count("st.global.v4") == alone.count("st.global.v4")
+
+
+# --- kernels of other bodies ------------------------------------------------------------------------------------------
+
+
+def checked() -> Kernel:
+    """out = -x of positive numbers, others raise."""
+    p = Axis("p0", 20)
+    body = KernelBuilder()
+    x = body.load("x", linearize_index([p], [20]), F32)
+    body.device_assert(x > -10.0, "no large negative number")
+    body.store("out", linearize_index([p], [20]), -x)
+    return body.finish([p], [], [*scaled(20).inputs[:1]], [*scaled(20).outputs])
+
+
+def shifted_by_size(size: int = 40) -> Kernel:
+    """out = x + a number of the launch."""
+    p = Axis("p0", size)
+
+    def write(body: KernelBuilder) -> None:
+        x = body.load("x", linearize_index([p], [size]), F32)
+        body.store("out", linearize_index([p], [size]), x + body.number(make_symbol("s0"), I64).to(F32))
+
+    kernel, _ = hoist_expressions(build([p], [], {"x": (F32, size)}, {"out": (F32, size)}, write))
+    return kernel
+
+
+def test_kernels_of_other_bodies_in_one_launch() -> None:
+    """Of tiles, rows and an assertion; two of them are equal, two read one tensor."""
+    generator = torch.Generator().manual_seed(0)
+    kernels = [transposed(20, 9), softmax_kernel(3, 20, F32), checked(), checked(), shifted_by_size()]
+    printed = [tiled(kernels[0]), rows_of(kernels[1], looped=False), *[flat(kernel) for kernel in kernels[2:]]]
+    x, y, z, u = [torch.randn(size, generator=generator) for size in (180, 60, 20, 40)]
+    outs = [torch.full((int(kernel.outputs[0].extent),), 7.0) for kernel in kernels]
+    rows = [[0, 4], [1, 5], [2, 6], [3, 7], [3, 8, 9]]
+    combo = combine_triton_kernels(printed, rows, "combo")
+    assert combo.signature == (*["*f32"] * 9, "i64")
+    assert combo.grid[0] == sum([int(item.grid[0]) for item in printed])
+    assert combo.source.count("tl.device_assert") == 1, "equal bodies are one function"
+    assert dict(combo.options) == {"num_warps": 4, "debug": True, "sanitize_overflow": False}
+    launch = load_kernel(combo.language, combo.source, combo.signature, combo.options)
+    launch(combo.grid, x, y, z, u, *outs, 5)
+    expected = [x.view(20, 9).t().flatten() + 1, y.view(3, 20).softmax(-1).flatten(), -z, -u[:20], u + 5]
+    torch.testing.assert_close(outs, expected)
+    with pytest.raises(Exception, match="no large negative number"):
+        launch(combo.grid, x, y, z - 20, u, *outs, 5)
+
+
+def test_the_text_of_other_bodies() -> None:
+    combo = combine_triton_kernels([flat(scaled(128)), flat(checked(), 32)], [[0, 1, 2], [0, 3]], "both")
+    name = find_function_name(combo.source)
+    assert combo.source.endswith(f"""
+@triton.jit
+def {name}(x_ptr, shift_ptr, out_ptr, out_ptr_1):
+    # each program runs a part of one of the combined kernels
+    program = tl.program_id(0)
+    if program < 2:
+        part_0(x_ptr, shift_ptr, out_ptr, program, 64)
+    else:
+        part_1(x_ptr, out_ptr_1, program - 2, 32)
+""")
+    ptx = compiled(combo).asm["ptx"]
+    assert ptx.count(".entry") == 1 and ".func" not in ptx.replace(".func __assertfail", ""), (
+        "the functions are inlined"
+    )
+
+
+def test_kernels_that_fit_together() -> None:
+    """Those of few programs that need the same options, and no registers or shared memory of tensor cores."""
+    spec = replace(CPU, multiprocessors=2)  # 64 warps
+    small = [flat(scaled(64)), tiled(transposed(20, 9)), flat(checked())]
+    assert fits_together(small, spec)
+    assert fits_together([flat(scaled(64 * 15)), flat(checked())], spec)
+    assert not fits_together([flat(scaled(64 * 16)), flat(checked())], spec)
+    assert not fits_together([*small, replace(flat(scaled(64)), scheduled=None)], spec)
+    assert not fits_together([*small, replace(flat(scaled(64)), grid=(make_symbol("s0"), 1, 1))], spec)
+    two_warps = print_triton(scaled(64), TileConfiguration(x=scaled(64).axes, x_block=64, num_warps=2))
+    assert not fits_together([*small, two_warps], spec)
+    product = matmul(5, 40, 256, "f16")
+    assert not fits_together([*small, print_triton(product, dot(product, rows_first=False))], spec)

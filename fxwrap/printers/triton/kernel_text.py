@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 from fxwrap.devices.kernel_names import make_function_name
 from fxwrap.loop_ir import Atom, Axis, FloorDivide, Index, IndirectIndex, KernelError, Modulo, SizeAtom
 from fxwrap.printers.printed_kernel import PrintedKernel
-from fxwrap.printers.triton.helpers import HELPERS
+from fxwrap.printers.triton.helpers import HELPERS, helper_sources
 from fxwrap.symbolic import PythonPrinter, Size
 from fxwrap.symbolic.printing import Precedence
 
@@ -57,12 +57,12 @@ class BodyParameters:
 class TritonKernelText:
     """The text of a Triton kernel by parts.
 
-    Fields: `head` precedes the function's name; `parameters` are those that a launch passes, with their types in
-    `signature`; `constants` are compile-time parameters, with their values among `options`; `names` are all names that
-    the body uses or must not redefine.
+    Fields: `helpers` are the helper functions that it calls; `parameters` are those that a launch passes, with their
+    types in `signature`; `constants` are compile-time parameters, with their values among `options`; `names` are all
+    names that the body uses or must not redefine; `functions` are the definitions of the other functions that it calls.
     """
 
-    head: str
+    helpers: frozenset[str]
     parameters: tuple[str, ...]
     constants: tuple[str, ...]
     body: str
@@ -70,6 +70,14 @@ class TritonKernelText:
     options: tuple[tuple[str, str | int | float | bool], ...]
     num_programs: Size
     names: frozenset[str] = field(compare=False, repr=False)
+    functions: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> str:
+        """The text before the function's name: imports, and the functions that it calls."""
+        functions = "".join([f"{text}\n\n\n" for text in (*helper_sources(self.helpers), *self.functions)])
+        library = "from triton.language.extra import libdevice\n" if "libdevice." in functions + self.body else ""
+        return f"import triton\nimport triton.language as tl\n{library}\n\n{functions}@triton.jit\n"
 
     def printed(self, name: str) -> PrintedKernel:
         """Returns the kernel with a function that is named after what it computes and after its content."""

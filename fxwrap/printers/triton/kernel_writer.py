@@ -20,7 +20,6 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.names import NameAllocator
 from fxwrap.printers.printed_kernel import SIGNATURE_TYPES
-from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_text import RESERVED_WORDS, TritonKernelText, comment_lines
 from fxwrap.symbolic import Size, symbol_kind
 
@@ -114,10 +113,8 @@ class KernelWriter:
         pointers = [f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*self.kernel.inputs, *self.kernel.outputs)]
         scalars = [name + (': "fp64"' if kinds[symbol] == "float" else "") for symbol, name in self.symbols.items()]
         body = "\n".join(self.lines) or "    pass"
-        helpers = "".join([f"{text}\n\n\n" for text in helper_sources(self.helpers)])
-        library = "from triton.language.extra import libdevice\n" if "libdevice." in helpers + body else ""
         return TritonKernelText(
-            f"import triton\nimport triton.language as tl\n{library}\n\n{helpers}@triton.jit\n",
+            frozenset(self.helpers),
             (*self.pointers.values(), *scalars),
             tuple([f"{name}: tl.constexpr" for name in constants]),
             f"{body}\n",
