@@ -60,7 +60,7 @@ _LIBRARY_CHOICES = frozenset({
 """Composite operators that choose a library's kernel, if the library of the operands' device is here."""
 
 _MOST_NODES = 512
-"""The longest decomposition of a composite operator: a recurrent layer over many steps would take minutes to compile."""
+"""The longest decomposition: a recurrent layer over many steps would take minutes to compile."""
 
 
 def decompose(graph_module: GraphModule, fakes: NodeValues, context: FxPassContext) -> GraphModule:

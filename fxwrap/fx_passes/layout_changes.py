@@ -31,7 +31,7 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
             tensors[node] = [node]
             continue
         same = tensors[operand]
-        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None  # type: ignore[arg-type]
+        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None
         if target is None or same[0].op != "call_function":
             tensors[node] = same
             same.append(node)
@@ -39,9 +39,9 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
         with copy.graph.inserting_before(node):
             view = copy.graph.create_node("call_function", target, node.args, node.kwargs, node.name)
         view.meta = node.meta
-        positions_of_readers = positions[node]
+        after = positions[node]
         for item in (*same, node):
-            item.replace_all_uses_with(view, lambda user: positions.get(user, -1) > positions_of_readers)
+            item.replace_all_uses_with(view, lambda user, after=after: positions.get(user, -1) > after)
         copy.graph.erase_node(node)
         tensors[view] = [view]
     return copy

@@ -238,7 +238,7 @@ def view_of_in_place(target: str) -> OpOverload | None:
     operator = operator_overload(target)
     packet = getattr(getattr(torch.ops, operator.namespace), operator_name(operator).removesuffix("_"), None)
     arguments = [(item.name, str(item.type)) for item in torch_schema(operator).arguments]
-    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    overloads: list[OpOverload] = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
     for overload in overloads:
         schema = torch_schema(overload)
         is_view = bool(schema.returns) and schema.returns[0].alias_info is not None and not schema.is_mutable
