@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fxwrap
 from fxwrap.loop_ir import Kernel
-from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
+from fxwrap.printers.triton import StreamingConfiguration, print_triton
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.runtime.triton.compile import triton_jit_function
 from fxwrap.wrapper_ir import KernelDefinition
@@ -68,7 +69,7 @@ def _operands(
 
 def _launch(kernel: Kernel, operands: Sequence[Tensor], item: StreamingConfiguration) -> Callable[[], Any] | None:
     """Returns a launch of a kernel in a configuration; None for one that the processor has no memory for."""
-    printed = print_streaming_triton(kernel, item)
+    printed = print_triton(kernel, item)
     run = partial(load_kernel("triton", printed.source, printed.signature, printed.options), printed.grid, *operands)
     try:
         run()

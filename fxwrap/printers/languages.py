@@ -12,21 +12,18 @@ import torch
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec, KernelCombiner, Printer, get_language
 from fxwrap.errors import FxwrapError
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_rows_and_columns
+from fxwrap.loop_ir import Kernel, ScheduleError
 from fxwrap.printers.cpp import is_small_row_product, plan_contraction, print_cpp_kernel
 from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton import Signal as Signal
 from fxwrap.printers.triton import add_dependent_launch as add_dependent_launch
 from fxwrap.printers.triton import (
-    can_use_dot,
     combine_triton_kernels,
     configurations,
     fits_together,
     group_key,
     leaves_idle,
-    print_streaming_triton,
     print_triton,
-    streaming_configurations,
 )
 from fxwrap.printers.triton import is_waiting as is_waiting
 from fxwrap.regions import Region
@@ -133,21 +130,13 @@ def cpp_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKern
 def triton_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:
     """Returns functions that print a kernel as Triton in each configuration, the default one first.
 
-    Raises ScheduleError for a matmul that is fused with reductions other than those of a tile's columns.
+    Raises ScheduleError for a matmul that it would not compute in tiles.
     """
-    kernel, limits, name = request.kernel, request.limits, request.name
-    form = find_contraction(kernel)
-    if request.is_matmul and form is None:
-        raise ScheduleError("the kernel is no contraction")
-    has_tiles = form is not None and (not form.row_reductions or can_use_dot(form))
-    if request.is_matmul and not has_tiles:
-        raise ScheduleError("no tile has all columns that a reduction of rows needs")
-    if kernel.reduces_in_steps and not has_tiles and find_rows_and_columns(kernel) is None:
-        is_interpreted = request.device.type == "cpu"
-        streaming = streaming_configurations(kernel, request.hint, is_interpreted, request.spec)
-        return tuple([partial(print_streaming_triton, kernel, item, limits, name) for item in streaming])
-    candidates = configurations(kernel, request.hint, request.spec)
-    return tuple([partial(print_triton, kernel, item, limits, name) for item in candidates])
+    kernel, is_interpreted = request.kernel, request.device.type == "cpu"
+    candidates = configurations(
+        kernel, request.hint, request.spec, is_matmul=request.is_matmul, is_interpreted=is_interpreted
+    )
+    return tuple([partial(print_triton, kernel, item, request.limits, request.name) for item in candidates])
 
 
 def region_configurations(request: KernelRequest) -> tuple[Callable[[], PrintedKernel], ...]:

@@ -18,7 +18,7 @@ from fxwrap.compile.backend import make_backend
 from fxwrap.devices import CPU
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import Kernel, evaluate_kernel
-from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton
+from fxwrap.printers.triton import StreamingConfiguration, print_triton
 from fxwrap.profiling.work import line_work
 from fxwrap.runtime.kernels import load_kernel
 from fxwrap.testing import assert_emitters_agree
@@ -452,9 +452,7 @@ def check_loops(kernel: object, mask: BlockMask, lists: str) -> None:
     expected = {name: item.clone() for name, item in tensors.items()}
     evaluate_kernel(kernel, expected)
     for branches, loops, band in ((False, 2, 1), (True, 1, 3), (False, 2, 100)):
-        printed = print_streaming_triton(
-            kernel, StreamingConfiguration(row_block=16, key_block=16, branches=branches, band=band)
-        )
+        printed = print_triton(kernel, StreamingConfiguration(row_block=16, key_block=16, branches=branches, band=band))
         assert (f"first_head = program // ({band} * rows)" in printed.source) == (band > 1)
         assert printed.source.count("for step in ") == loops
         assert ("if step < first_visits * tiles:" in printed.source) is branches

@@ -24,7 +24,8 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.printers.triton import StreamingConfiguration, print_streaming_triton, streaming_configurations
+from fxwrap.printers.triton import StreamingConfiguration, configurations, group_key, print_triton
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
 from tests.printers.cpp_kernels import check
@@ -85,7 +86,7 @@ def test_tiles_that_a_mask_excludes_are_not_read(language: str, rows: int) -> No
     kernel = attention_kernel(heads=1, rows=rows, keys=300, width=16, columns=16, mask=_window)
     printed = print_cpp_kernel(kernel)
     if language == "triton":
-        printed = print_streaming_triton(kernel, StreamingConfiguration(row_block=32, key_block=16))
+        printed = print_triton(kernel, StreamingConfiguration(row_block=32, key_block=16))
     launch = load_kernel(language, printed.source, printed.signature, printed.options)
     for first in (-rows - 1, -3, 130, 290, 1 << 40):
         buffers = {item.name: torch.randn(int(item.extent)) for item in (*kernel.inputs, *kernel.outputs)}
@@ -157,9 +158,7 @@ def test_warps_of_few_rows_would_multiply_less_each() -> None:
 
 def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None = None) -> str:
     """Compares a kernel in Triton's interpreter with the evaluator; returns its text."""
-    printed: PrintedKernel = print_streaming_triton(
-        kernel, configuration or StreamingConfiguration(row_block=16, key_block=32)
-    )
+    printed: PrintedKernel = print_triton(kernel, configuration or StreamingConfiguration(row_block=16, key_block=32))
     generator = torch.Generator().manual_seed(0)
     buffers = [*kernel.inputs, *kernel.outputs]
     results = {item.name: torch.randn(int(item.extent), generator=generator).to(item.dtype) for item in buffers}
@@ -185,9 +184,7 @@ def _check_triton(kernel: Kernel, configuration: StreamingConfiguration | None =
     ids=["forward", "gradients"],
 )
 def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kernel) -> None:
-    ptx = compiled(
-        print_streaming_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, num_stages=2))
-    ).asm["ptx"]
+    ptx = compiled(print_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, num_stages=2))).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     assert "cp.async" in ptx
     assert not SPILLED.search(ptx)
@@ -195,9 +192,9 @@ def test_an_h100_multiplies_blocks_in_tensor_cores_and_loads_ahead(kernel: Kerne
 
 def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
     kernel = attention_kernel(rows=256, keys=256, width=64, columns=64, dtype=torch.bfloat16)
-    ptx = compiled(
-        print_streaming_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, max_registers=128))
-    ).asm["ptx"]
+    ptx = compiled(print_triton(kernel, StreamingConfiguration(row_block=64, key_block=64, max_registers=128))).asm[
+        "ptx"
+    ]
     assert ptx.count("div.rn.f32") == 2  # rows of a thread
     assert ptx.count("cvt.rn.f32.s32") <= 2  # in their logarithms
     assert ".maxnreg 128" in ptx
@@ -206,7 +203,7 @@ def test_an_h100_divides_once_per_row_and_converts_no_distance() -> None:
 def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
     """PTX has these as `red`, or as `atom` whose result nothing uses."""
     kernel = update_kernel(rows=128, keys=128, width=64)
-    ptx = compiled(print_streaming_triton(kernel, StreamingConfiguration(row_block=32, key_block=32))).asm["ptx"]
+    ptx = compiled(print_triton(kernel, StreamingConfiguration(row_block=32, key_block=32))).asm["ptx"]
     assert re.search(r"(red|atom)\.global\.\S*add\S*\.f32", ptx)
     assert not SPILLED.search(ptx)
 
@@ -214,7 +211,7 @@ def test_an_h100_adds_to_memory_without_returning_the_old_value() -> None:
 def test_offsets_beyond_32_bits() -> None:
     for heads, is_large in ((2, False), (1 << 15, True)):
         kernel = attention_kernel(heads, rows=1024, keys=1024, width=64, columns=64)
-        source = print_streaming_triton(kernel, StreamingConfiguration(row_block=16, key_block=32)).source
+        source = print_triton(kernel, StreamingConfiguration(row_block=16, key_block=32)).source
         assert (".to(tl.int64)\n" in source) is is_large
 
 
@@ -257,14 +254,21 @@ def test_configurations_fit_shared_memory(kind: str, caplog: pytest.LogCaptureFi
         chosen, _ = [streaming_configurations(kernel, int, spec=small)[0] for _ in range(2)]
     (line,) = [record.message for record in caplog.records]
     assert "bytes of shared memory, and cuda has 101376" in line and line.endswith(f"{chosen} replaces it")
-    printed = print_streaming_triton(kernel, chosen)
+    printed = print_triton(kernel, chosen)
     assert compiled(printed, 86).metadata.shared <= 99 << 10
     with pytest.raises(ScheduleError, match="no configuration fits 4096 bytes of shared memory"):
         streaming_configurations(kernel, int, spec=replace(CUDA, shared_memory_bytes=4096))
 
 
+def test_programs_have_the_loop_ir_of_streaming_reductions_but_combine_none() -> None:
+    """Profiles count its work."""
+    kernel = attention_kernel(rows=20, keys=35)
+    printed = print_triton(kernel, StreamingConfiguration(row_block=16, key_block=32))
+    assert printed.scheduled is kernel and group_key(printed) is None
+
+
 def test_steps_without_a_schedule_are_declined() -> None:
     kernel = parse_kernel(SUMS)
-    for declined in (print_cpp_kernel, lambda kernel: streaming_configurations(kernel, int)):
+    for declined in (print_cpp_kernel, configurations):
         with pytest.raises(KernelError, match="it reduces some of its reduced axes, and is no streaming reduction"):
             declined(kernel)

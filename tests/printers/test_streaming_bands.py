@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.printers.triton import StreamingConfiguration, streaming_configurations
+from fxwrap.printers.triton import StreamingConfiguration
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.torch_compat import FakeTensorMode
 from tests.lowering.planned_programs import plan
 

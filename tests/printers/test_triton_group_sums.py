@@ -13,10 +13,10 @@ from fxwrap.printers.triton import (
     FragmentConfiguration,
     GroupSumConfiguration,
     RowGroupSumConfiguration,
-    can_use_dot,
     configurations,
     print_triton,
 )
+from fxwrap.printers.triton.contraction_queries import can_use_dot
 from tests.loop_ir.test_group_sums import PLAIN, SCALED_WORDS, int8
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
 from tests.printers.test_triton_shared_elements import INT4

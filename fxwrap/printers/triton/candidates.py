@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxwrap.devices import CUDA, DeviceSpec
-from fxwrap.loop_ir import Kernel, find_contraction, find_grouped_contraction, find_rows_and_columns
+from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, find_rows_and_columns
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
 from fxwrap.printers.triton.contraction_queries import can_use_dot, has_integer_columns
@@ -20,6 +20,7 @@ from fxwrap.printers.triton.dot_configuration import (
 from fxwrap.printers.triton.group_sum_configuration import group_sum_configurations, split_sum_configurations
 from fxwrap.printers.triton.pointwise_configuration import pointwise_configurations
 from fxwrap.printers.triton.row_configuration import inner_reduction_configurations, row_part_configurations
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.printers.triton.tiling import Configuration
 from fxwrap.symbolic import Size, evaluate
 
@@ -29,16 +30,38 @@ def _default_hint(size: Size) -> int:
     return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
 
 
-def configurations(kernel: Kernel, hint: Hint | None = None, spec: DeviceSpec = CUDA) -> tuple[Configuration, ...]:
-    """Returns candidate configurations of a kernel for a device, the default one first; all are correct."""
+def configurations(
+    kernel: Kernel,
+    hint: Hint | None = None,
+    spec: DeviceSpec = CUDA,
+    *,
+    is_matmul: bool = False,
+    is_interpreted: bool = False,
+) -> tuple[Configuration, ...]:
+    """Returns candidate configurations of a kernel for a device, the default one first; all are correct.
+
+    Args:
+        kernel: the kernel.
+        hint: returns a typical value of a size; by default symbols are 1024.
+        spec: the device's capabilities.
+        is_matmul: whether the kernel computes a matmul, which is a library call unless a schedule computes it in tiles.
+        is_interpreted: whether Triton's interpreter runs the kernel, which multiplies no blocks of half precision.
+
+    Raises ScheduleError for a matmul without such a schedule, and where none fits the device's shared memory, and
+    KernelError for a kernel that reduces some of its reduced axes and has no schedule.
+    """
     hint = hint or _default_hint
-    contraction = find_contraction(kernel)
-    form = find_rows_and_columns(kernel)
+    contraction, form = find_contraction(kernel), find_rows_and_columns(kernel)
+    has_tiles = contraction is not None and (not contraction.row_reductions or can_use_dot(contraction))
+    if is_matmul and not has_tiles:
+        reason = "the kernel is no contraction" if contraction is None else "no tile has all columns that a row needs"
+        raise ScheduleError(reason)
     candidates: Sequence[Configuration]
     if form is not None:
         candidates = row_part_configurations(kernel, form, hint, spec)
+    elif kernel.reduces_in_steps and not has_tiles:
+        candidates = streaming_configurations(kernel, hint, is_interpreted, spec)
     elif contraction is not None and contraction.row_reductions:
-        assert can_use_dot(contraction), "callers check that a kernel with row reductions has a schedule"
         candidates = dot_configurations(contraction, hint, spec)
     elif not kernel.reduced:
         candidates = pointwise_configurations(kernel, hint, spec)

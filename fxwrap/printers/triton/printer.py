@@ -48,7 +48,7 @@ from fxwrap.printers.triton.reductions import (
 )
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, Schedule, atomic_text, eviction_policy, make_schedule
 from fxwrap.printers.triton.tile_printer import TilePrinter
-from fxwrap.printers.triton.tiling import Configuration, Dimension
+from fxwrap.printers.triton.tiling import Dimension, TiledConfiguration
 
 _INT32 = 2**31 - 1
 
@@ -59,7 +59,7 @@ class TritonPrinter(TilePrinter):
     def __init__(
         self,
         kernel: Kernel,
-        configuration: Configuration,
+        configuration: TiledConfiguration,
         limits: Mapping[str, int],
         selected: Mapping[int, SelectedElement],
         parameters: BodyParameters,

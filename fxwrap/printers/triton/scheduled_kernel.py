@@ -1,4 +1,8 @@
-"""Kernels with the configuration that they are printed with, and the entry of the Triton printer."""
+"""The entry of the Triton printer, and kernels with the configuration that they are printed with.
+
+`print_triton` prints a kernel in a configuration: `candidates.py` returns those of a kernel, and the class of each
+selects the printer.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +24,24 @@ from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
 from fxwrap.printers.triton.row_parts import RowPartPrinter
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
+from fxwrap.printers.triton.streaming import StreamingTritonPrinter
 from fxwrap.printers.triton.tiling import (
     Configuration,
     DotConfiguration,
     GroupSumConfiguration,
     RowPartConfiguration,
+    StreamingConfiguration,
     TileConfiguration,
+    TiledConfiguration,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduledKernel:
-    """A loop IR kernel with the configuration and the limits of symbols that `source` was printed with."""
+    """A loop IR kernel with the configuration of tiles and the limits of symbols that `source` was printed with."""
 
     kernel: Kernel
-    configuration: Configuration
+    configuration: TiledConfiguration
     limits: Mapping[str, int]
     source: str = ""
 
@@ -76,12 +83,17 @@ def print_triton(
 
     Args:
         kernel: the kernel.
-        configuration: the tile, warps and stages; by default the first one of `configurations`.
+        configuration: the blocks, warps and stages; by default the first one of `configurations`.
         limits: upper bounds of symbols by name. They decide whether 32-bit indices suffice.
         name: a description of the computation. The function's name appends digits of a hash of its text.
 
-    Raises KernelError for atomic stores of dtypes and modes that GPUs have no instruction for.
+    Raises KernelError for atomic stores of dtypes and modes that GPUs have no instruction for, and for a streaming
+    reduction whose factors are no matrices.
     """
-    scheduled = ScheduledKernel(kernel, configuration or configurations(kernel)[0], limits or {})
+    configuration, limits = configuration or configurations(kernel)[0], limits or {}
+    if isinstance(configuration, StreamingConfiguration):
+        text = StreamingTritonPrinter(collapse_bool_casts(kernel), configuration, limits).print()
+        return replace(text.printed(name), scheduled=kernel)  # the loop IR alone: no combo kernel has it
+    scheduled = ScheduledKernel(kernel, configuration, limits)
     printed = scheduled.text(BodyParameters()).printed(name)
     return replace(printed, scheduled=replace(scheduled, source=printed.source))

@@ -28,14 +28,14 @@ from fxwrap.loop_ir import (
     assume,
     operands,
 )
-from fxwrap.printers.printed_kernel import PrintedKernel
 from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.kernel_text import TritonKernelText
-from fxwrap.printers.triton.operations import TRITON_DTYPES, collapse_bool_casts, literal_text
+from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_bounds import BoundedStreamPrinter
-from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, row_blocks
+from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
 from fxwrap.printers.triton.streaming_values import LOG2_E
+from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
 
@@ -456,14 +456,3 @@ class StreamingTritonPrinter(BoundedStreamPrinter):
         axes = self.kernel.value_axes[position]
         address, mask = self.access(store.buffer, store.index, axes, store.mask, scope)
         self.line(f"tl.store({address}, {self.value(store.value, scope)}{mask})", store.origin)
-
-
-def print_streaming_triton(
-    kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int] | None = None, name: str = ""
-) -> PrintedKernel:
-    """Returns a streaming reduction as Triton source; arguments are those of `print_triton`.
-
-    Raises KernelError for a kernel that is none, and for one whose factors are no matrices.
-    """
-    kernel = collapse_bool_casts(kernel)
-    return StreamingTritonPrinter(kernel, configuration, limits or {}).print().printed(name)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from fxwrap.loop_ir import AxisBound, Kernel
 from fxwrap.printers.triton.blocks import Scope
-from fxwrap.printers.triton.streaming_configuration import StreamingConfiguration
 from fxwrap.printers.triton.streaming_values import StreamingValuePrinter
+from fxwrap.printers.triton.tiling import StreamingConfiguration
 
 
 class BoundedStreamPrinter(StreamingValuePrinter):

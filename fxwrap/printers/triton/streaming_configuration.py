@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -24,30 +24,11 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.shared_memory import fitting
-from fxwrap.printers.triton.tiling import LaunchConfiguration, next_power_of_2
+from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_2
 from fxwrap.symbolic import product
 
 MIN_DOT = 16
 """Smallest extent of an operand of `tl.dot`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingConfiguration(LaunchConfiguration):
-    """The blocks of a streaming reduction: rows of a program, and positions of an iteration.
-
-    With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
-    With `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two
-    loops.
-    Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
-    first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
-    """
-
-    row_block: int
-    key_block: int
-    num_stages: int = 2
-    branches: bool = False
-    half_products: bool = True
-    band: int = 1
 
 
 def streaming_configurations(

@@ -26,8 +26,8 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.blocks import BlockPrinter, Scope
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.streaming_configuration import MIN_DOT, StreamingConfiguration, streaming_parts
-from fxwrap.printers.triton.tiling import next_power_of_2
+from fxwrap.printers.triton.streaming_configuration import MIN_DOT, streaming_parts
+from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 """The factor of numbers whose power of 2 is the exponential."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fxwrap.loop_ir import Axis, Kernel, Reduce, Scan, as_index, indices, operands
 from fxwrap.printers.triton.kernel_text import BodyParameters, TritonIndexPrinter, parenthesize
 from fxwrap.printers.triton.kernel_writer import KernelWriter
-from fxwrap.printers.triton.tiling import Configuration, Dimension, Tile
+from fxwrap.printers.triton.tiling import Dimension, Tile, TiledConfiguration
 from fxwrap.symbolic import Size
 
 
@@ -17,7 +17,7 @@ class TilePrinter(KernelWriter, ABC):
     """Prints the offsets of a program and of its blocks; subclasses print what it computes."""
 
     def __init__(
-        self, kernel: Kernel, configuration: Configuration, limits: Mapping[str, int], parameters: BodyParameters
+        self, kernel: Kernel, configuration: TiledConfiguration, limits: Mapping[str, int], parameters: BodyParameters
     ) -> None:
         self.configuration = configuration
         self.parameters = parameters

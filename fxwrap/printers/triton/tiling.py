@@ -227,8 +227,30 @@ class RowPartConfiguration(LaunchConfiguration):
         return make_tile(kernel, (rows, *chunks), self.chunk or self.r_block)
 
 
-Configuration: TypeAlias = TileConfiguration | DotConfiguration | GroupSumConfiguration | RowPartConfiguration
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfiguration(LaunchConfiguration):
+    """The blocks of a streaming reduction: rows of a program, and positions of an iteration.
+
+    With `half_products`, factors of half precision are multiplied as such; Triton's interpreter cannot do that.
+    With `branches`, one loop visits partial and full blocks, and masks partial ones in a branch; else there are two
+    loops.
+    Programs of one row block in `band` heads follow each other. Those of rows that visit more than others then come
+    first in all heads of a band, so that the launch ends with short programs, and the keys of a band are in the cache.
+    """
+
+    row_block: int
+    key_block: int
+    num_stages: int = 2
+    branches: bool = False
+    half_products: bool = True
+    band: int = 1
+
+
+TiledConfiguration: TypeAlias = TileConfiguration | DotConfiguration | GroupSumConfiguration | RowPartConfiguration
 """A configuration of a kernel whose programs compute a tile each."""
+
+Configuration: TypeAlias = TiledConfiguration | StreamingConfiguration
+"""A configuration of a Triton kernel."""
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
