@@ -53,12 +53,13 @@ from fxwrap.lowering import RULES
 from fxwrap.options import FIRST_CALL, FX_BEFORE_LOWERING, MatmulKernels, Options
 from fxwrap.report import dump_folder, graph_text
 from fxwrap.signature.exported import check_examples
-from fxwrap.torch_compat import FakeTensor, without_fake_mode
+from fxwrap.torch_compat import FakeTensor, one_compile_at_a_time, without_fake_mode
 from fxwrap.tuning import gpu_tuner
 from fxwrap.user_passes import run_source_passes
 from fxwrap.wrapper_ir import Ownership, Program, program_key, symbol_infos, verify
 
 
+@one_compile_at_a_time
 def compile_graph(
     graph: GraphModule | ExportedProgram | torch.nn.Module,
     example_inputs: Sequence[object] | None = None,

@@ -30,6 +30,7 @@ from fxwrap.torch_compat import (
     accept_real_tensors,
     fresh_fake_mode,
     in_dispatched_fake_mode,
+    one_compile_at_a_time,
     symbol_expression,
     without_fake_mode,
 )
@@ -65,6 +66,7 @@ class SubgraphCompiler:
         self._known: dict[str, Subgraph] = {}
         self._lock = threading.Lock()
 
+    @one_compile_at_a_time
     def compile(
         self, graph: GraphModule, example_inputs: Sequence[object], options: Options, *,
         sizes: tuple[int, int] | None = None,

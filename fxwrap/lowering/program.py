@@ -47,7 +47,7 @@ from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.signature.exported import check_examples
 from fxwrap.symbolic import Size, SymbolInfo, make_symbol
-from fxwrap.torch_compat import is_opaque, real_object, storage_identity
+from fxwrap.torch_compat import is_opaque, one_compile_at_a_time, real_object, storage_identity
 from fxwrap.wrapper_ir import (
     Block,
     ConstantStore,
@@ -66,6 +66,7 @@ from fxwrap.wrapper_ir import (
 )
 
 
+@one_compile_at_a_time
 def lower(
     graph: GraphModule | ExportedProgram,
     example_inputs: Sequence[object] | None = None,

@@ -9,14 +9,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from types import FunctionType
-from typing import Any, TypeAlias, cast
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 from torch._guards import TracingContext
 from torch._ops import OpOverloadPacket
 
 CompiledCall: TypeAlias = Callable[..., Any]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def one_compile_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns the function that waits for compiles of other threads, torch's included. Its calls may nest.
+
+    Why: tracing replaces methods of torch's classes, and decompositions replace kernels of operators, for all threads.
+    torch compiles under this lock; a backward is compiled later, in a thread of autograd.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        from torch._dynamo.convert_frame import compile_lock
+
+        with compile_lock:
+            return function(*args, **kwargs)
+
+    return call
 
 
 def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) -> CompiledCall:

@@ -12,7 +12,7 @@ from fxwrap.artifact import LoadedProgram, load, save_program
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.errors import ArtifactError, StepError
 from fxwrap.options import Options
-from fxwrap.torch_compat import tree_flatten, tree_unflatten
+from fxwrap.torch_compat import one_compile_at_a_time, tree_flatten, tree_unflatten
 from fxwrap.training.signature import StepSignature, signature_of
 from fxwrap.training.state import Slot, StepState, create_optimizer_state, find_state, optimizer_numbers
 from fxwrap.training.subclasses import append_parts, build, count_plain, layout_of
@@ -127,6 +127,7 @@ def _changed(slot: Slot, number: object) -> StepError:
     )
 
 
+@one_compile_at_a_time
 def compile_step(
     step: Callable[..., object],
     example_inputs: Sequence[object],
