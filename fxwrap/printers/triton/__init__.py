@@ -1,7 +1,25 @@
-"""The Triton printer: `configurations` of a loop IR kernel, `print_triton` in one of them, and combo kernels."""
+"""The Triton printer: a kernel of the loop IR becomes the text of a Triton kernel.
+
+The way of a kernel, by module:
+
+1. `candidates.configurations` chooses the form of the kernel; the module for it (`*_configuration.py`, `fragments.py`)
+   returns configurations, the best guess first. `tiling.py` has their classes, one for each schedule.
+2. `printer.print_triton` prints it in one of them, with the printer that the class of the configuration selects:
+
+   - elements and reductions: `tile_printer.py`, in tiles whose offsets `tile_offsets.py` prints, with `interleaved.py`
+     for accesses of wide blocks, and `row_parts.py` for rows whose columns are accumulated;
+   - contractions: `contractions.py` (dots), on the loads of `shared_elements.py`; `group_sums.py` and its variants
+     `row_group_sums.py` and `fragment_sums.py` for sums of groups of quantised weights;
+   - streaming reductions: `streaming.py`, on the values of `streaming_values.py` and the blocks of `blocks.py`.
+
+   All extend `kernel_writer.KernelWriter`, which has the lines, names and parameters, and use `operations.py` for
+   arithmetic, `reductions.py`, and `helpers.py` for functions that a text needs.
+3. `kernel_text.TritonKernelText` is the result, by parts. `combo_kernel.py` combines texts, and `dependent_launch.py`
+   adds programmatic dependent launch to one.
+"""
 
 from fxwrap.printers.triton.candidates import *
 from fxwrap.printers.triton.combo_kernel import *
 from fxwrap.printers.triton.dependent_launch import *
-from fxwrap.printers.triton.scheduled_kernel import *
+from fxwrap.printers.triton.printer import *
 from fxwrap.printers.triton.tiling import *

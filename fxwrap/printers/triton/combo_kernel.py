@@ -23,7 +23,7 @@ from fxwrap.printers.triton.kernel_text import (
     TritonKernelText,
     comment_lines,
 )
-from fxwrap.printers.triton.scheduled_kernel import ScheduledKernel
+from fxwrap.printers.triton.printer import ScheduledKernel
 from fxwrap.printers.triton.tiling import (
     DotConfiguration,
     GroupSumConfiguration,

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from fxwrap.loop_ir import ONE, Axis, InterleavedAccess, Load, Store
 from fxwrap.printers.triton.accesses import joined_accesses, row_step
-from fxwrap.printers.triton.printer import TritonPrinter
+from fxwrap.printers.triton.tile_printer import TilePrinter
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import Size, product
 
@@ -19,7 +19,7 @@ MAX_VECTOR_ELEMENTS = 16
 """The most elements of a vector that a thread accesses at once."""
 
 
-class InterleavedPrinter(TritonPrinter):
+class InterleavedPrinter(TilePrinter):
     """Prints a kernel whose accesses may be interleaved along the tile's last dimension, if it has no reduced axes."""
 
     wide_names: dict[int, dict[Axis, str]]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxwrap.loop_ir import DeviceAssert, Index, Reduce, Scan, Store, find_rows_and_columns
-from fxwrap.printers.triton.printer import TritonPrinter
 from fxwrap.printers.triton.reductions import accumulate, identity, reduce_expression
+from fxwrap.printers.triton.tile_printer import TilePrinter
 from fxwrap.printers.triton.tiling import Dimension, RowPartConfiguration
 
 
-class RowPartPrinter(TritonPrinter):
+class RowPartPrinter(TilePrinter):
     """Prints a loop over the rows of a part. Reductions of rows are inside of it, those of columns around it.
 
     Where a tile has chunks of rows in a dimension of their own, Triton gives whole rows to a warp, which reduces them

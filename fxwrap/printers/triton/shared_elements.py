@@ -27,7 +27,7 @@ from fxwrap.loop_ir import (
     find_contraction,
 )
 from fxwrap.printers.triton.kernel_text import parenthesize
-from fxwrap.printers.triton.printer import TritonPrinter, load_literal
+from fxwrap.printers.triton.tile_printer import TilePrinter, load_literal
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import product
 
@@ -118,7 +118,7 @@ def repeat_text(value: str, shape: Sequence[str], dimension: int, run: int) -> s
     return f"tl.reshape({text}, ({', '.join(shape)}{',' if len(shape) == 1 else ''}))"
 
 
-class ContractionLoadPrinter(TritonPrinter):
+class ContractionLoadPrinter(TilePrinter):
     """Prints a contraction whose loads may have elements that runs of consecutive products share."""
 
     run_names: dict[int, dict[Axis, str]]

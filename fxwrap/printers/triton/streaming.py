@@ -32,14 +32,13 @@ from fxwrap.printers.triton.blocks import Scope
 from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
-from fxwrap.printers.triton.streaming_bounds import BoundedStreamPrinter
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
-from fxwrap.printers.triton.streaming_values import LOG2_E
+from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
 from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
 
-class StreamingTritonPrinter(BoundedStreamPrinter):
+class StreamingTritonPrinter(StreamingValuePrinter):
     """Prints one streaming reduction."""
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:

@@ -1,4 +1,7 @@
-"""Values of streaming reductions in Triton: factors of products, scores, and the arithmetic of half precision.
+"""Values of streaming reductions in Triton: bounds, factors of products, scores, the arithmetic of half precision.
+
+Limits of the blocks that a program visits are known before the loop. Those that vary over rows are limits of each row
+in the conditions of its elements, and the loop ends at the last one.
 
 Weights that are rounded to half precision allow what eager's separate kernels do not do: multiplications and additions
 of scores are contracted, and a division by a value of each row is a multiplication by its reciprocal.
@@ -14,6 +17,7 @@ import torch
 from fxwrap.loop_ir import (
     HALF_PRECISION,
     Axis,
+    AxisBound,
     Compute,
     Constant,
     IndexValue,
@@ -37,7 +41,11 @@ _FLOAT_BITS, _SHORT_INDEX = 0x4B000000, 1 << 22
 
 
 class StreamingValuePrinter(BlockPrinter):
-    """Prints the values of one streaming reduction, whose blocks have names."""
+    """Prints the values of one streaming reduction, whose blocks have names.
+
+    Its axes: those of `parts.row` and `parts.columns`, the other parallel ones `outer`, and the streamed ones: the last
+    two, `streamed`, in one loop over blocks of the innermost, `inner`, and loops over the `leading` ones around it.
+    """
 
     def __init__(self, kernel: Kernel, configuration: StreamingConfiguration, limits: Mapping[str, int]) -> None:
         self.parts = parts = streaming_parts(kernel)
@@ -58,7 +66,52 @@ class StreamingValuePrinter(BlockPrinter):
         super().__init__(kernel, limits, constants)
         self.dtype = TRITON_DTYPES[self.dtype_of(parts.products[0].position)]
         self.is_half = any(self.factor_dtype(item.right) in HALF_PRECISION for item in parts.weighted_sums)
+        self.outer = [axis for axis in kernel.axes if axis != parts.row and axis not in parts.columns]
+        self.leading, self.streamed = parts.axes[:-2], parts.axes[-2:]
+        self.limits: dict[AxisBound, str] = {}
         self._patterns: dict[Operation, int] = {}
+
+    # --- bounds -----------------------------------------------------------------------------------------------------
+
+    def tiles(self, scope: Scope) -> str:
+        """Prints the number of blocks of the innermost axis within its bounds; returns the first one, "" for 0."""
+        size = end = self.index_printer(scope).size_operand(self.inner.size)
+        start, outside = "", frozenset([*self.outer, *self.leading, self.parts.row])
+        self.limits = {}
+        for bound in self.parts.bounds:
+            if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
+                limit = self._limit(bound, size, scope)
+                if bound.is_lower:
+                    start = f"tl.maximum({start}, {limit})" if start else limit
+                else:
+                    end = limit if end == size else f"tl.minimum({end}, {limit})"
+        if not start:
+            self.line(f"tiles = tl.cdiv({end}, KEY_BLOCK)")
+            return ""
+        self.line(f"first_tile = {start} // KEY_BLOCK")
+        self.line(f"tiles = tl.maximum(tl.cdiv({end}, KEY_BLOCK) - first_tile, 0)")
+        return "first_tile"
+
+    def _limit(self, bound: AxisBound, size: str, scope: Scope) -> str:
+        """Prints the limit of a bound of an axis; returns the text of that of a block of rows, from 0 to the size."""
+        self.write([bound.limit], scope)
+        limit = self.limits[bound] = self.names.create_name("limit")
+        index, row = "tl.int64" if self.use_int64 else "tl.int32", self.parts.row
+        self.line(f"{limit} = tl.minimum(tl.maximum({self.value(bound.limit, scope)}, 0), {size}).to({index})")
+        if self.parts.is_exact(bound):
+            return limit
+        text, neutral = limit, size if bound.is_lower else "0"
+        if row in scope.masks:
+            text = f"tl.where({scope.masks[row]}, {limit}, {neutral})"
+        return f"tl.{'min' if bound.is_lower else 'max'}({text})"
+
+    def write_conditions(self, scope: Scope) -> None:
+        """Prints the conditions of bounds as comparisons with limits, which have no more bits than indices."""
+        for bound, limit in self.limits.items():
+            name = self.names.create_name("inside")
+            relation = ">=" if bound.is_lower == bound.holds else "<"
+            self.line(f"{name} = {scope.names[self.inner]} {relation} {limit}")
+            scope.text[bound.condition] = name
 
     # --- arithmetic -------------------------------------------------------------------------------------------------
 
