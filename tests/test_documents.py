@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import operator
 import re
 from pathlib import Path
 
@@ -11,14 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes import tools_common
 
 import fxwrap
 from fxwrap.cli import main
-from fxwrap.devices import DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime, scoped_registration
+from fxwrap.devices import CUDA, DeviceRuntime, DeviceSpec, KernelLanguage, KernelRuntime, scoped_registration
 from fxwrap.errors import FxwrapError
 from fxwrap.lowering.rules import softmax
 from fxwrap.printers import KernelRequest
 from tests.support.documents import ROOT, check_printed, run_snippets, section
+
+OUTSIDE = {"versions.md", "integrations.md", "opinfo.md"}
+"""Chapters about names of other libraries."""
 
 CHAPTERS = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [*CHAPTERS, *[ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]]
@@ -98,8 +104,49 @@ def test_the_snippets_of_readme_run(
 def test_documents_are_short_and_link_to_files(document: Path) -> None:
     text = document.read_text()
     assert len(text.splitlines()) <= (250 if document.parent.name == "benchmarks" else 200)
-    for target in re.findall(r"\]\(([^)#]+\.\w+)(?:#[^)]*)?\)", text):
-        assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]+\.\w+)?(?:#([\w-]+))?\)", text):
+        path = document.parent / target if target else document
+        assert "://" in target or path.exists(), f"{document.name} links to {target}"
+        assert not anchor or "://" in target or anchor in anchors(path), f"{document.name} links to {target}#{anchor}"
+
+
+def anchors(document: Path) -> set[str]:
+    """Returns the anchors of a document's headings: lower case, words joined by hyphens, without punctuation."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@functools.cache
+def words_of_sources() -> frozenset[str]:
+    """All words in the sources of fxwrap, its tests and its tools: names of torch that documents have are tested."""
+    paths = [path for folder in ("fxwrap", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.*")]
+    texts = [item.read_text() for item in paths if item.suffix in (".py", ".h", ".cpp") and item != Path(__file__)]
+    return frozenset([*re.findall(r"\w+", "\n".join(texts)), *[path.stem for path in paths]])
+
+
+def unknown_names(text: str) -> list[str]:
+    """Returns the names of several words, and of Python modules, that inline code of a document has and no source."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    code = re.findall(r"`([^`\n]+)`", prose)
+    names = [name for item in code for name in re.findall(r"\b_?[a-z]\w*_[a-z]\w*|\b\w+(?=\.py\b)", item)]
+    return [
+        name for name in names
+        if words_of_sources().isdisjoint((name, name.removeprefix("_"))) and not name.startswith("fxwrap_")
+        and not hasattr(torch.ops.aten, name) and not hasattr(tools_common, name)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("chapter", [path for path in CHAPTERS if path.name not in OUTSIDE], ids=lambda path: path.name)
+def test_names_in_chapters_are_names_of_the_code(chapter: Path) -> None:
+    text = chapter.read_text()
+    assert not unknown_names(text)
+    for name in re.findall(r"`DeviceSpec\.([\w.]+)`", text):
+        operator.attrgetter(name)(CUDA)
+
+
+def test_unknown_names_are_found() -> None:
+    text = "`rules/former_name.py` and `DeviceSpec` of `find_former_form(kernel)`, `kernels.py`\n```\n`a_block`\n```\n"
+    assert unknown_names(text) == ["former_name", "find_former_form"]
 
 
 def test_the_overview_lists_every_chapter() -> None:
