@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from fxwrap.devices import ConvolutionLayoutCosts
 from fxwrap.fx_passes.graph_copy import bytes_of, size_hint
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
-_COPY_COST = 1.3
-"""The cost of copying a byte to another layout, in bytes that a library reorders around a convolution."""
-_REORDER_OVERHEAD_BYTES = 65536
-"""The fixed cost of reordering around a convolution, in such bytes."""
-_PRODUCTS_PER_BYTE = 32
-"""The products of a convolution of overlapping windows that channels-last kernels save the time of such a byte in."""
 
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """The bytes that a choice of layouts copies, and the bytes that libraries need not reorder; sizes by hints."""
+    """The cost of the copies of a choice of layouts, and the bytes that libraries need not reorder; sizes by hints.
 
-    copied: int = 0
+    Both are in the unit of `devices.ConvolutionLayoutCosts`.
+    """
+
+    copied: float = 0.0
     saved: int = 0
 
     def __add__(self, other: LayoutCost) -> LayoutCost:
@@ -34,16 +32,25 @@ class LayoutCost:
     @property
     def gain(self) -> float:
         """The bytes that libraries need not reorder, less the cost of the copies; the layouts pay if it is positive."""
-        return self.saved - _COPY_COST * self.copied
+        return self.saved - self.copied
+
+
+def copy_cost(tensors: Iterable[torch.Tensor], costs: ConvolutionLayoutCosts) -> LayoutCost:
+    """Returns the cost of copying tensors to other layouts."""
+    return LayoutCost(copied=costs.copied_byte * sum(map(bytes_of, tensors)))
 
 
 def convolution_saving(
-    images: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor, is_frozen: bool, stride: Sequence[int], groups: int
+    images: tuple[torch.Tensor, torch.Tensor],
+    weight: torch.Tensor,
+    is_frozen: bool,
+    stride: Sequence[int],
+    groups: int,
+    costs: ConvolutionLayoutCosts,
 ) -> LayoutCost:
     """Returns the bytes that a library need not reorder for a convolution of a channels-last image.
 
-    The constants were fitted to run times of the convolutions of ResNet-50 and MobileNet on CPUs, in float32 and
-    bfloat16. oneDNN reorders the images of another layout, and weights at each call. In float32, weights of pointwise
+    oneDNN reorders the images of another layout, and weights at each call. In float32, weights of pointwise
     convolutions take longer to reorder for channels-last kernels, but these convolve overlapping windows faster.
 
     Args:
@@ -52,8 +59,9 @@ def convolution_saving(
         is_frozen: whether the library has the weight in its own layout.
         stride: the steps of the windows, by dimension.
         groups: the number of groups.
+        costs: the cost model of the device.
     """
-    saved = _REORDER_OVERHEAD_BYTES + sum(map(bytes_of, images))
+    saved = costs.reorder_overhead_bytes + sum(map(bytes_of, images))
     if weight.dtype in _HALF:
         return LayoutCost(saved=saved)
     window = [size_hint(size) for size in weight.shape[2:]]
@@ -62,5 +70,5 @@ def convolution_saving(
     elif groups == 1 and any(size > step for size, step in zip(window, stride, strict=True)):
         results = bytes_of(images[1]) // images[1].element_size()
         terms = bytes_of(weight) // (weight.element_size() * size_hint(weight.shape[0]))
-        saved += results * terms // _PRODUCTS_PER_BYTE
+        saved += results * terms // costs.products_per_byte
     return LayoutCost(saved=saved)

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from fxwrap.devices import ConvolutionLayoutCosts
 from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.convolution_layouts import (
     STRIDE_AND_GROUPS,
@@ -20,7 +21,6 @@ from fxwrap.fx_passes.convolution_layouts import (
 )
 from fxwrap.fx_passes.graph_copy import (
     GraphCopy,
-    bytes_of,
     expression_of,
     fake_call,
     has_static_strides,
@@ -30,7 +30,7 @@ from fxwrap.fx_passes.graph_copy import (
     storages_of,
     written_storages,
 )
-from fxwrap.fx_passes.layout_costs import LayoutCost, convolution_saving
+from fxwrap.fx_passes.layout_costs import LayoutCost, convolution_saving, copy_cost
 from fxwrap.fx_passes.patch_convolutions import PatchConvolution, PatchMatmulWriter
 from fxwrap.fx_passes.pointwise_results import pointwise_results
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
@@ -105,6 +105,7 @@ class LayoutRewriter:
         self._fused: set[Node] = set()
         self._written = written_storages(source.nodes, source.fakes)
         self._frozen = _converted_once(source, context)
+        self._specs = context.options.device_specs()
 
     def run(self) -> PreparedGraph:
         """Returns the copy. Raises LayoutNotRestorable."""
@@ -336,8 +337,13 @@ class LayoutRewriter:
         """
         return frozenset([
             node for node, cost in self.costs.items()
-            if (cost + LayoutCost(copied=-sum(map(bytes_of, self._images(node))))).gain < 0
+            if (cost - self._cost_of_images(node)).gain < 0
         ])  # fmt: skip
+
+    def _cost_of_images(self, node: Node) -> LayoutCost:
+        """Returns the cost of copying a convolution's images to other layouts."""
+        images = self._images(node)
+        return copy_cost(images, self._costs_on(images[0].device))
 
     def _images(self, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a convolution's image and its result, or the gradient of its result."""
@@ -348,9 +354,15 @@ class LayoutRewriter:
         weight = convolution_operands(node)[-1]
         stride, groups = [node.args[position] for position in STRIDE_AND_GROUPS[node.target]]
         images, is_frozen = self._images(node), weight in self._frozen
-        return convolution_saving(images, self.source.fakes[weight], is_frozen, stride, groups)  # type: ignore[arg-type]
+        fake, costs = self.source.fakes[weight], self._costs_on(images[0].device)
+        return convolution_saving(images, fake, is_frozen, stride, groups, costs)  # type: ignore[arg-type]
+
+    def _costs_on(self, device: torch.device) -> ConvolutionLayoutCosts:
+        """Returns the cost model of a device."""
+        spec = self._specs.get(device.type)
+        return ConvolutionLayoutCosts() if spec is None else spec.convolutions.layout_costs
 
     def _count_copy(self, node: Node, fake: torch.Tensor) -> None:
         """Counts a copy, unless the kernel that computes the tensor can write the other layout instead."""
         if node not in self._fused:
-            self.cost += LayoutCost(copied=bytes_of(fake))
+            self.cost += copy_cost([fake], self._costs_on(fake.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.compile import Compiled, compile_graph
+from fxwrap.devices import CPU, ConvolutionLayoutCosts
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.graph_copy import run_on_fakes
 from fxwrap.fx_passes.pointwise_results import pointwise_results
@@ -266,6 +268,15 @@ def test_large_weights_are_not_converted_at_each_call(frozen: bool) -> None:
     (result,) = compiled(*inputs)
     assert result.is_contiguous()
     torch.testing.assert_close(result, model(x))
+
+
+def test_devices_set_the_costs_of_copies() -> None:
+    """An image is copied once for a convolution, and its result once for the output."""
+    graph, inputs = traced_module(nn.Conv2d(16, 16, 3, padding=1), torch.randn(2, 16, 32, 32))
+    costs = ConvolutionLayoutCosts(copied_byte=1e3)
+    costly = replace(CPU, convolutions=replace(CPU.convolutions, layout_costs=costs))
+    assert has_images(fxwrap.lower(graph, inputs))
+    assert not has_images(fxwrap.lower(graph, inputs, options=Options(devices=(costly,))))
 
 
 def test_stride_dependent_operators_get_the_original_layout() -> None:
