@@ -423,6 +423,7 @@ def _autotunes_on_first_call(program: Program, context: CompileContext) -> bool:
     return tuner.has_pending or (tuner.has_alternatives and bool(symbol_infos(program)))
 
 
+@one_compile_at_a_time
 def _recompile_for(context: CompileContext, symbols: Mapping[str, int]) -> Compiled:
     """Compiles the prepared graph again, with autotuning, for these values of its symbols."""
     context.events.record(Recompiled(tuple(symbols.items())))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,28 @@ def test_other_threads_run_the_untuned_program_meanwhile(tmp_path: Path, monkeyp
     first.join()
     assert compiled.program is not before and len(fake.works) == 1
     torch.testing.assert_close(compiled(x), Scaled()(x))
+
+
+def test_first_calls_of_two_programs_tune_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timings would disturb each other, and compiles replace parts of torch."""
+    active = list[int]()
+    fake = FakeTimer(fast=1)
+
+    def slow(works: Any) -> Any:
+        active.append(+1)
+        time.sleep(0.3)  # a second compile comes this far within it, if it does not wait
+        samples = fake(works)
+        active.append(-1)
+        return samples
+
+    use(slow, tmp_path, monkeypatch)
+    programs = [fxwrap.compile_graph(dynamic(), options=AT_FIRST_CALL) for _ in range(2)]
+    inputs = [torch.randn(30, 32), torch.randn(70, 32)]
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(lambda program, x: program(x), programs, inputs))
+    for result, x in zip(results, inputs):
+        torch.testing.assert_close(result, Scaled()(x))
+    assert active == [+1, -1, +1, -1]
 
 
 def test_a_requested_graph_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
