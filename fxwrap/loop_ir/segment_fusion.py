@@ -16,7 +16,7 @@ from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.loop_ir.index import Atom, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
 from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, decide_comparisons
-from fxwrap.loop_ir.traffic import access_bytes
+from fxwrap.loop_ir.traffic import NEAR_BYTES, TRANSFER_BYTES, access_bytes
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, floor_divide
 
@@ -24,7 +24,7 @@ MAX_UNROLLED = 4
 """The most elements of an axis that may each be a segment."""
 
 
-def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
+def fuse_segments(kernel: Kernel, hint: Callable[[Size], int], near_bytes: int = NEAR_BYTES) -> Kernel:
     """Returns a pointwise kernel with segments of its axes fused where its accesses then transfer fewer bytes.
 
     Stores do not transfer more: scattered ones cost more than the loads that they save.
@@ -32,18 +32,18 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
     axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements that loads rotate,
     as those of a cross product or a roll, has a segment for each element. Other kernels are returned unchanged. `hint`
-    returns a typical value of a size.
+    returns a typical value of a size; stores within `near_bytes` of each other transfer few more bytes than one.
     """
     if kernel.reduced or any(store.mode != "set" for store in kernel.stores):
         return kernel
     for axis in kernel.axes:
-        fused = _fuse_along(kernel, axis, hint)
+        fused = _fuse_along(kernel, axis, hint, near_bytes)
         if fused is not None:
-            return fuse_segments(fused, hint)
+            return fuse_segments(fused, hint, near_bytes)
     return kernel
 
 
-def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kernel | None:
+def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int], near_bytes: int) -> Kernel | None:
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
     points = {point for comparison in comparisons.values() for point in comparison.points}
@@ -64,12 +64,12 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int]) -> Kern
     for position in set().union(*live):
         is_along = axis in kernel.address_axes[position]
         shares[position] = sum(position in accesses for accesses in live) / count if is_along else 1
-    loaded, stored = access_bytes(kernel, shares, hint)
-    fused_loaded, fused_stored = access_bytes(fused, dict.fromkeys(_live_accesses(fused), 1), hint)
+    loaded, stored = access_bytes(kernel, shares, hint, near_bytes)
+    fused_loaded, fused_stored = access_bytes(fused, dict.fromkeys(_live_accesses(fused), 1), hint, near_bytes)
     if fused_stored > stored:
         return None
     if is_unrolled:  # the elements of a row are in one sector, which stores that are not a vector transfer one by one
-        repeats = 1 if count & (count - 1) == 0 else count
+        repeats = 1 if count & (count - 1) == 0 or near_bytes > TRANSFER_BYTES else count
         return fused if fused_loaded + repeats * fused_stored <= loaded + stored else None
     return fused if fused_loaded + fused_stored < loaded + stored else None
 

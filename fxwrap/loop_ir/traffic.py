@@ -8,7 +8,7 @@ from typing import TypeAlias
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
 from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
-from fxwrap.loop_ir.interleaved import interleaved_accesses
+from fxwrap.loop_ir.interleaved import InterleavedAccess, interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 from fxwrap.symbolic import Size, product
 
@@ -16,7 +16,15 @@ TRANSFER_BYTES = 32
 """The smallest piece of memory that is transferred: a sector of a GPU's cache, half a cache line of a CPU."""
 
 NEAR_BYTES = 8
-"""The largest stride of interleaved accesses that transfer few more sectors than one access, if they are not one."""
+"""The largest stride of interleaved accesses that transfer few more sectors than one access, if they are not one.
+
+On a CPU, whose caches write a line when all its elements are stored, the limit is `CACHE_LINE_BYTES`.
+"""
+
+CACHE_LINE_BYTES = 64
+
+MAX_NEAR = 4
+"""The most such accesses: compilers for CPUs vectorise no more, unless their number is a power of two."""
 
 _Hint: TypeAlias = Callable[[Size], int]
 
@@ -38,19 +46,21 @@ def accessed_bytes(kernel: Kernel, hint: _Hint) -> int:
     ])  # fmt: skip
 
 
-def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tuple[float, float]:
+def access_bytes(
+    kernel: Kernel, shares: Mapping[int, float], hint: _Hint, near_bytes: int = NEAR_BYTES
+) -> tuple[float, float]:
     """Returns the bytes that loads transfer, and those of stores.
 
     `shares` are the operations that count, by position, each with the share of iterations that run it. Interleaved
-    accesses are one contiguous access if their number is a power of two, as GPUs' vectors are, or if they are near each
-    other. An axis that is rotated counts as the axis itself. `hint` returns a typical value of a size.
+    accesses are one contiguous access if their number is a power of two, as GPUs' vectors are, or if their elements are
+    within `near_bytes`. An axis that is rotated counts as the axis itself. `hint` returns a typical value of a size.
     """
     kernel = replace_indices(kernel, _without_rotations)
     interleaved = {kernel.operations[at]: item for item in interleaved_accesses(kernel) for at in item.positions}
     loaded = stored = 0.0
     for position, share in shares.items():
         access = interleaved.get(kernel.operations[position])
-        is_one = access is not None and (access.halves or access.count * _itemsize(kernel, position) <= NEAR_BYTES)
+        is_one = access is not None and (access.halves or _is_near(access, _itemsize(kernel, position), near_bytes))
         count = access.count if access is not None and is_one else 1
         transferred = transferred_bytes(kernel, position, hint, count) * share
         if isinstance(kernel.operations[position], Store):
@@ -58,6 +68,10 @@ def access_bytes(kernel: Kernel, shares: Mapping[int, float], hint: _Hint) -> tu
         else:
             loaded += transferred
     return loaded, stored
+
+
+def _is_near(access: InterleavedAccess, itemsize: int, near_bytes: int) -> bool:
+    return access.count <= MAX_NEAR and access.count * itemsize <= near_bytes
 
 
 def transferred_bytes(kernel: Kernel, position: int, hint: _Hint, interleaved: int = 1) -> int:

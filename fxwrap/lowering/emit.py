@@ -174,7 +174,7 @@ class LineEmitter:
         stored = [member.definition for member in kernel.members if member.definition in self.stored]
         for definition in stored:
             self.values[definition] = self._output_prototype(definition)
-        built = build_kernel(kernel, stored, self._value_of, self.plan, self.hint)
+        built = build_kernel(kernel, stored, self._value_of, self.plan, self.hint, self._specs[kernel.device_type])
         for definition, output in zip(stored, built.outputs, strict=True):
             if isinstance(definition, InPlaceWrite):
                 built = self._store_in_place(definition, output, built)
@@ -302,7 +302,8 @@ class LineEmitter:
         at = tuple([as_index(axis) for axis in trace.axes])
         kernel.members.append(Member(DefinitionPlan(copy, 0), trace, at))
         self.values[copy] = self.values[definition]
-        self._launch_text(kernel, build_kernel(kernel, (copy,), self._value_of, plan, self.hint), (copy,))
+        built = build_kernel(kernel, (copy,), self._value_of, plan, self.hint, self._specs[kernel.device_type])
+        self._launch_text(kernel, built, (copy,))
 
     def _launch(self, plan: KernelPlan, built: BuiltKernel, stored: Sequence[Definition]) -> None:
         """Emits the launch of a kernel in the form that the options choose for it."""

@@ -150,7 +150,8 @@ class KernelSchedules:
                 values[definition] = Value(f"v{len(values)}", type_)
             return values[definition]
 
-        return build_kernel(kernel, stored, value_of, plan, self.hint).kernel
+        spec = self._specs[kernel.device_type]
+        return build_kernel(kernel, stored, value_of, plan, self.hint, spec).kernel
 
     def _is_schedulable(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> bool:
         built = self._built(kernel, stored, plan)

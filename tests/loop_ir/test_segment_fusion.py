@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxwrap.loop_ir import (
+    CACHE_LINE_BYTES,
+    NEAR_BYTES,
     Axis,
     Buffer,
     Index,
@@ -122,6 +124,37 @@ def test_fused_segments_compute_the_same(kernel: Kernel) -> None:
     if fused is not kernel:
         (loaded, stored), (fused_loaded, fused_stored) = bytes_of(kernel), bytes_of(fused)
         assert fused_loaded + fused_stored <= loaded + stored and fused_stored <= stored
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "near_bytes", "is_fused"),
+    [
+        (torch.bfloat16, 3, NEAR_BYTES, False),  # stores of single elements cost more than few loads
+        (F32, 3, NEAR_BYTES, False),  # a GPU's stores would transfer each sector three times
+        (F32, 3, CACHE_LINE_BYTES, True),
+        (torch.float64, 3, CACHE_LINE_BYTES, True),
+        (torch.bfloat16, 3, CACHE_LINE_BYTES, True),
+        (torch.bfloat16, 5, CACHE_LINE_BYTES, False),  # no compiler vectorises so many
+    ],
+)
+def test_elements_that_loads_rotate_share_iterations_where_their_stores_are_near(
+    dtype: torch.dtype, count: int, near_bytes: int, is_fused: bool
+) -> None:
+    kernel = rotated(dtype, count)
+    fused = fuse_segments(kernel, int, near_bytes)
+    assert (fused is not kernel) == is_fused
+    assert len(fused.stores) == (count if is_fused else 1)
+
+
+def rotated(dtype: torch.dtype, count: int) -> Kernel:
+    """The sum of each element of short rows and the next one."""
+    short, rows = Axis("a", count), Axis("b", 64)
+    body = KernelBuilder()
+    places = [as_index(rows) * count + short, as_index(rows) * count + (as_index(short) + 1) % count]
+    one, other = [body.load("x", index, dtype) for index in places]
+    body.store("out", places[0], (one.to(F32) + other.to(F32)).to(dtype))
+    size = count * 64
+    return body.finish([rows, short], [], [Buffer("x", dtype, size)], [Buffer("out", dtype, size)])
 
 
 def test_windows_of_short_axes_are_not_unrolled() -> None:

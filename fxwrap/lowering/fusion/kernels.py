@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fxwrap.caching import bounded_cache
+from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import (
+    CACHE_LINE_BYTES,
+    NEAR_BYTES,
     Atom,
     Axis,
     Buffer,
@@ -78,12 +81,13 @@ def build_kernel(
     value_of: Callable[[Definition], Value],
     definitions: MaterialisationPlan,
     hint: Callable[[Size], int],
+    spec: DeviceSpec,
 ) -> BuiltKernel:
-    """Returns the kernel of a plan.
+    """Returns the kernel of a plan for a device.
 
     It writes the members `stored` to memory; `value_of` returns the value of a definition that it reads or writes.
     """
-    return _PlannedKernelBuilder(plan, stored, value_of, definitions).build(hint)
+    return _PlannedKernelBuilder(plan, stored, value_of, definitions).build(hint, spec)
 
 
 @dataclass(eq=False)
@@ -105,7 +109,7 @@ class _PlannedKernelBuilder:
             axis: 0 for axis in (*self.plan.axes, *self.plan.reduced) if axis.size == 1
         }
 
-    def build(self, hint: Callable[[Size], int]) -> BuiltKernel:
+    def build(self, hint: Callable[[Size], int], spec: DeviceSpec) -> BuiltKernel:
         for member in self.plan.members:
             if not isinstance(member.definition, Scattered):
                 self.scalars[member.definition] = self._scalar(member)
@@ -114,10 +118,11 @@ class _PlannedKernelBuilder:
                 self._store(member)
         inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
         kernel = self.reader.body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
+        near_bytes = NEAR_BYTES if spec.massively_parallel else CACHE_LINE_BYTES
         if kernel.symbols:
-            kernel = _canonicalize_axes(kernel, hint)
+            kernel = _canonicalize_axes(kernel, hint, near_bytes)
         else:
-            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields)
+            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields, near_bytes)
         used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
         loaded = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
         kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in loaded]))
@@ -184,15 +189,15 @@ class _PlannedKernelBuilder:
 
 
 @bounded_cache(1024)
-def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...]) -> Kernel:
+def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...], near_bytes: int) -> Kernel:
     """Canonicalises the axes of a kernel of static sizes, once for all equal layers of a model."""
-    return _canonicalize_axes(kernel, int)
+    return _canonicalize_axes(kernel, int, near_bytes)
 
 
-def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
+def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], near_bytes: int) -> Kernel:
     """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations."""
     kernel = canonicalize_axes(kernel, hint)
-    fused = fuse_segments(kernel, hint)
+    fused = fuse_segments(kernel, hint, near_bytes)
     return merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
 
 

@@ -416,8 +416,6 @@ def _im2col(
 @lowering_rule("aten.linalg_cross.default", dtypes="number", equal=("self", "other"))
 def _cross(call: OperatorCall, x: Definition, y: Definition, dim: int = -1) -> LoweringResult:
     """Component i of a cross product of vectors of 3 elements is x[i+1] * y[i+2] - x[i+2] * y[i+1], i modulo 3."""
-    if not call.spec.massively_parallel:
-        raise Declined("on a CPU a vector's elements would be loaded with a stride")
     dim %= len(call.sizes)
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
