@@ -6,13 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
-from fxwrap.fx_passes import (
-    EXPORTED_GRAPH_PASSES,
-    EXPORTED_PROGRAM_PASSES,
-    FX_PASSES,
-    JOINT_GRAPH_PASSES,
-    SOURCE_PASSES,
-)
+from fxwrap.fx_passes import EXPORTED_GRAPH_PASSES, FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
 from fxwrap.lowering import NodeCoverage
 from fxwrap.options import FX_BEFORE_LOWERING, Step
 
@@ -51,7 +45,7 @@ _USER_FX_PASSES: tuple[Step[object, object], ...] = (
 _GROUPS: tuple[tuple[str, Iterable[Step[Any, Any]]], ...] = (
     ("Dynamo's graph, under torch.compile", DYNAMO_PASSES),
     ("joint graph of training", JOINT_GRAPH_PASSES),
-    ("exported program, instead of the next group", (*EXPORTED_PROGRAM_PASSES, *EXPORTED_GRAPH_PASSES)),
+    ("exported program, instead of the next group", EXPORTED_GRAPH_PASSES),
     ("graph of ATen operators", (*SOURCE_PASSES, *_USER_FX_PASSES)),
     ("graph with fake values", FX_PASSES),
     ("program", PROGRAM_STEPS),

@@ -33,6 +33,7 @@ from fxwrap.torch_compat import (
     in_dispatched_fake_mode,
     in_fake_mode,
     is_composite,
+    name_unbacked_as,
     tree_flatten,
     tree_unflatten,
     without_logged_errors,
@@ -60,7 +61,7 @@ _LIBRARY_CHOICES = frozenset({
 """Composite operators that choose a library's kernel, if the library of the operands' device is here."""
 
 _MOST_NODES = 512
-"""The longest decomposition: a recurrent layer over many steps would take minutes to compile."""
+"""The longest decomposition of a composite operator: recurrent layers over many steps would take minutes to compile."""
 
 
 def decompose(graph_module: GraphModule, fakes: NodeValues, context: FxPassContext) -> GraphModule:
@@ -183,7 +184,7 @@ class _Decomposer:
         call = _Call.of(node.target, arguments, self.fakes)  # type: ignore[arg-type]
         text = call.text
         trace = self.traces[text] if text in self.traces else self._trace(node, call)
-        if text is not None:
+        if text is not None and (trace is None or not any(map(_defines_symbols, trace.graph.nodes))):
             self.traces[text] = trace
         if trace is None:
             return False
@@ -213,9 +214,12 @@ class _Decomposer:
             log.debug("%s: stays a call, since its decomposition has %d calls", node.name, len(trace.graph.nodes))
             return None
         for inner in trace.graph.nodes:
-            if inner.target is call.target or "unbacked_bindings" in inner.meta or changes_layout(inner):
+            if inner.target is call.target or changes_layout(inner):
                 log.debug("%s: stays a call, since its decomposition calls %s", node.name, inner.target)
                 return None
+        if not name_unbacked_as(self.source_fakes[node], _result_of(trace)):
+            log.debug("%s: stays a call, since its decomposition has other unbacked symbols", node.name)
+            return None
         return trace
 
     def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
@@ -240,10 +244,15 @@ class _Decomposer:
         arguments: Any
         arguments, keywords = map_arg((inner.args, inner.kwargs), values.__getitem__)
         copy = self.graph.create_node("call_function", inner.target, arguments, keywords, name)
-        fake = self.results.run(copy, self.fakes, like)
-        copy.meta = {"original_aten": origin.target, **origin.meta, "val": fake}
+        copy.meta = {"original_aten": origin.target, **origin.meta}
         copy.meta.pop("tensor_meta", None)
         copy.meta.pop("unbacked_bindings", None)
+        if _defines_symbols(inner):  # another call would have other symbols
+            copy.meta["unbacked_bindings"] = inner.meta["unbacked_bindings"]
+            fake = inner.meta["val"]
+        else:
+            fake = self.results.run(copy, self.fakes, like)
+        copy.meta["val"] = fake
         self.fakes[copy] = fake
         return copy
 
@@ -255,6 +264,16 @@ class _Decomposer:
             payload = like.fake_mode.from_tensor(payload, static_shapes=True)
         self.fakes[attribute] = attribute.meta["val"] = payload
         return attribute
+
+
+def _defines_symbols(node: Node) -> bool:
+    """Whether the fake result of a traced call has new unbacked symbols."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
+def _result_of(trace: GraphModule) -> Any:
+    """Returns the fake results of a traced graph, and its literals."""
+    return map_arg(trace.graph.output_node().args[0], lambda node: node.meta.get("val"))  # type: ignore[arg-type, return-value]
 
 
 def _has_kernel(node: Node, fakes: NodeValues) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import ops
 
 from fxwrap.options import Options
-from fxwrap.torch_compat import OpOverload, aten_schema, composite_decompositions, get_decompositions, operator_overload
+from fxwrap.torch_compat import OpOverload, aten_schema, get_decompositions, operator_overload
 
 _DECOMPOSED: tuple[OpOverload, ...] = (
     ops.aten.native_dropout_backward.default,  # a multiplication, which fuses; the kernel exists on CUDA only
@@ -38,13 +38,6 @@ def decomposition_table(options: Options) -> dict[OpOverload, Decomposition]:
     """Returns the table of the options, without the operators to preserve."""
     table = default_decompositions() if options.decompositions is None else options.decompositions
     return {overload: function for overload, function in table.items() if str(overload) not in options.preserve_ops}
-
-
-def export_decomposition_table(options: Options) -> dict[OpOverload, Decomposition]:
-    """Returns the table for exported programs, which also decomposes composite operators."""
-    composite = {overload: function for overload, function in composite_decompositions().items()
-                 if str(overload) not in options.preserve_ops}  # fmt: skip
-    return composite | decomposition_table(options)
 
 
 def _native_batch_norm(

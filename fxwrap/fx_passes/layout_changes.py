@@ -31,7 +31,7 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
             tensors[node] = [node]
             continue
         same = tensors[operand]
-        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None
+        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None  # type: ignore[arg-type]
         if target is None or same[0].op != "call_function":
             tensors[node] = same
             same.append(node)
@@ -39,9 +39,10 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
         with copy.graph.inserting_before(node):
             view = copy.graph.create_node("call_function", target, node.args, node.kwargs, node.name)
         view.meta = node.meta
-        after = positions[node]
-        for item in (*same, node):
-            item.replace_all_uses_with(view, lambda user, after=after: positions.get(user, -1) > after)
+        for reader in [reader for item in (*same, node) for reader in item.users]:
+            if positions.get(reader, -1) > positions[node]:
+                for item in (*same, node):
+                    reader.replace_input_with(item, view)
         copy.graph.erase_node(node)
         tensors[view] = [view]
     return copy

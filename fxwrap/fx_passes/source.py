@@ -6,7 +6,6 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.fx.node import map_arg
 from fxwrap.errors import GraphError
 from fxwrap.fx_passes.attention_masks import find_mask_rewrites, may_mutate, rewrite_masks
 from fxwrap.fx_passes.decompose import decompose, may_be_decomposed
-from fxwrap.fx_passes.decompositions import export_decomposition_table
+from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label, submodules
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.grouped_queries import find_query_groups, rewrite_query_groups
@@ -52,15 +51,14 @@ SYMBOLIC_BUILTINS: frozenset[Callable[..., object]] = frozenset(
 )  # fmt: skip
 """Python functions that a graph may call on symbolic numbers; their results are expressions, not lines."""
 
-_INLINE_SUBGRAPH_CALLS = "inline the graphs of operators that only call them (control_deps, invoke_quant)"
-
 SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     Step(
         "remove_input_guards", "remove the call that checks the inputs of an exported program's module",
         lambda graph, _context: remove_input_guards(graph),
     ),
     Step(
-        "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS, lambda graph, _context: inline_subgraph_calls(graph),
+        "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
+        lambda graph, _context: inline_subgraph_calls(graph),
     ),
     Step(
         "replace_layout_changes", "let operators that change the layout of a tensor in place return a view",
@@ -79,23 +77,7 @@ SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
         lambda graph, context: _decompose(graph, context), "decompositions",
     ),
 )  # fmt: skip
-"""The passes over a graph of ATen operators, before fake-tensor propagation."""
-
-EXPORTED_PROGRAM_PASSES: tuple[Step[ExportedProgram, Options], ...] = (
-    Step(
-        "simplify_attention_masks", "remove all-true attention masks, detect causal ones, make others contiguous",
-        lambda exported, options: _simplify_exported_masks(exported, options), "fuse", lambda options: options.fuse,
-    ),
-    Step(
-        "pack_query_groups", "attend with one query row to key heads that several query heads share, without copies",
-        lambda exported, options: _pack_exported_query_groups(exported, options), "fuse", lambda options: options.fuse,
-    ),
-    Step(
-        "decompose", "decompose operators, those on lists of tensors included",
-        lambda exported, options: exported.run_decompositions(export_decomposition_table(options)), "decompositions",
-    ),
-)  # fmt: skip
-"""The passes over an exported program."""
+"""The passes over a graph of ATen operators, before fake-tensor propagation; an exported program is functional."""
 
 EXPORTED_GRAPH_PASSES: tuple[Step[GraphSource, ExportGraphSignature], ...] = (
     Step("remove_tokens", "remove effect tokens", lambda source, signature: _remove_tokens(source, signature)),
@@ -103,12 +85,8 @@ EXPORTED_GRAPH_PASSES: tuple[Step[GraphSource, ExportGraphSignature], ...] = (
         "write_back", "copy new values of buffers and inputs, which an exported graph returns, into these",
         lambda source, signature: _write_back(source, signature),
     ),
-    Step(
-        "inline_subgraph_calls", _INLINE_SUBGRAPH_CALLS,
-        lambda source, _signature: replace(source, graph_module=inline_subgraph_calls(source.graph_module)),
-    ),
 )  # fmt: skip
-"""The passes over the graph of an exported program, in place of `SOURCE_PASSES`; they may edit it in place."""
+"""The passes over the graph of an exported program, after `SOURCE_PASSES`; they may edit it in place."""
 
 
 def graph_source(
@@ -124,21 +102,16 @@ def graph_source(
     unsupported nodes.
     """
     if isinstance(graph, ExportedProgram):
-        graph_id = id(graph.graph)
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
-        with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
-            least = least_sizes(graph, export_decomposition_table(options))
-            for exported_step in enabled_steps(EXPORTED_PROGRAM_PASSES, options):
-                graph = exported_step.run(graph, options)
-            return replace(_exported_source(graph, options, name), graph_id=graph_id, least_sizes=least)
-    graph_id = id(graph.graph)
+        return _exported_source(graph, options, name, fused_operators)
     check_graph(remove_input_guards(graph))
     context = FxPassContext(options, fused_operators, example_inputs)
-    for step in enabled_steps(SOURCE_PASSES, options):
+    return GraphSource(_run_source_passes(graph, context), name, graph_id=id(graph.graph))
+
+
+def _run_source_passes(graph: GraphModule, context: FxPassContext) -> GraphModule:
+    for step in enabled_steps(SOURCE_PASSES, context.options):
         graph = step.run(graph, context)
-    return GraphSource(graph, name, graph_id=graph_id)
+    return graph
 
 
 def _decompose(graph: GraphModule, context: FxPassContext) -> GraphModule:
@@ -168,24 +141,19 @@ def _may_mutate(graph: GraphModule) -> bool:
     return any(may_mutate(node) for node in graph.graph.nodes if node.op == "call_function")
 
 
-def _simplify_exported_masks(exported: ExportedProgram, options: Options) -> ExportedProgram:
-    if not find_mask_rewrites(exported.graph, options):
-        return exported
-    copy: ExportedProgram = exported.run_decompositions({})
-    rewrite_masks(find_mask_rewrites(copy.graph, options), options)
-    return copy
-
-
-def _pack_exported_query_groups(exported: ExportedProgram, options: Options) -> ExportedProgram:
-    if not find_query_groups(exported.graph, options):
-        return exported
-    copy: ExportedProgram = exported.run_decompositions({})
-    rewrite_query_groups(find_query_groups(copy.graph, options))
-    return copy
-
-
-def _exported_source(exported: ExportedProgram, options: Options, name: str) -> GraphSource:
-    """Returns a decomposed exported program as a graph that mutates its placeholders and has no effect tokens."""
+def _exported_source(
+    exported: ExportedProgram, options: Options, name: str, fused_operators: Collection[str]
+) -> GraphSource:
+    """Returns an exported program as a graph that mutates its placeholders and has no effect tokens."""
+    graph_id = id(exported.graph)
+    placeholders = exported.graph.find_nodes(op="placeholder")
+    shape_env = find_shape_env([node.meta.get("val") for node in placeholders])
+    with warnings.catch_warnings(), isolate_pending_symbols(shape_env):
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own copy of its tree specification warns
+        least = least_sizes(exported, decomposition_table(options))
+        exported = exported.run_decompositions({})  # functional, with composite operators
+        check_graph(exported.graph_module)
+        graph = _run_source_passes(exported.graph_module, FxPassContext(options, fused_operators))
     constants: dict[str, torch.Tensor] = {}
     signature = exported.graph_signature
     for spec in signature.input_specs:
@@ -193,8 +161,7 @@ def _exported_source(exported: ExportedProgram, options: Options, name: str) -> 
             constants[spec.arg.name] = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[spec.arg.name] = exported.constants[spec.target]
-    check_graph(exported.graph_module)
-    source = GraphSource(exported.graph_module, name, constants, returns_mutated_inputs=True)
+    source = GraphSource(graph, name, constants, True, graph_id, least)
     for step in enabled_steps(EXPORTED_GRAPH_PASSES, options):
         source = step.run(source, signature)
     return source

@@ -377,33 +377,6 @@ def has_device_kernel(overload: OpOverload, device: torch.device) -> bool:
     return key is not None and bool(overload.has_kernel_for_dispatch_key(key))
 
 
-def composite_decompositions() -> Mapping[OpOverload, Callable[..., object]]:
-    """Returns the decompositions of all composite operators (matmul, reshape, linear, ...).
-
-    torch.export preserves them unless its table has them; torch has no public list of them alone.
-    """
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
-    return _composite_decompositions(tuple([_registered_overload(name) for name in names if _is_custom(name)]))
-
-
-@lru_cache(maxsize=1)
-def _composite_decompositions(_custom: tuple[OpOverload, ...]) -> Mapping[OpOverload, Callable[..., object]]:
-    """Computes the table, which costs torch 40 ms; a library may register operators, or replace its own, later."""
-    entries = torch.export.default_decompositions().items()  # type: ignore[no-untyped-call]
-    return {overload: function for overload, function in entries if is_composite(overload)}
-
-
-def _is_custom(name: str) -> bool:
-    return not name.startswith(("aten::", "prims::"))
-
-
-def _registered_overload(name: str) -> OpOverload:
-    namespace, _, operator = name.partition("::")
-    packet, _, overload = operator.partition(".")
-    registered: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    return registered
-
-
 # Why: torch 2.11 looks up higher-order operators in another table than torch.fx.node.has_side_effect fills, so that
 # dead-code elimination deletes every launch of a Triton kernel.
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     DivideByKey,
     StatelessSymbolicContext,
+    free_unbacked_symbols,
     rebind_unbacked,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
@@ -186,6 +187,37 @@ def rename_unbacked(node: torch.fx.Node, result: Any) -> None:
     shape_env = find_shape_env(result)
     if shape_env is not None and find_shape_env(node.meta.get("val")) is shape_env:
         rebind_unbacked(shape_env, node, result)
+
+
+def name_unbacked_as(former: Any, result: Any) -> bool:
+    """Gives the unbacked symbols of a new fake result of a call the names that they have in its former one.
+
+    Returns whether the new result then has all unbacked symbols of the former one.
+    """
+    shape_env = find_shape_env(former)
+    if shape_env is None:
+        return True
+    for old, new in zip(_expressions_in(former), _expressions_in(result)):
+        are_unbacked = all(item.is_Symbol and free_unbacked_symbols(item) for item in (old, new))
+        if are_unbacked and shape_env.replace(new) != shape_env.replace(old):
+            shape_env._rename_unbacked_to(new, old)
+    symbols = {symbol for number in _expressions_in(result) for symbol in shape_env.replace(number).free_symbols}
+    unbacked = {symbol for number in _expressions_in(former) for symbol in free_unbacked_symbols(number)}
+    return unbacked <= symbols
+
+
+def _expressions_in(tree: Any) -> list[sympy.Basic]:
+    """Returns the symbolic numbers of a fake result, those of sizes, strides and offsets included, as expressions.
+
+    That of a truth value is its number, 0 or 1.
+    """
+    expressions: list[sympy.Basic] = []
+    for leaf in tree_leaves(tree):
+        numbers = (*leaf.shape, *leaf.stride(), leaf.storage_offset()) if isinstance(leaf, torch.Tensor) else (leaf,)
+        for number in numbers:
+            expression = symbol_expression(number) if hasattr(number, "node") else sympy.Integer(0)
+            expressions.append(expression.lhs if isinstance(expression, sympy.Eq) else expression)
+    return expressions
 
 
 def _path_step(key: object) -> tuple[str, int] | None:

@@ -21,13 +21,7 @@ from fxwrap.cli.target import random_inputs
 from fxwrap.comparison import Arguments
 from fxwrap.compile import DYNAMO_PASSES, EMISSION_STEPS, PROGRAM_STEPS
 from fxwrap.errors import CommandError
-from fxwrap.fx_passes import (
-    EXPORTED_GRAPH_PASSES,
-    EXPORTED_PROGRAM_PASSES,
-    FX_PASSES,
-    JOINT_GRAPH_PASSES,
-    SOURCE_PASSES,
-)
+from fxwrap.fx_passes import EXPORTED_GRAPH_PASSES, FX_PASSES, JOINT_GRAPH_PASSES, SOURCE_PASSES
 from fxwrap.lowering import RULES, NodeCoverage
 from fxwrap.wrapper_ir import print_program
 from tests.conftest import NO_PYGMENTS
@@ -328,7 +322,7 @@ def test_passes_lists_every_step_with_its_option(capsys: pytest.CaptureFixture[s
     exported = out.partition("exported program, instead of the next group:\n")[2].partition("graph of ATen operators:")[
         0
     ]
-    names = [step.name for step in (*EXPORTED_PROGRAM_PASSES, *EXPORTED_GRAPH_PASSES)]
+    names = [step.name for step in EXPORTED_GRAPH_PASSES]
     assert [line.split()[0] for line in exported.splitlines()] == names
     (combo,) = [line for line in out.splitlines() if line.split()[0] == "combo_kernels"]
     assert combo.endswith("(horizontal fusion) [combo_kernels]")
