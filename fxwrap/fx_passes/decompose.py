@@ -273,7 +273,7 @@ def _defines_symbols(node: Node) -> bool:
 
 def _result_of(trace: GraphModule) -> Any:
     """Returns the fake results of a traced graph, and its literals."""
-    return map_arg(trace.graph.output_node().args[0], lambda node: node.meta.get("val"))  # type: ignore[arg-type, return-value]
+    return map_arg(trace.graph.output_node().args[0], lambda node: node.meta.get("val"))
 
 
 def _has_kernel(node: Node, fakes: NodeValues) -> bool:

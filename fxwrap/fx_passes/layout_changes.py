@@ -31,7 +31,7 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
             tensors[node] = [node]
             continue
         same = tensors[operand]
-        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None  # type: ignore[arg-type]
+        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None
         if target is None or same[0].op != "call_function":
             tensors[node] = same
             same.append(node)
