@@ -31,7 +31,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
             {
                 "name": kernel.name, "language": kernel.language, "hash": kernel.hash, "signature": kernel.signature,
                 "options": dict(kernel.options), "source": kernel.source,
-                "loops": "" if kernel.scheduled is None else str(kernel.scheduled).strip("\n"),
+                "loops": "" if kernel.loop_ir is None else str(kernel.loop_ir).strip("\n"),
             }
             for kernel in program.kernels
         ],
