@@ -51,6 +51,11 @@ def fragments(
         (1, 8, 32, 2, 16, 2, 1, False),
         (3, 8, 32, 4, 32, 1, 2, False),  # two groups and three of four rows
         (7, 4, 64, 8, 16, 1, 2, True),  # one group of seven rows, which have more bytes than the weights
+        (0, 12, 32, 1, 32, 1, 1, True),  # two steps of eight groups, of which the last has four
+        (0, 5, 32, 2, 16, 2, 1, False),  # one step of eight groups, which has five
+        (0, 5, 128, 4, 16, 2, 1, True),
+        (3, 7, 32, 4, 32, 1, 2, False),
+        (7, 3, 64, 8, 16, 1, 2, True),
     ],
 )
 def test_sums_of_fragments_are_those_of_products(
@@ -62,8 +67,9 @@ def test_sums_of_fragments_are_those_of_products(
     assert source.count("tl.load(w_ptr") == 1 + ahead
     assert source.count("tl.load(x_ptr") == 1 + (ahead and block < 8)
     before, loop, step = source.partition("    for st")
-    masked = ["mask=more" in line for line in step.splitlines() if "tl.load(w_ptr" in line]
-    assert not ahead or masked == [block < 8]
+    mask = "more" if groups % (8 // block * warps * parts) == 0 else "group_mask_column"
+    masked = [f"mask={mask}" in line for line in step.splitlines() if "tl.load(w_ptr" in line]
+    assert not ahead or masked == [block < 8 or mask != "more"]
     assert source.count("tl.dot(") == 4 and bool(loop) == (groups > 8 // block * warps * parts)
     assert ("tl.load(w_ptr" in before) == (ahead or not loop) and ("bytes_of_words(w_now)" in step) == ahead
 
@@ -86,7 +92,7 @@ def test_a_computed_row_is_zero_in_the_columns_of_other_groups() -> None:
 
 
 def test_one_row_has_fragments_first() -> None:
-    """A step of larger groups has fewer of them, and as many warps as divide the groups of a row."""
+    """All groups of a few are loaded at once; a step of larger groups has fewer of them."""
     one = replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""})
     kernels = [parse_kernel(one.replace("g: 64", f"g: {groups}")) for groups in (64, 224, 60)]
     kernels += [int4(0, 16, size) for size in (16, 64, 128)]
@@ -95,7 +101,7 @@ def test_one_row_has_fragments_first() -> None:
         (item.num_warps, item.p_block, item.loads_ahead) if isinstance(item, FragmentConfiguration) else None
         for item in firsts
     ]
-    assert tiles == [(4, 32, True), (4, 32, True), None, (2, 16, False), (4, 16, False), (4, 8, True)]
+    assert tiles == [(4, 64, False), (8, 64, True), (4, 64, False), (2, 16, False), (4, 16, False), (4, 16, False)]
     for rows in (2, 8, 16):
         known = configurations(large(rows))
         have_fragments = [isinstance(item, FragmentConfiguration) for item in known]

@@ -50,6 +50,7 @@ class FragmentBlockPrinter(GroupSumPrinter):
         ))  # fmt: skip
         self.sum_shape = (parts.parts, parts.warps, parts.columns, FRAGMENT_COLUMNS)
         self.row_mask = self.joined_mask = ""
+        self.group_masks: dict[str, str] = {}
         self.block: FragmentBlock | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.result_text: dict[int, str] = {}
@@ -77,10 +78,11 @@ class FragmentBlockPrinter(GroupSumPrinter):
         self.block, self.text = block, self.texts.setdefault(block.name, {})
         self.index_printer = self.block_indices[block.name]
         self._enter(block.loops)
+        masks = {"p": self.group_masks.get(block.name, "")}
         if block is self.row_block:
-            numbers = {item.name: number for number, item in enumerate(self.tile.dimensions)}
-            masks = {"x": self.row_mask, "r": self.joined_mask}
-            self.masks = {numbers[name]: mask for name, mask in masks.items() if mask and name in numbers}
+            masks |= {"x": self.row_mask, "r": self.joined_mask}
+        named = [(number, masks.get(item.name)) for number, item in enumerate(self.tile.dimensions)]
+        self.masks = {number: mask for number, mask in named if mask}
         yield
         self.block, self.side = None, ""
         self.text, self.index_printer = outer
@@ -118,8 +120,8 @@ class FragmentBlockPrinter(GroupSumPrinter):
             self.line(f"{self.joined_mask} = ({side}) == ({joined}) % {parts.side}")
 
     def _emit_group_positions(self, block: FragmentBlock, start: str) -> None:
-        """Prints the positions of a block's groups in a step."""
-        parts = self.fragments
+        """Prints the positions of a block's groups in a step, and the mask of those that are there."""
+        parts, p = self.fragments, self._dimension("p")
         factors = {"warp": parts.parts * parts.joined, "part": parts.joined}
         if block is self.row_block:
             factors["joined"] = 1
@@ -129,6 +131,10 @@ class FragmentBlockPrinter(GroupSumPrinter):
             factors |= {"joined": 2, "pair": 1}
         text = block.position(factors)
         self._emit_position("p", " + ".join([item for item in (start, text) if item]))
+        if p.masked:
+            self.group_masks[block.name] = mask = self._stable_name("group_mask")
+            self.line(f"{mask} = {self.positions['p']} < {self.index_printer.size_operand(p.size)}")
+            self.masks[self.tile.dimensions.index(p)] = mask
 
     def _emit_all(self, positions: Collection[int]) -> None:
         """Prints operations that the current block does not have."""

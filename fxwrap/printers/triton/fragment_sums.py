@@ -116,7 +116,9 @@ class FragmentSumPrinter(FragmentBlockPrinter):
             f"for {step} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES, loop_unroll_factor=1):"
         )
         self.depth += 1
-        if pairs:
+        if p.masked:
+            self._emit_next_loads(loads, [f"{start} = {step} + {p.block_constant}"], "")
+        elif pairs:
             next_step = [f"{start} = {step} + {p.block_constant}", f"{more} = {start} < {count}"]
             self._emit_next_loads(loads, next_step, more)
         else:  # weights of many rows: masks of their loads are slower than loads of the last step again
@@ -300,7 +302,7 @@ class FragmentSumPrinter(FragmentBlockPrinter):
         if dtype is not operation_dtype(self.kernel.operations[source]):
             text = self._converted(source, text, dtype)
         mask = " & ".join(self.masks.values())
-        if mask and source not in self.zero_filled:
+        if mask and self.block is self.row_block and source not in self.zero_filled:
             text = f"tl.where({mask}, {text}, 0.0)"
         return f"tl.broadcast_to({text}, {self.block.shape})"
 
@@ -313,7 +315,8 @@ class FragmentSumPrinter(FragmentBlockPrinter):
         name = self._stable_name(f"value{position}")
         order = ("part", "warp", "eight", "y", "x", "joined", "pair")
         pairs = (*self.sum_shape[:3], FRAGMENT_COLUMNS // 2, 2)
-        value = f"tl.broadcast_to({text}, {block.shape})"
+        mask = " & ".join(self.masks.values())
+        value = f"tl.broadcast_to({f'tl.where({mask}, {text}, 0.0)' if mask else text}, {block.shape})"
         if parts.joined > 1:
             self.line(f"{name} = {block.permuted(value, order, self.sum_shape)}")
             return name

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
+from fxwrap.loop_ir import Compute, ContractionForm, GroupedSums, Load, as_index
 from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.tiling import FragmentConfiguration, next_power_of_2
 from fxwrap.symbolic import product
@@ -104,7 +104,7 @@ class FragmentTile(NamedTuple):
 def fragment_configurations(
     contraction: ContractionForm, form: GroupedSums, tiles: Sequence[FragmentTile]
 ) -> list[FragmentConfiguration]:
-    """Returns configurations of up to 8 rows whose blocks divide columns and groups.
+    """Returns configurations of up to 8 rows whose blocks divide columns; the last step of groups may have fewer.
 
     Fewer larger groups than those of a tile share a fragment or follow one another.
     """
@@ -119,11 +119,15 @@ def fragment_configurations(
     padded = max(rows, min(scale, FRAGMENT_COLUMNS), 2 if contraction.rows else 1)
     candidates = []
     for tile in tiles:
-        parts, warps = max(tile.parts * padded // (scale * rows), 1), tile.warps
-        while warps > 1 and int(groups) % Fragments(int(size), padded, tile.columns, warps, parts).groups:
+        joined, warps = FRAGMENT_COLUMNS // padded, tile.warps
+        parts = max(tile.parts * padded // (scale * rows), 1)
+        while parts > 1 and warps * parts * joined >= 2 * int(groups):
+            parts //= 2
+        while warps > 1 and warps * parts * joined >= 2 * int(groups):
             warps //= 2
         fragments = Fragments(int(size), padded, tile.columns, warps, parts)
-        if fragments.fits() and int(columns) % tile.columns == 0 and int(groups) % fragments.groups == 0:
+        is_whole = int(groups) % fragments.groups == 0 or _adds_zeros(form)
+        if fragments.fits() and int(columns) % tile.columns == 0 and is_whole:
             candidates.append(FragmentConfiguration(
                 x=contraction.rows, y=contraction.columns, p=form.groups, x_block=padded, y_block=tile.columns,
                 p_block=fragments.groups, r_block=int(size), num_warps=warps, max_registers=tile.max_registers,
@@ -154,6 +158,15 @@ def _has_plain_coefficients(form: GroupedSums) -> bool:
     return all(
         kernel.value_axes[at].isdisjoint(rows) or not kernel.backward_slice([at]).isdisjoint(sums) for at in step
     )
+
+
+def _adds_zeros(form: GroupedSums) -> bool:
+    """Whether a group adds nothing to the totals if its sums and coefficients are zeros, as those beyond the last."""
+    kernel = form.contraction.kernel
+    step = kernel.backward_slice(form.totals, known={item.reduction for item in form.sums}) - {*form.totals}
+    applied = {at for at in step if not kernel.backward_slice([at]).isdisjoint([item.reduction for item in form.sums])}
+    operations = [kernel.operations[at] for at in applied]
+    return all(isinstance(item, Compute) and item.name in ("add", "sub", "mul") for item in operations)
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,22 @@ _ROW_TILES = (_ROW_TILE, _SEVERAL_SUMS_ROW_TILE, _FEW_COLUMNS_ROW_TILE, _LONG_RO
 _LONG_ROW_GROUPS = 128
 """The number of groups of 64 elements from which on a row is long: a program has many steps."""
 
-_FRAGMENT_TILE = FragmentTile(16, 1, 1, True, 104)
+_FRAGMENT_TILE = FragmentTile(16, 2, 1, True, 128)
 _SEVERAL_SUMS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 168)
-_FEW_COLUMNS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 160)
-"""The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of few columns."""
+_ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 0)
+"""The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of one sum of few
+columns and groups, which are loaded at once."""
+
+_RESIDENT_FRAGMENT_TILES = (
+    FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128)
+)  # fmt: skip
+"""Those of one sum by the programs of a multiprocessor, which run at once: up to 2, 3 or 4. With more registers a
+thread, or more warps, they would not."""
 
 _FRAGMENT_TILES = (
-    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _FEW_COLUMNS_FRAGMENT_TILE, FragmentTile(16, 2, 1, True, 128),
-    FragmentTile(16, 8, 1, False, 0), FragmentTile(16, 2, 1, False, 0), FragmentTile(16, 4, 1, False, 128),
+    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, *_RESIDENT_FRAGMENT_TILES,
+    FragmentTile(16, 2, 1, True, 160), FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0),
+    FragmentTile(16, 2, 1, False, 0),
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
@@ -118,7 +126,7 @@ def group_sum_configurations(
     count, size = product([axis.size for axis in form.groups]), form.contraction.summed_count
     if not isinstance(count, int) or not isinstance(size, int) or size & (size - 1):
         return []
-    fragments = _fragment_configurations(contraction, form, hint)
+    fragments = _fragment_configurations(contraction, form, hint, spec)
     if size < _MIN_GROUP_BYTES:
         return fragments
     padded = max(next_power_of_2(rows), MIN_PADDED_ROWS)
@@ -161,16 +169,32 @@ def _batched_dots(
 
 
 def _fragment_configurations(
-    contraction: ContractionForm, form: GroupedSums, hint: Hint
+    contraction: ContractionForm, form: GroupedSums, hint: Hint, spec: DeviceSpec
 ) -> list[FragmentConfiguration]:
     """Returns configurations of fragments."""
-    wide, has_one_sum = is_wide(contraction, hint), len(contraction.sums) == 1
     if hint(contraction.row_count) > MIN_PADDED_ROWS // 2:
-        best = _FULL_FRAGMENT_TILE if wide else _FEW_COLUMNS_FULL_FRAGMENT_TILE
+        best = _FULL_FRAGMENT_TILE if is_wide(contraction, hint) else _FEW_COLUMNS_FULL_FRAGMENT_TILE
         return fragment_configurations(contraction, form, preferred_first(_FULL_FRAGMENT_TILES, best))
-    best = _FRAGMENT_TILE if has_one_sum else _SEVERAL_SUMS_FRAGMENT_TILE
-    tiles = preferred_first(_FRAGMENT_TILES, best if wide else _FEW_COLUMNS_FRAGMENT_TILE)
-    return fragment_configurations(contraction, form, tiles)
+    best = _best_fragment_tile(contraction, form, hint, spec)
+    return fragment_configurations(contraction, form, preferred_first(_FRAGMENT_TILES, best))
+
+
+def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: Hint, spec: DeviceSpec) -> FragmentTile:
+    """Returns the best tile of up to 4 rows.
+
+    Queries, keys and values have one tile in most models, so that `combo_kernels` makes them one launch.
+    """
+    if len(contraction.sums) > 1:
+        return _SEVERAL_SUMS_FRAGMENT_TILE
+    columns = hint(product([axis.size for axis in contraction.columns]))
+    programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
+    few, three, four = _RESIDENT_FRAGMENT_TILES
+    if programs > 2:
+        return {3: three, 4: four}.get(programs, _FRAGMENT_TILE)
+    for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
+        if item.p_block >= hint(product([axis.size for axis in form.groups])):
+            return _ONE_STEP_FRAGMENT_TILE
+    return few if _is_long(form, hint) else three
 
 
 def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:
