@@ -67,6 +67,15 @@ def test_sums_of_groups_are_those_of_products(rows: int, columns: int, groups: i
     assert "= tl.fma(" in source and ", s, total)" in source, "no product and no negation by itself"
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_last_step_has_fewer_groups(rows: int) -> None:
+    """Rows and coefficients of groups that are not there are zeros; their weights are any bytes."""
+    source = check(int4(rows), steps(int4(rows), 16, 8), tolerance=2e-4)
+    loads = {name: line for line in source.splitlines() for name in "xwsz" if f"tl.load({name}_ptr" in line}
+    assert all(re.search(r"mask=\(?g_mask", line) for line in loads.values())
+    assert [name for name, line in loads.items() if "other=0.0" in line] == ["x", "z", "s"]
+
+
 @pytest.mark.parametrize("step", ["mul %3 %4", "sub %4 %3"])
 def test_numbers_that_are_no_bytes_are_converted(step: str) -> None:
     kernel = int8(step)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import MAX_COLUMN_BLOCK, ContractionForm, Load, has_groups
+from fxwrap.loop_ir import MAX_COLUMN_BLOCK, Compute, ContractionForm, GroupedSums, Load, has_groups
 from fxwrap.printers.triton.accesses import Hint
 from fxwrap.symbolic import product
 
@@ -68,3 +68,17 @@ def few_rows_bytes(spec: DeviceSpec) -> int:
 def preferred_first(tiles: Sequence[T], preferred: T) -> list[T]:
     """Returns the tiles with one of them, or another one, first."""
     return [preferred, *[tile for tile in tiles if tile != preferred]]
+
+
+def adds_zeros(form: GroupedSums, from_loads: bool = False) -> bool:
+    """Whether a group adds nothing to the totals where its sums and coefficients are zeros, as those beyond the last.
+
+    If `from_loads`, where what coefficients are loaded from is.
+    """
+    kernel, sums = form.contraction.kernel, {item.reduction for item in form.sums}
+    step = kernel.backward_slice(form.totals, known=sums) - {*form.totals}
+    computed = [
+        item for at in step if isinstance(item := kernel.operations[at], Compute)
+        and (from_loads or not kernel.backward_slice([at]).isdisjoint(sums))
+    ]  # fmt: skip
+    return all(item.name in ("add", "sub", "mul", "cast") for item in computed)

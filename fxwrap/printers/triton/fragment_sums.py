@@ -302,7 +302,8 @@ class FragmentSumPrinter(FragmentBlockPrinter):
         if dtype is not operation_dtype(self.kernel.operations[source]):
             text = self._converted(source, text, dtype)
         mask = " & ".join(self.masks.values())
-        if mask and self.block is self.row_block and source not in self.zero_filled:
+        is_filled = self.block is self.row_block or not self.has_finite_columns
+        if mask and is_filled and source not in self.zero_filled:
             text = f"tl.where({mask}, {text}, 0.0)"
         return f"tl.broadcast_to({text}, {self.block.shape})"
 

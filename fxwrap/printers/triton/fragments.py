@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from fxwrap.loop_ir import Compute, ContractionForm, GroupedSums, Load, as_index
+from fxwrap.loop_ir import ContractionForm, GroupedSums, Load, as_index
+from fxwrap.printers.triton.contraction_queries import adds_zeros
 from fxwrap.printers.triton.kernel_text import parenthesize
 from fxwrap.printers.triton.tiling import FragmentConfiguration, next_power_of_2
 from fxwrap.symbolic import product
@@ -126,7 +127,7 @@ def fragment_configurations(
         while warps > 1 and warps * parts * joined >= 2 * int(groups):
             warps //= 2
         fragments = Fragments(int(size), padded, tile.columns, warps, parts)
-        is_whole = int(groups) % fragments.groups == 0 or _adds_zeros(form)
+        is_whole = int(groups) % fragments.groups == 0 or adds_zeros(form)
         if fragments.fits() and int(columns) % tile.columns == 0 and is_whole:
             candidates.append(FragmentConfiguration(
                 x=contraction.rows, y=contraction.columns, p=form.groups, x_block=padded, y_block=tile.columns,
@@ -158,15 +159,6 @@ def _has_plain_coefficients(form: GroupedSums) -> bool:
     return all(
         kernel.value_axes[at].isdisjoint(rows) or not kernel.backward_slice([at]).isdisjoint(sums) for at in step
     )
-
-
-def _adds_zeros(form: GroupedSums) -> bool:
-    """Whether a group adds nothing to the totals if its sums and coefficients are zeros, as those beyond the last."""
-    kernel = form.contraction.kernel
-    step = kernel.backward_slice(form.totals, known={item.reduction for item in form.sums}) - {*form.totals}
-    applied = {at for at in step if not kernel.backward_slice([at]).isdisjoint([item.reduction for item in form.sums])}
-    operations = [kernel.operations[at] for at in applied]
-    return all(isinstance(item, Compute) and item.name in ("add", "sub", "mul") for item in operations)
 
 
 @dataclass(frozen=True)

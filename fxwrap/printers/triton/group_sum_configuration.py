@@ -14,6 +14,7 @@ from fxwrap.printers.triton.accesses import Hint
 from fxwrap.printers.triton.contraction_queries import (
     MAX_FEW_ROWS,
     MIN_PADDED_ROWS,
+    adds_zeros,
     can_use_dot,
     column_loads,
     few_rows_bytes,
@@ -72,15 +73,18 @@ _ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 0)
 columns and groups, which are loaded at once."""
 
 _RESIDENT_FRAGMENT_TILES = (
-    FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128)
+    FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128),
+    FragmentTile(16, 2, 1, True, 160),
 )  # fmt: skip
-"""Those of one sum by the programs of a multiprocessor, which run at once: up to 2, 3 or 4. With more registers a
-thread, or more warps, they would not."""
+"""Those of one sum if all programs of a multiprocessor run at once: up to 2, 3, 4, or 6. With more registers a thread,
+or more warps, they would not."""
+
+_ONE_STEP_PROGRAMS = 2
+"""The most programs of a multiprocessor that load all groups at once."""
 
 _FRAGMENT_TILES = (
     _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, *_RESIDENT_FRAGMENT_TILES,
-    FragmentTile(16, 2, 1, True, 160), FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0),
-    FragmentTile(16, 2, 1, False, 0),
+    FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0), FragmentTile(16, 2, 1, False, 0),
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
@@ -133,7 +137,7 @@ def group_sum_configurations(
     dots = []
     packed = hint(contraction.summed_count) // (count * size)
     for tile in preferred_first(_GROUP_SUM_TILES, _best_group_sum_tile(contraction, padded, hint)):
-        block = _groups_of_step(tile, size, count)
+        block = _groups_of_step(tile, size, count, adds_zeros(form, from_loads=True))
         stage = block * size * (padded * packed * _ROW_BYTES + tile.columns * len(contraction.sums))
         if stage * (tile.stages - 1) <= few_rows_bytes(spec):
             dots.append(_batched_dots(contraction, form, padded, size, tile, block))
@@ -153,9 +157,13 @@ def _best_group_sum_tile(contraction: ContractionForm, padded_rows: int, hint: H
     return _TILE if has_one_sum else _SEVERAL_SUMS_TILE
 
 
-def _groups_of_step(tile: _Tile, size: int, count: int) -> int:
-    """Returns the number of groups of `size` bytes that have the bytes of the tile's, and divide all `count`."""
-    return math.gcd(max(tile.groups * _MIN_GROUP_BYTES // size, 1), count)
+def _groups_of_step(tile: _Tile, size: int, count: int, may_be_fewer: bool = False) -> int:
+    """Returns the number of groups of `size` bytes that have the bytes of the tile's, and divide all `count`.
+
+    Where the last step may have fewer, they need not divide these.
+    """
+    groups = max(tile.groups * _MIN_GROUP_BYTES // size, 1)
+    return min(groups, next_power_of_2(count)) if may_be_fewer else math.gcd(groups, count)
 
 
 def _batched_dots(
@@ -184,17 +192,18 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
 
     Queries, keys and values have one tile in most models, so that `combo_kernels` makes them one launch.
     """
-    if len(contraction.sums) > 1:
-        return _SEVERAL_SUMS_FRAGMENT_TILE
-    columns = hint(product([axis.size for axis in contraction.columns]))
+    columns, has_one_sum = hint(product([axis.size for axis in contraction.columns])), len(contraction.sums) == 1
     programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
-    few, three, four = _RESIDENT_FRAGMENT_TILES
-    if programs > 2:
-        return {3: three, 4: four}.get(programs, _FRAGMENT_TILE)
-    for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
-        if item.p_block >= hint(product([axis.size for axis in form.groups])):
-            return _ONE_STEP_FRAGMENT_TILE
-    return few if _is_long(form, hint) else three
+    if programs <= _ONE_STEP_PROGRAMS:
+        for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
+            if item.p_block >= hint(product([axis.size for axis in form.groups])):
+                return _ONE_STEP_FRAGMENT_TILE
+    two, three, four, six = _RESIDENT_FRAGMENT_TILES
+    if not has_one_sum:
+        return _SEVERAL_SUMS_FRAGMENT_TILE
+    if programs <= 3:
+        return two if programs <= 2 and _is_long(form, hint) else three
+    return {4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
 
 
 def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:

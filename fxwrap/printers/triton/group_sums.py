@@ -26,10 +26,11 @@ from fxwrap.loop_ir import (
     operation_dtype,
 )
 from fxwrap.printers.triton.accesses import row_step
+from fxwrap.printers.triton.contraction_queries import has_integer_columns
 from fxwrap.printers.triton.contractions import DotPrinter
 from fxwrap.printers.triton.kernel_text import BodyParameters, parenthesize
 from fxwrap.printers.triton.operations import TRITON_DTYPES
-from fxwrap.printers.triton.tiling import GroupSumConfiguration
+from fxwrap.printers.triton.tiling import Dimension, GroupSumConfiguration
 
 _ONE: Mapping[torch.dtype, int] = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 _UPPER: Mapping[torch.dtype, int] = {torch.bfloat16: 0x43, torch.float16: 0x64}
@@ -62,6 +63,7 @@ class GroupSumPrinter(DotPrinter):
         super().__init__(kernel, configuration, limits, parameters, self.form.contraction)
         self.of_group = kernel.varying_along(self.form.groups)
         self.fused = self._fused_products()
+        self.has_finite_columns = has_integer_columns(self.form.contraction)
         self.contiguous: dict[tuple[int, int], str] = {}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -86,6 +88,9 @@ class GroupSumPrinter(DotPrinter):
         self.line(f"for {start} in tl.range(0, {count}, {p.block_constant}, num_stages=LOOP_STAGES):")
         self.depth += 1
         self._emit_block_offsets(p, start)
+        if p.masked:
+            self.dimension_masks["p"] = self.masks[self.tile.dimensions.index(p)]
+            self.zero_filled |= {item for item in step if self._is_plain_load(item)}
         self._emit_products(targets, prologues)
         self._enter(self.result_block)
         for position in sorted(step):
@@ -180,6 +185,13 @@ class GroupSumPrinter(DotPrinter):
         return frozenset([number for number, name in enumerate(block) if name in "yx"])
 
     # --- operands -----------------------------------------------------------------------------------------------------
+
+    def _filled_dimensions(self, r: Dimension) -> list[int]:
+        """Adds groups, so that sums of those beyond the last are zeros: of rows, whose products with integers are."""
+        is_row = ("y" if self._rows_are_first() else "x") in self.side
+        is_filled = is_row or not self.has_finite_columns
+        groups = [n for n, item in enumerate(self.tile.dimensions) if is_filled and item.name == "p"]
+        return [*super()._filled_dimensions(r), *groups]
 
     def _operand(self, target: int) -> tuple[str, torch.dtype]:
         return self._value(self._source(target)), self.row_dtype
@@ -291,7 +303,8 @@ class GroupSumPrinter(DotPrinter):
         base = self.index_printer(first.index.substitute(dict.fromkeys(dimension.axes, 0)))
         lanes = f"tl.arange(0, {_PAIR} * {dimension.block_constant}){self.tile.broadcast_subscript(r)}"
         mask = self._mask(own - {r}, None)
-        arguments = [f"{self.pointers[first.buffer]} + {base} + {lanes}", *([f"mask={mask}"] if mask else [])]
+        arguments = [f"{self.pointers[first.buffer]} + {base} + {lanes}"]
+        arguments += [f"mask={mask}", "other=0.0"] if mask else []
         policy = self._eviction_policy(operation, False, False)
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
