@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from benchmarks.quantised import EXPERTS, expert_case, linear_case
+from benchmarks.quantised import EXPERTS, GROUP, expert_case, int4_linear, linear_case
 from fxwrap import Options
 from fxwrap.lines import ExternCall
 from fxwrap.loop_ir import FLOAT8
@@ -90,6 +90,21 @@ def test_weights_are_dequantised_as_exactly_as_by_eager_mode(name: str) -> None:
         program = compiled(case.function, [*case.inputs], matmul_kernels="generated")
         assert called(program) == []
         assert error(program(*case.inputs)[0], exact) <= 1.2 * error(case.function(*case.inputs), exact) + 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.parametrize("groups", [5, 43, 172])
+def test_rows_of_int4_have_any_number_of_groups(rows: int, groups: int) -> None:
+    """The last step of a kernel has fewer groups than its tile, a short row in one step, a long one after others."""
+    x = torch.randn(rows, groups * GROUP, device="cuda", dtype=BF16)
+    weight = torch.randint(256, (1040, groups * GROUP // 2), device="cuda", dtype=torch.uint8)
+    scale, zero = [torch.rand(1040, groups, device="cuda", dtype=BF16) + item for item in (0.5, 7)]
+    inputs = [x, weight, scale, zero]
+    program = compiled(int4_linear, inputs)
+    exact = int4_linear(x.double(), weight, scale.double(), zero.double())
+    assert called(program) == []
+    for _ in range(2):
+        assert error(program(*inputs)[0], exact) <= 1.2 * error(int4_linear(*inputs), exact)
 
 
 @pytest.mark.parametrize("form", ["", "-routed", "-batched"])
