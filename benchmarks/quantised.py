@@ -3,6 +3,7 @@
     python benchmarks/quantised.py --device cuda --record              # 8B shapes and experts of three models, bfloat16
     python benchmarks/quantised.py --cases int8 int4 --rows 1          # on a CPU: a fourth of the width
     python benchmarks/quantised.py --device cuda --record --resume --seconds 160   # the cases that a run left
+    python benchmarks/quantised.py --device cuda --cases int4 --rows 1 8 --sizes 4096x11008 18944x3584 --record sizes
 
 Experts: "NAME" has sorted tokens, "NAME-routed" all that transformers does after the choice of experts, "NAME-batched"
 its form with a matrix for each row. "fxwrap" has the default options, "generated" computes every matmul that it can as
@@ -14,6 +15,7 @@ float64.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -143,9 +145,8 @@ class Case:
     weight_bytes: int
 
 
-def linear_case(name: str, rows: int, width: int, dtype: torch.dtype) -> Case:
-    """Returns a matmul of rows and of 4 * `width` quantised columns."""
-    columns = 4 * width
+def linear_case(name: str, rows: int, columns: int, width: int, dtype: torch.dtype) -> Case:
+    """Returns a matmul of rows and of quantised columns, both of `width` elements."""
     x = torch.randn(rows, width, dtype=dtype)
     scale = torch.rand(columns, dtype=dtype)
     if name == "int4":
@@ -203,16 +204,29 @@ MAX_BATCHED_TOKENS = 16
 """The largest number of tokens of which each row's matrices are copied."""
 
 
-def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) -> None:
-    """Measures all sides of a case and adds their rows."""
+def parsed_size(text: str) -> tuple[int, int]:
+    """Returns the columns and the products of a column of a matmul, as in "4096x11008"."""
+    columns, _, products = text.partition("x")
+    return int(columns), int(products)
+
+
+def case_label(name: str, size: tuple[int, int] | None) -> str:
+    """Returns the name of a case in tables, with its size."""
+    return f"{name} {size[0]}x{size[1]}" if size else name
+
+
+def measure(name: str, rows: int, size: tuple[int, int] | None, chosen: argparse.Namespace, report: Report) -> None:
+    """Measures all sides of a case and adds their rows; `size` is that of a matmul other than the 8B model's."""
     device = torch.device(chosen.device)
     torch.manual_seed(0)
     torch._dynamo.reset()
     dtype, divisor = getattr(torch, chosen.dtype), 1 if device.type == "cuda" else 4
+    label = case_label(name, size)
     with device:
         case = (
             expert_case(name, rows, divisor, dtype)
-            if name.partition("-")[0] in EXPERTS else linear_case(name, rows, 4096 // divisor, dtype)
+            if name.partition("-")[0] in EXPERTS
+            else linear_case(name, rows, *(size or (16384 // divisor, 4096 // divisor)), dtype)
         )  # fmt: skip
     wide = [item.double() if item.is_floating_point() and item.itemsize > 1 else item for item in case.inputs]
     expected = case.reference(*wide)
@@ -227,7 +241,7 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
         try:
             errors[side] = relative_error(run(), expected)
         except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
-            report.add({"case": name, "rows": rows, "side": side, "ms": None, "note": f"{type(error).__name__}"})
+            report.add({"case": label, "rows": rows, "side": side, "ms": None, "note": f"{type(error).__name__}"})
             continue
         contenders[side] = Contender(partial(repeat, run, chosen.calls), chosen.calls)
     source = torch.ones(min(max(case.weight_bytes, 1 << 20), 1 << 29), dtype=torch.uint8, device=device)
@@ -241,7 +255,7 @@ def measure(name: str, rows: int, chosen: argparse.Namespace, report: Report) ->
         median = times[side].median
         ratio = round(median / times["inductor"].median, 3) if "inductor" in errors else None
         row: Row = {
-            "case": name, "rows": rows, "side": side, "ms": round(1e3 * median, 4), "/ inductor": ratio,
+            "case": label, "rows": rows, "side": side, "ms": round(1e3 * median, 4), "/ inductor": ratio,
             "bandwidth": round(case.weight_bytes / median / bandwidth, 3), "error": distance,
         }  # fmt: skip
         report.add(row, {"seconds": times[side].samples, "copy": times["copy"].samples})
@@ -254,6 +268,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 1024], help="rows, or tokens of experts")
+    parser.add_argument("--sizes", type=parsed_size, nargs="+", default=[None], help="COLUMNSxPRODUCTS of matmuls")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5, help="calls of a round")
     parser.add_argument("--resume", action="store_true", help="skip cases that the result file has")
@@ -265,11 +280,12 @@ def main() -> None:
     measured = {(row["case"], row["rows"]) for row in earlier}
     report = Report(table, chosen, torch.device(chosen.device), earlier=earlier, earlier_raw=raw)
     for name in [item for item in chosen.cases if item not in GPU_CASES or chosen.device != "cpu"]:
-        for rows in chosen.rows:
+        for size, rows in itertools.product(chosen.sizes, chosen.rows):
             is_large = name.endswith("-batched") and rows > MAX_BATCHED_TOKENS
-            if is_large or (name, rows) in measured or time.perf_counter() - start > chosen.seconds:
+            is_known = (case_label(name, size), rows) in measured
+            if is_large or is_known or time.perf_counter() - start > chosen.seconds:
                 continue
-            measure(name, rows, chosen, report)
+            measure(name, rows, size, chosen, report)
 
 
 if __name__ == "__main__":
