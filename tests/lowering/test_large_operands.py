@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.devices import CPU, CUDA
 
 STRIDE = 1 << 30
 SHAPE = (5, 70)
@@ -33,7 +36,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_strides_beyond_32_bits(name: str, mode: str, kernels: str, tmp_path: Path) -> None:
     function, elements = FUNCTIONS[name], torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
-    x = _sparse(tmp_path / "x")
+    x = _sparse(tmp_path / "x", SHAPE, (STRIDE, 1))
     options = Options(cpu_kernels=kernels, matmul_kernels="generated", compile_cache=False, fallback="error")
     graph = make_fx(function, tracing_mode=mode)(x)
     compiled = fxwrap.compile_graph(graph, None if mode == "symbolic" else (x,), options=options)
@@ -44,12 +47,83 @@ def test_strides_beyond_32_bits(name: str, mode: str, kernels: str, tmp_path: Pa
     torch.testing.assert_close(x.clone(), expected_input)
 
 
-def _sparse(path: Path) -> Tensor:
-    """Returns rows that are 4 GiB apart in a file without content, of which few pages are written."""
-    count = (SHAPE[0] - 1) * STRIDE + SHAPE[1]
+def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    attended = flex_attention(query, key, value, score_mod=lambda score, b, h, row, column: score + bias[row, column])
+    assert isinstance(attended, Tensor)
+    return attended
+
+
+def _int4(x: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
+    numbers = torch.stack([weights & 15, weights >> 4], -1).flatten(-2).to(x.dtype)
+    return x @ (numbers.unflatten(-1, (-1, 8)) * scales[..., None]).flatten(-2).t()
+
+
+def _scatter(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    x.index_add_(0, index, values)
+    x.index_put_((index,), values * 2, accumulate=True)
+    return x.sum(0)
+
+
+def _cache(cache: Tensor, entries: Tensor, index: Tensor) -> Tensor:
+    cache.index_copy_(1, index, entries)
+    return cache.sum(1)
+
+
+FAR = (160, 80, STRIDE, 1)
+"""Strides of (batch, head, position, element)."""
+
+SEVERAL: dict[str, tuple[Callable[..., Tensor], Sequence[tuple[Tensor, tuple[int, ...]]]]] = {
+    "flex_attention": (_attention, [*[(torch.randn(2, 2, 5, 16), FAR)] * 3, (torch.randn(5, 5), (STRIDE, 1))]),
+    "decoding": (_attention, [(torch.randn(1, 2, 1, 16), FAR), *[(torch.randn(1, 2, 5, 16), FAR)] * 2,
+                              (torch.randn(1, 5), (5, 1))]),
+    "int4": (_int4, [(torch.randn(1, 16).bfloat16(), (16, 1)),
+                     (torch.randint(0, 256, (5, 8)).to(torch.uint8), (STRIDE, 1)),
+                     (torch.rand(5, 2).bfloat16(), (STRIDE, 1))]),
+    "grouped": (lambda x, w, ends: torch._grouped_mm(x, w, offs=ends).sin(),
+                [(torch.randn(5, 16).bfloat16(), (STRIDE, 1)),
+                 (torch.randn(3, 16, 16).bfloat16(), (STRIDE + 16, 16, 1)),
+                 (torch.tensor([2, 3, 5], dtype=torch.int32), (1,))]),
+    "scatter": (_scatter, [(torch.randn(5, 7), (STRIDE, 1)), (torch.tensor([4, 1, 4]), (1,)),
+                           (torch.randn(3, 7), (STRIDE, 1))]),
+    "cache": (_cache, [(torch.randn(2, 5, 8), (8, STRIDE, 1)), (torch.randn(2, 2, 8), (16, 8, 1)),
+                       (torch.tensor([4, 1]), (1,))]),
+}  # fmt: skip
+
+PARALLEL = replace(
+    CPU, massively_parallel=True, kernel_language="triton", multiprocessors=CUDA.multiprocessors,
+    combo_kernel_bytes=CUDA.combo_kernel_bytes,
+)  # fmt: skip
+SPECS: Mapping[str, Any] = {"cpp": CPU, "triton": PARALLEL}
+
+
+@pytest.mark.parametrize("kernels", SPECS)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_operands_beyond_32_bits(name: str, kernels: str, tmp_path: Path) -> None:
+    function, operands = SEVERAL[name]
+    inputs = [_sparse(tmp_path / str(n), item.shape, to, item.dtype) for n, (item, to) in enumerate(operands)]
+    for x, (elements, _) in zip(inputs, operands):
+        x.copy_(elements)
+    options = {
+        "devices": [SPECS[kernels]], "cpu_kernels": kernels, "matmul_kernels": "generated", "compile_cache": False,
+        "fallback": "error",
+    }  # fmt: skip
+    torch.compiler.reset()
+    with torch.no_grad():
+        result = torch.compile(function, backend="fxwrap", options=options)(*inputs)
+        expected_inputs = [item.clone() for item, _ in operands]
+        expected = function(*expected_inputs)
+    tolerance = 2e-2 if expected.dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    for x, wanted in zip(inputs, expected_inputs):
+        torch.testing.assert_close(x.clone(), wanted)
+
+
+def _sparse(path: Path, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns elements that are gigabytes apart in a file without content, of which few pages are written."""
+    count = sum([(size - 1) * stride for size, stride in zip(shape, strides)]) + 1
     with path.open("wb") as file:
-        file.truncate(count * 4)
-    return torch.from_file(str(path), shared=True, size=count).as_strided(SHAPE, (STRIDE, 1))
+        file.truncate(count * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=count, dtype=dtype).as_strided(shape, strides)
 
 
 @pytest.mark.gpu

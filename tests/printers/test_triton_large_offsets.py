@@ -6,16 +6,21 @@ Tensors are files without content, of which the interpreter reads and writes few
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Index, Kernel, KernelBuilder, as_index, index_range, linearize_index
+from fxwrap.devices import CUDA
+from fxwrap.loop_ir import Axis, Index, Kernel, KernelBuilder, as_index, index_range, linearize_index, parse_kernel
+from fxwrap.printers import KernelRequest, PrintedKernel, candidate_kernels
 from fxwrap.printers.triton import print_triton
 from fxwrap.symbolic import make_symbol
+from tests.printers.test_cpp_printer_contractions import matmul
+from tests.printers.test_triton_grouped_contractions import GROUPED
 from tests.printers.triton_kernels import build, launch_interpreted
+from tests.support.attention_kernel import attention_kernel
 
 I8 = torch.int8
 
@@ -66,28 +71,96 @@ def test_the_last_elements_are_copied(case: str, tmp_path: Path) -> None:
     count = kernel.outputs[0].extent
     assert isinstance(count, int)
     buffers = (*kernel.inputs, *kernel.outputs)
-    tensors = {item.name: _without_content(tmp_path / item.name, item.extent) for item in buffers}
+    tensors = {item.name: _without_content(tmp_path / item.name, item.extent, I8) for item in buffers}
     last = range(max(count - 5, 0), count)
     for at in last:
         tensors["x"][place(at)] = at % 100 + 1
-    _run_last_program(kernel, tensors)
+    _run_last_program(kernel, print_triton(kernel), tensors)
     assert [int(tensors["out"][at]) for at in last] == [at % 100 + 1 for at in last]
 
 
-def _without_content(path: Path, extent: object) -> torch.Tensor:
+@dataclass(frozen=True)
+class LastElements:
+    """A kernel, the last elements of its inputs, with zeros before them, and those of its result."""
+
+    kernel: Kernel
+    inputs: Mapping[str, torch.Tensor]
+    expected: torch.Tensor
+
+
+def _random(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+def _attention(heads: int, rows: int, keys: int) -> LastElements:
+    """The last rows of the last head see all keys; no head has a bias."""
+    kernel, last = attention_kernel(heads, rows, keys, 16, 16, torch.bfloat16), min(rows, 2)
+    query, key, value = _random(last, 16), _random(keys, 16), _random(keys + 1, 16)[1:]
+    scores = query.float() @ key.float().t()
+    visible = torch.arange(rows - last, rows)[:, None] >= torch.arange(keys) - 2
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return LastElements(kernel, {"query": query, "key": key, "value": value}, weights @ value.float())
+
+
+def _matmul(rows: int, columns: int) -> LastElements:
+    a, b = _random(min(rows, 2), 16), _random(2, 16)
+    inputs = {"a": a, "b": b} if rows > columns else {"a": a[-1:], "b": b}
+    return LastElements(matmul(rows, columns, 16, "bf16"), inputs, -(inputs["a"].float() @ b.float().t()))
+
+
+def _grouped(rows: int, groups: int) -> LastElements:
+    text = GROUPED.replace("37", str(rows)).replace("[4*24", f"[{groups}*24").replace("<4>", f"<{groups}>")
+    a, w, bias = (_random(*sizes, dtype=torch.float16) for sizes in ((2, 40), (24, 40), (24,)))
+    inputs = {"a": a, "w": w, "bias": bias.float(), "group": torch.full((rows if rows < 99 else 99,), groups - 1)}
+    return LastElements(parse_kernel(text), inputs, a.float() @ w.float().t() + bias)
+
+
+LAST_ELEMENTS: dict[str, Callable[[], LastElements]] = {
+    "rows of attention": lambda: _attention(1, (1 << 27) + 37, 35),
+    "heads of attention": lambda: _attention((1 << 25) + 3, 5, 7),
+    "keys of decoding": lambda: _attention((1 << 24) + 3, 1, 40),
+    "rows of a matmul": lambda: _matmul((1 << 27) + 5, 16),
+    "columns of a matmul": lambda: _matmul(4, (1 << 27) + 5),
+    "columns of one row": lambda: _matmul(1, (1 << 27) + 5),
+    "rows of groups": lambda: _grouped((1 << 26) + 5, 4),
+    "groups of rows": lambda: _grouped(37, (1 << 22) + 3),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("case", LAST_ELEMENTS)
+def test_the_last_elements_are_right_in_every_configuration(case: str, tmp_path: Path) -> None:
+    last = LAST_ELEMENTS[case]()
+    kernel, expected = last.kernel, last.expected.flatten()
+    candidates = candidate_kernels(KernelRequest(kernel, "triton", torch.device("cuda", 0), CUDA, int))
+    assert len(candidates) > 1
+    for candidate in candidates:
+        buffers = (*kernel.inputs, *kernel.outputs)
+        tensors = {item.name: _without_content(tmp_path / item.name, item.extent, item.dtype) for item in buffers}
+        for name, elements in last.inputs.items():
+            tensors[name][-elements.numel() :] = elements.flatten()
+        _run_last_program(kernel, candidate(), tensors)
+        result = tensors[kernel.outputs[0].name][-expected.numel() :].float()
+        computed = result != 0  # a program may have few of the columns
+        assert computed[-1]
+        torch.testing.assert_close(result[computed], expected[computed], rtol=1e-2, atol=1e-2)
+
+
+def _without_content(path: Path, extent: object, dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor of zeros that takes no memory before it is written."""
     assert isinstance(extent, int)
     with path.open("wb") as file:
-        file.truncate(extent)
-    return torch.from_file(str(path), shared=True, size=extent, dtype=I8)
+        file.truncate(extent * dtype.itemsize)
+    return torch.from_file(str(path), shared=True, size=extent, dtype=dtype)
 
 
-def _run_last_program(kernel: Kernel, tensors: Mapping[str, torch.Tensor]) -> None:
-    printed = print_triton(kernel)
-    (programs, *_), first = printed.grid, "tl.program_id(0)"
+def _run_last_program(kernel: Kernel, printed: PrintedKernel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Runs the program of the last elements: the first one, if programs go through them in reverse."""
+    (programs, *_), first, count = printed.grid, "tl.program_id(0)", "tl.num_programs(0)"
     assert isinstance(programs, int)
-    assert ".to(tl.int64)" in printed.source
-    source = printed.source.replace(first, f"({first} + {programs - 1})")
+    assert "tl.int64)" in printed.source
+    number = first if f"{count} - 1 - {first}" in printed.source else f"({first} + {programs - 1})"
+    source = printed.source.replace(first, number).replace(count, str(programs))
     launch_interpreted(kernel, replace(printed, source=source, grid=(1, 1, 1)), tensors)
 
 
