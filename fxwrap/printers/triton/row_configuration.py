@@ -120,6 +120,7 @@ def _looped_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfi
     if count >= 2 * wave:  # rows of one multiprocessor hide each other's latency
         shapes.reverse()
     shapes.append((max(loop // 4, 1), 8))
+    shapes = [(_filled_block(kernel, r), warps) for r, warps in shapes]
     looped = [
         TileConfiguration(y=kernel.axes, r_block=r, looped=True, num_warps=min(warps, warps_of_tile(r, 8)))
         for r, warps in shapes
@@ -142,6 +143,17 @@ def has_long_iterations(kernel: Kernel) -> bool:
     """Whether an element takes so many instructions that a thread has registers for few in a step of a loop."""
     cost = sum(OPERATIONS[item.name].cost for item in kernel.operations if isinstance(item, Compute))
     return cost >= _MIN_COST
+
+
+def _filled_block(kernel: Kernel, block: int) -> int:
+    """Returns the block, or a smaller one whose steps along rows of a known length are less empty.
+
+    Each step takes as long as a full one, and threads of large blocks have registers for few programs.
+    """
+    size = kernel.reduced_count
+    while isinstance(size, int) and block > _SHORT_ROW and -(-size // block) * block * 4 > size * 5:
+        block //= 2
+    return block
 
 
 def _bytes_of_row_elements(kernel: Kernel) -> int:
