@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import torch
@@ -110,6 +110,35 @@ def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
     is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
     is_load = isinstance(operations[first], Load)
     return is_direct and (is_load or not any(isinstance(item, Load | Store) for item in between))
+
+
+def has_vectors(kernel: Kernel, axes: Sequence[Axis], joined: Collection[int]) -> bool:
+    """Whether at least half of the accesses that vary along the last axis of a dimension of `axes` are of vectors.
+
+    A thread has the same elements in all accesses: those of a vector are far from those of the next thread where they
+    are accessed one by one. For atomic ones they would be copied to other threads. `joined` are the positions of
+    accesses that are printed as one with others.
+    """
+    if len(axes) == 1:
+        return True
+    inner, vectors, others = axes[-1], 0, 0
+    for position, (access, varying) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
+        if isinstance(access, Load | Store) and inner in varying:
+            if isinstance(access, Store) and access.mode != "set" and access.index.stride(inner) != ONE:
+                return False
+            is_vector = position in joined or _is_vector(access, axes)
+            vectors, others = vectors + is_vector, others + (not is_vector)
+    return vectors >= others
+
+
+def _is_vector(access: Load | Store, axes: Sequence[Axis]) -> bool:
+    """Whether threads access whole vectors: along all axes of a dimension without a mask, or along an even last one."""
+    if access.mask is None and row_step(access.index, axes) == ONE:
+        return True
+    inner, index = axes[-1], access.index
+    strides = [index.stride(axis) for axis in index.axes() - {inner}]
+    lengths = [inner.size, *[None if stride is None else stride.constant for stride in strides]]
+    return index.stride(inner) == ONE and all(isinstance(item, int) and item % 2 == 0 for item in lengths)
 
 
 def _atoms(operation: Operation) -> set[Atom]:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from fxwrap.loop_ir import ONE, Axis, InterleavedAccess, Load, Store
-from fxwrap.printers.triton.accesses import joined_accesses, row_step
+from fxwrap.loop_ir import Axis, InterleavedAccess, Load, Store
+from fxwrap.printers.triton.accesses import has_vectors, joined_accesses
 from fxwrap.printers.triton.tile_printer import TilePrinter
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import Size, product
@@ -60,29 +60,12 @@ class InterleavedPrinter(TilePrinter):
         if dimension.name != "x" or self.kernel.reduced or self.parameters.is_combined:
             return text
         alignment = MAX_VECTOR_ELEMENTS
-        if not self._has_vectors(dimension):
+        if not has_vectors(self.kernel, dimension.axes, self.joined):
             alignment = 1
         elif dimension.masked and isinstance(size, int):
             alignment = math.gcd(size * count, MAX_VECTOR_ELEMENTS)
         alignments = [1] * (len(self.tile.dimensions) - 1) + [alignment]
         return text if alignment == MAX_VECTOR_ELEMENTS else f"tl.multiple_of({text}, {alignments})"
-
-    def _has_vectors(self, dimension: Dimension) -> bool:
-        """Whether at least half of the accesses that vary along the last axis of a dimension are of vectors.
-
-        A thread has the same elements in all accesses: those of a vector are far from those of the next thread where
-        they are accessed one by one. For atomic ones they would be copied to other threads.
-        """
-        if len(dimension.axes) == 1:
-            return True
-        inner, vectors, others = dimension.axes[-1], 0, 0
-        for position, (access, axes) in enumerate(zip(self.kernel.operations, self.kernel.address_axes, strict=True)):
-            if isinstance(access, Load | Store) and inner in axes:
-                if isinstance(access, Store) and access.mode != "set" and access.index.stride(inner) != ONE:
-                    return False
-                is_vector = position in self.joined or _is_vector(access, dimension)
-                vectors, others = vectors + is_vector, others + (not is_vector)
-        return vectors >= others
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
@@ -173,16 +156,6 @@ class InterleavedPrinter(TilePrinter):
         """Returns the sizes of a block along dimensions, the last one `count` times as wide."""
         sizes = [item.block_constant if n in span else "1" for n, item in enumerate(self.tile.dimensions)]
         return sizes if count == 1 else [*sizes[:-1], f"{count} * {sizes[-1]}"]
-
-
-def _is_vector(access: Load | Store, dimension: Dimension) -> bool:
-    """Whether threads access whole vectors: along all axes of a dimension without a mask, or along an even last one."""
-    if access.mask is None and row_step(access.index, dimension.axes) == ONE:
-        return True
-    inner, index = dimension.axes[-1], access.index
-    strides = [index.stride(axis) for axis in index.axes() - {inner}]
-    lengths = [inner.size, *[None if stride is None else stride.constant for stride in strides]]
-    return index.stride(inner) == ONE and all(isinstance(item, int) and item % 2 == 0 for item in lengths)
 
 
 def _wide_axis(dimension: Dimension, count: int) -> Axis:

@@ -10,9 +10,11 @@ from collections import Counter
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
 from fxwrap.printers.triton.accesses import (
+    LANES,
     MIN_TILE_SIDE,
     Hint,
     contiguous_axes,
+    has_vectors,
     is_unaligned,
     itemsize,
     joined_accesses,
@@ -22,6 +24,9 @@ from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, pr
 
 _ROW_ELEMENTS, _GATHERED_ELEMENTS = 8, 4
 """The elements of a thread at indirect indices: of rows, whose elements are contiguous, and of single elements."""
+
+_SINGLE_ELEMENTS = 4
+"""The elements of a thread that accesses them one by one: more need registers for addresses, and save nothing."""
 
 _MIN_ROW_BLOCK = 128
 """The least columns of a block of rows at indirect indices: a vector of four for each thread of a warp."""
@@ -44,11 +49,19 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     if other is not None and hint(inner.size) >= MIN_TILE_SIDE:
         return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, inner, hint, spec)
+    if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
+        block = min(block, LANES * warps * _SINGLE_ELEMENTS)
     rows = _broadcast_rows(kernel, inner, hint)
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
     sizes.append((4 * block, 2 * warps))
     return [*shared, *[_pointwise_tile(kernel, inner, hint, *size) for size in sizes]]
+
+
+def _has_single_elements(kernel: Kernel, tile: TileConfiguration) -> bool:
+    """Whether threads access elements of several axes one by one, except at indirect indices."""
+    joined = {at for item in joined_accesses(kernel, tile.x[-1]) for at in item.positions}
+    return not any(map(_is_gather, _accesses(kernel))) and not has_vectors(kernel, tile.x, joined)
 
 
 def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
@@ -143,8 +156,8 @@ def _pointwise_tile(
     while is_row and filled * 4 > size * 5 and x_block > _MIN_ROW_BLOCK:
         x_block //= 2
         filled = -(-size // x_block) * x_block
-    has_vectors = is_unaligned(kernel, inner) and _is_linear(kernel)
-    if not rest or has_vectors or (filled * 4 > size * 5 and isinstance(inner.size, int)):
+    is_linear = is_unaligned(kernel, inner) and _is_linear(kernel)
+    if not rest or is_linear or (filled * 4 > size * 5 and isinstance(inner.size, int)):
         return TileConfiguration(x=kernel.axes, x_block=block, num_warps=warps)
     y_block = max(block // x_block, 1) * rows
     return TileConfiguration(x=(inner,), y=rest, x_block=x_block, y_block=y_block, num_warps=warps)
