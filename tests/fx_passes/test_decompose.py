@@ -326,3 +326,15 @@ def test_nothing_is_traced_without_composites_and_equal_calls_once() -> None:
     assert trace.call_count == 1
     assert len([line for line in compiled.program.lines() if isinstance(line, Launch)]) == 5
     check(compiled, layers, inputs)
+
+
+@pytest.mark.parametrize("operator", [aten.silu_backward.default, aten.mish_backward.default], ids=str)
+def test_composites_with_kernels_on_a_device_that_this_torch_lacks_stay_calls(operator: Any) -> None:
+    """A program for another machine has the same kernels as one that is compiled there."""
+    with FakeTensorMode():
+        inputs = [torch.empty(8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    graph = Graph()
+    operands = [graph.placeholder(name) for name in ("gradient", "x")]
+    graph.output((graph.call_function(operator, tuple(operands)),))
+    (kernel,) = fxwrap.lower(GraphModule({}, graph), inputs, options=UNCACHED).kernels
+    assert kernel.name.startswith(operator.name().split("::")[1])
