@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -33,8 +34,11 @@ ROWS, COLUMNS = 8192, 4096
 SPILLED = re.compile(r"st\.local|ld\.local")
 
 
-def compiled(printed: PrintedKernel, capability: int = 90) -> Any:
-    """A kernel compiled for a compute capability, 90 for 9.0, its pointers and numbers divisible by 16."""
+def compiled(printed: PrintedKernel, capability: int = 90, **more: Any) -> Any:
+    """A kernel compiled for a compute capability, 90 for 9.0, its pointers and numbers divisible by 16.
+
+    `more` are options of the compiler.
+    """
     function = load_jit_function(printed.source)
     names = {"f16": "fp16", "f32": "fp32", "f64": "fp64"}
     types = [names.get(entry.removeprefix("*"), entry.removeprefix("*")) for entry in printed.signature]
@@ -47,7 +51,7 @@ def compiled(printed: PrintedKernel, capability: int = 90) -> Any:
     divisible = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(kinds) if kind[:2] != "fp"}
     source = ASTSource(function, signature, constants, divisible)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": False, **options})
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False, **options, **more})
 
 
 def instructions(kernel: Kernel, configuration: Configuration | None = None) -> str:
@@ -94,6 +98,17 @@ def transposed_sum() -> Kernel:
 
     inputs = {"a": (BF16, ROWS * COLUMNS), "b": (BF16, ROWS * COLUMNS)}
     return build([i, j], [], inputs, {"out": (BF16, ROWS * COLUMNS)}, write)
+
+
+def softmax_sum() -> Kernel:
+    """The maximum of each row plus the root of its sum of exponentials, which may flush to zero."""
+    row, column = Axis("p0", ROWS), Axis("r0", 1024)
+
+    def write(body: KernelBuilder) -> None:
+        largest, total = body.reduce("softmax", body.load("x", as_index(row) * 1024 + column, BF16).to(F32))
+        body.store("out", as_index(row), largest + total.sqrt())
+
+    return build([row], [column], {"x": (BF16, ROWS * 1024)}, {"out": (F32, ROWS)}, write)
 
 
 def column_statistics() -> Kernel:
@@ -146,6 +161,17 @@ def test_typical_kernels_use_vector_accesses_without_spills(name: str) -> None:
 def test_column_reductions_use_vector_accesses_without_spills() -> None:
     text = instructions(column_statistics())
     assert re.search(r"ld\.global\S*\.v4\.|cp\.async\.cg", text)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "instruction"),
+    [(pointwise({"x": BF16}, lambda x: x.rsqrt()), "rsqrt"),
+     (pointwise({"x": BF16}, lambda x: x * 0.5 * (x.erf() + 1.0)), "ex2"), (softmax_sum(), "ex2")],
+    ids=["rsqrt", "gelu", "softmax"],
+)  # fmt: skip
+def test_functions_of_one_instruction_need_no_libdevice(kernel: Kernel, instruction: str) -> None:
+    binary = compiled(print_triton(kernel), extern_libs=(("libdevice", os.devnull),))
+    assert f"{instruction}.approx.ftz.f32" in binary.asm["ptx"]
 
 
 def test_symbolic_sizes_keep_vector_accesses() -> None:

@@ -243,3 +243,13 @@ def test_softmax_sums_flush_small_exponentials_to_zero() -> None:
     for configuration in (TileConfiguration(y=(p,), r_block=16), TileConfiguration(y=(p,), r_block=8, looped=True)):
         assert "exp_ftz(" in check(kernel, configuration, inputs={"x": operand})
     assert "exp_ftz(" not in print_triton(softmax_kernel(8, 64)).source, "what is stored keeps small numbers"
+
+
+def test_reductions_without_softmax_have_no_exponential() -> None:
+    p, r = Axis("p0", 64), Axis("r0", 256)
+
+    def write(body: KernelBuilder) -> None:
+        (total,) = body.reduce("sum", body.load("x", as_index(p) * 256 + r, BF16).to(F32))
+        body.store("out", as_index(p), total)
+
+    assert "libdevice" not in print_triton(build([p], [r], {"x": (BF16, 64 * 256)}, {"out": (F32, 64)}, write)).source

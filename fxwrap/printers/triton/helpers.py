@@ -64,9 +64,25 @@ def to_int32_or_minus_one(a):
     return tl.where((a >= 0) & (a <= 2147483647), a, -1).to(tl.int32)
 
 
+def float_rsqrt(x):
+    """1 / sqrt(x) of float32. In PTX it is one instruction, for which libdevice need not be linked: that is slow."""
+    if has_ptx():
+        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return libdevice.rsqrt(x)
+
+
+def float_exp2(x):
+    """2 ** x of float32, or 0 below the smallest normal number. In PTX it is one instruction, as in `float_rsqrt`."""
+    if has_ptx():
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return libdevice.exp2(x)
+
+
 def exp_ftz(x):
     """exp, or 0 below the smallest normal number, which is two instructions where tl.exp is five."""
-    return libdevice.exp2(x * 1.4426950408889634)
+    return float_exp2(x * 1.4426950408889634)
 
 
 def float_remainder(a, b):
@@ -161,13 +177,13 @@ def fast_erf(x):
     power = tl.fma(power, size, -1.4848159e-1)
     power = tl.fma(power, size, -9.184164e-1)
     power = tl.fma(power, size, -1.6279086)
-    found = 1.0 - tl.exp2(power * size)
+    found = 1.0 - float_exp2(power * size)
     return tl.where(x < 0, -found, found)
 
 
 def fast_tanh(x):
     """The hyperbolic tangent to 1e-7, absolutely: for sums with 1 that half precision keeps little of."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+    return 1.0 - 2.0 / (1.0 + float_exp2(x * 2.8853900817779268))
 
 
 def digamma(x):
@@ -282,7 +298,7 @@ def to_float8_e5m2(x):
 
 def masked_bytes(code, MASK: tl.constexpr, ASSEMBLY: tl.constexpr):
     """The bits of bytes that a mask has, four bytes at a time where registers hold as many."""
-    if has_packed_bytes():
+    if has_ptx():
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         return code & MASK
@@ -290,7 +306,7 @@ def masked_bytes(code, MASK: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 def shifted_bytes(code, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Bytes shifted to the right, four at a time where registers hold as many."""
-    if has_packed_bytes():
+    if has_ptx():
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,r", [code], dtype=tl.uint8, is_pure=True, pack=4)
     else:
         return code >> COUNT
@@ -306,7 +322,7 @@ def half_precision_of_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 def biased_bytes(code, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """The half-precision numbers whose bits are those of a power of two plus bytes: their sums."""
-    if has_packed_bytes():
+    if has_ptx():
         return half_precision_of_bytes(code, DTYPE, ASSEMBLY)
     else:
         return (code.to(tl.float32) + BIAS).to(DTYPE)
@@ -314,7 +330,7 @@ def biased_bytes(code, BIAS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.con
 
 def biased_floats(code, ASSEMBLY: tl.constexpr):
     """The float32 numbers that are 128 plus bytes below 128, by their bits."""
-    if has_packed_bytes():
+    if has_ptx():
         return tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
     else:
         return code.to(tl.float32) + 128
@@ -337,7 +353,7 @@ def bytes_of_words(words):
 
 def ones_like_bytes(code, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Ones in the layout of bytes, so that a dot shares its other operand with dots of these."""
-    if has_packed_bytes():
+    if has_ptx():
         return half_precision_of_bytes(code, DTYPE, ASSEMBLY)
     else:
         return (code * 0 + 1).to(tl.float32).to(DTYPE)
@@ -393,13 +409,13 @@ has_float8.__triton_builtin__ = True
 '''.strip()
 """A function of Triton's compiler, which calls it with the options of the compilation."""
 
-_HAS_PACKED_BYTES = '''
-def has_packed_bytes(_semantic=None):
+_HAS_PTX = '''
+def has_ptx(_semantic=None):
     """Whether the kernel is compiled for a GPU with PTX; not in Triton's interpreter."""
     return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
 
 
-has_packed_bytes.__triton_builtin__ = True
+has_ptx.__triton_builtin__ = True
 '''.strip()
 
 _HAS_DEPENDENT_LAUNCH = '''
@@ -415,7 +431,7 @@ has_dependent_launch.__triton_builtin__ = True
 
 HELPERS: Mapping[str, str] = {
     "has_float8": _HAS_FLOAT8,
-    "has_packed_bytes": _HAS_PACKED_BYTES,
+    "has_ptx": _HAS_PTX,
     "has_dependent_launch": _HAS_DEPENDENT_LAUNCH,
 } | {
     match.group(1): "@triton.jit\n" + match.group(0).strip()

@@ -83,6 +83,7 @@ _FLOAT: dict[str, str] = {
 
 _FLOAT32: dict[str, str] = {
     "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
+    "rsqrt": "float_rsqrt({0})", "exp2": "float_exp2({0})",
     "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "fast_erf": "fast_erf({0})",
     "fast_tanh": "fast_tanh({0})",
     "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",

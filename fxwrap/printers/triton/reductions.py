@@ -40,8 +40,8 @@ class RowContext:
 
     Fields: `axis` is its position among the `rank` dimensions of the tile; `shape` the tile's shape; `mask` the name of
     its mask; `position` the name of the element's position along it; `size` its size and `count` the text of that;
-    `block` the constant with the size of a block, `width`; `lanes` the positions in a block; `exp` the exponential
-    function; `create_name` returns an unused name; `use` records a helper.
+    `block` the constant with the size of a block, `width`; `lanes` the positions in a block; `exp` returns the
+    exponential function of softmaxes; `create_name` returns an unused name; `use` records a helper.
     """
 
     axis: int
@@ -54,7 +54,7 @@ class RowContext:
     block: str
     width: int
     lanes: str
-    exp: str
+    exp: Callable[[], str]
     create_name: Callable[[str], str]
     use: Callable[[str], str]
 
@@ -127,7 +127,7 @@ def reduce_persistent(
             f"{names[1]} = tl.sum({difference} * {difference}, {row.axis}{row.keep_dims_argument})",
         ]
     if kind == "softmax":
-        power = row.masked(f"{row.exp}({value} - {first})", "0.0")  # equal to the exponentials of the softmax
+        power = row.masked(f"{row.exp()}({value} - {first})", "0.0")  # equal to the exponentials of the softmax
         return [
             f"{first} = {reduce_expression('max', masked, dtype, row)}",
             f"{names[1]} = tl.sum({power}, {row.axis}{row.keep_dims_argument})",
@@ -282,7 +282,7 @@ def _accumulate_welford(value: str, dtype: torch.dtype, names: list[str], row: R
 
 
 def _accumulate_softmax(value: str, dtype: torch.dtype, names: list[str], row: RowContext) -> Accumulator:
-    name = TRITON_DTYPES[dtype]
+    name, exp = TRITON_DTYPES[dtype], row.exp()
     largest, total = names
     sums, higher, shift, inside = [row.create_name(item) for item in ("powers", "higher", "shift", "inside")]
     one = "()" if row.rank == 1 else _keep_dims_shape(row)
@@ -293,7 +293,7 @@ def _accumulate_softmax(value: str, dtype: torch.dtype, names: list[str], row: R
             f"{inside} = {row.masked(value, identity('softmax', dtype))}",
             f"{higher} = {_extreme('max', largest, block, dtype)}",
             f'{shift} = tl.where({higher} == float("-inf"), 0.0, {higher})',
-            f"{sums} = {sums} * {row.exp}({largest} - {shift}) + {row.exp}({inside} - {shift})",
+            f"{sums} = {sums} * {exp}({largest} - {shift}) + {exp}({inside} - {shift})",
             f"{largest} = {higher}",
         ],
         [f"{total} = tl.sum({sums}, {row.axis}{row.keep_dims_argument})"],

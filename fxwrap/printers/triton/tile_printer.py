@@ -119,7 +119,7 @@ class TilePrinter(TileOffsetPrinter):
             block=dimension.block_constant,
             width=dimension.block,
             lanes=self.row_lanes,
-            exp=self._exp_in_softmax(),
+            exp=self._exp_in_softmax,
             create_name=self.names.create_name,
             use=self.use,
         )

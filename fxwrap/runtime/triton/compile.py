@@ -81,10 +81,11 @@ def split_launch_options(options: KernelOptions) -> tuple[dict[str, Option], dic
     """Splits a kernel's options into constant parameters (in capitals) and compile options.
 
     `early_reads` describes the text and is neither. Floating-point fusion is off by default: Triton's default differs
-    between versions. Raises FxwrapError for an unknown option.
+    between versions. So are checks of integer overflow, which Triton traces and then removes where `debug` is off.
+    Raises FxwrapError for an unknown option.
     """
     constants = {name: option for name, option in options if name.isupper()}
-    compile_options: dict[str, Option] = {"enable_fp_fusion": False} | {
+    compile_options: dict[str, Option] = {"enable_fp_fusion": False, "sanitize_overflow": False} | {
         name: option for name, option in options if not name.isupper() and name != EARLY_READS
     }
     for name in compile_options:
