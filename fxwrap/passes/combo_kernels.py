@@ -147,10 +147,9 @@ def _bytes(line: Launch) -> int:
 
 def _accessed_bytes(kernel: KernelDefinition) -> int:
     """Returns the most bytes that a kernel accesses, a large number if they are unknown."""
-    scheduled = getattr(kernel.scheduled, "kernel", kernel.scheduled)  # Triton's have their configuration beside them
-    if not isinstance(scheduled, Kernel):
+    if not isinstance(kernel.loop_ir, Kernel):
         return _UNKNOWN_BYTES
-    return accessed_bytes(scheduled, lambda size: size if isinstance(size, int) else _UNKNOWN_BYTES)
+    return accessed_bytes(kernel.loop_ir, lambda size: size if isinstance(size, int) else _UNKNOWN_BYTES)
 
 
 def _tensors(line: Launch) -> list[Value]:

@@ -27,8 +27,8 @@ class PrintedKernel:
     Fields: `source` defines one function, named as in `fxwrap/devices/kernel_names.py`, whose parameters are the
     kernel's inputs, outputs and scalars, in this order; `signature` has the type of each ("*f32", "i64"); `options` are
     launch metadata as sorted pairs; `grid` has the sizes of the launch grid; `scheduled` is the loop IR kernel with its
-    schedule, in the printer's own form, for the language's `KernelCombiner`, reports and profiles; for the language
-    "fx" it is the region.
+    schedule, in the printer's own form, where the language's `KernelCombiner` may combine it; for the language "fx" it
+    is the region.
     """
 
     language: str

@@ -73,8 +73,7 @@ def _number(size: Size, values: Mapping[str, Number]) -> int:
 
 
 def _launch_work(line: Launch, program: Program, values: Mapping[str, Number]) -> Work:
-    scheduled = program.kernel(line.kernel).scheduled
-    kernel = getattr(scheduled, "kernel", scheduled)  # Triton's have their configuration beside them
+    kernel = program.kernel(line.kernel).loop_ir
     if not isinstance(kernel, Kernel):
         return Work(_tensor_bytes(_tensors(line), values))
     return Work(accessed_bytes(kernel, partial(_number, values=values)), *_kernel_flops(kernel, values))

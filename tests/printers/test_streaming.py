@@ -24,7 +24,7 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers import PrintedKernel
 from fxwrap.printers.cpp import print_cpp_kernel
-from fxwrap.printers.triton import StreamingConfiguration, configurations, group_key, print_triton
+from fxwrap.printers.triton import StreamingConfiguration, configurations, print_triton
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.runtime.kernels import load_kernel
 from tests.loop_ir.test_streaming import SUMS
@@ -258,13 +258,6 @@ def test_configurations_fit_shared_memory(kind: str, caplog: pytest.LogCaptureFi
     assert compiled(printed, 86).metadata.shared <= 99 << 10
     with pytest.raises(ScheduleError, match="no configuration fits 4096 bytes of shared memory"):
         streaming_configurations(kernel, int, spec=replace(CUDA, shared_memory_bytes=4096))
-
-
-def test_programs_have_the_loop_ir_of_streaming_reductions_but_combine_none() -> None:
-    """Profiles count its work."""
-    kernel = attention_kernel(rows=20, keys=35)
-    printed = print_triton(kernel, StreamingConfiguration(row_block=16, key_block=32))
-    assert printed.scheduled is kernel and group_key(printed) is None
 
 
 def test_steps_without_a_schedule_are_declined() -> None:

@@ -14,6 +14,7 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.artifact import parse
 from fxwrap.errors import ProfileError
+from fxwrap.lines import Launch
 from fxwrap.options import EMITTERS
 from fxwrap.profiling.limits import DeviceLimits
 from fxwrap.profiling.work import line_work
@@ -55,6 +56,28 @@ def test_work_of_kernels_counts_elements_once_and_rows_of_tables_as_often_as_the
     works = [line_work(line, program, {}) for line in program.body.lines if type(line).__name__ == "Launch"]
     assert sum([work.bytes for work in works]) == 4 * 16 * 4 * 3 + 4 * 8  # rows, x, result; indices
     assert 4 * 4 * 16 <= sum([work.flops for work in works]) <= 12 * 4 * 16
+
+
+def test_work_of_attention_is_the_same_in_all_kernel_languages() -> None:
+    """That of both matmuls, and of scores."""
+    x = torch.randn(1, 1, 32, 16)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops.higher_order.flex_attention
+        result: torch.Tensor = operator(x, x, x, lambda score, *_: score, every_block(32), 0.25, {})[0]
+        return result
+
+    flops = []
+    for language in ("cpp", "triton"):
+        program = fxwrap.lower(make_fx(attention)(x), [x], options=Options(cpu_kernels=language))
+        (launch,) = [line for line in program.body.lines if isinstance(line, Launch)]
+        flops.append(line_work(launch, program, {}).flops)
+    assert flops[0] == flops[1] and 2 * 2 * 32 * 32 * 16 <= flops[0] <= 3 * 2 * 32 * 32 * 16
+
+
+def every_block(length: int) -> tuple[object, ...]:
+    """The block mask of FlexAttention that visits all keys."""
+    return (1, 1, *[None] * 8, 1 << 30, 1 << 30, lambda b, h, q, k: q >= 0)
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)

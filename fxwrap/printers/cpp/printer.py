@@ -79,7 +79,7 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
     )
     headers = ((_VECTOR_MATH, _VECTOR_MATH_CALLS), (_HALF_BLOCKS, _HALF_BLOCK_CALLS))
     includes = INCLUDE + "".join([header for header, calls in headers if any(call in body for call in calls)])
-    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature, scheduled=kernel)
+    return PrintedKernel("cpp", f"{includes}\n{head}\n{body}\n}}\n", signature)
 
 
 def _make_loop_printer(plan: LoopPlan, writer: CppSourceWriter, origin_comments: bool) -> LoopPrinter:

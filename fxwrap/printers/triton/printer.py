@@ -92,8 +92,7 @@ def print_triton(
     """
     configuration, limits = configuration or configurations(kernel)[0], limits or {}
     if isinstance(configuration, StreamingConfiguration):
-        text = StreamingTritonPrinter(collapse_bool_casts(kernel), configuration, limits).print()
-        return replace(text.printed(name), scheduled=kernel)  # the loop IR alone: no combo kernel has it
+        return StreamingTritonPrinter(collapse_bool_casts(kernel), configuration, limits).print().printed(name)
     scheduled = ScheduledKernel(kernel, configuration, limits)
     printed = scheduled.text(BodyParameters()).printed(name)
     return replace(printed, scheduled=replace(scheduled, source=printed.source))
