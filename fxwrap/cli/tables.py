@@ -45,8 +45,8 @@ _USER_FX_PASSES: tuple[Step[object, object], ...] = (
 _GROUPS: tuple[tuple[str, Iterable[Step[Any, Any]]], ...] = (
     ("Dynamo's graph, under torch.compile", DYNAMO_PASSES),
     ("joint graph of training", JOINT_GRAPH_PASSES),
-    ("exported program, instead of the next group", EXPORTED_GRAPH_PASSES),
     ("graph of ATen operators", (*SOURCE_PASSES, *_USER_FX_PASSES)),
+    ("exported program, before the user's passes", EXPORTED_GRAPH_PASSES),
     ("graph with fake values", FX_PASSES),
     ("program", PROGRAM_STEPS),
     ("emission", EMISSION_STEPS),

@@ -11,8 +11,10 @@ import logging
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,6 +36,7 @@ from fxwrap.torch_compat import (
     in_fake_mode,
     is_composite,
     name_unbacked_as,
+    symbol_expression,
     tree_flatten,
     tree_unflatten,
     without_logged_errors,
@@ -152,6 +155,7 @@ class _Decomposer:
         self.graph = Graph()
         self.node_map: dict[Node, Any] = {}
         self.fakes: dict[Node, Any] = {}
+        self.numbers: dict[sympy.Basic, Node] = {}
         self.results = CallResults()
         self.traces: dict[str, GraphModule | None] = {}
         self.attributes: dict[str, object] = {}
@@ -174,7 +178,7 @@ class _Decomposer:
             return
         copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
         if node in self.source_fakes:
-            self.fakes[copy] = self.source_fakes[node]
+            self._define(copy, self.source_fakes[node])
             if node.op != "output":
                 copy.meta["val"] = self.source_fakes[node]
 
@@ -237,7 +241,8 @@ class _Decomposer:
                 values[inner] = self._attribute(f"{node.name}_{inner.target}", attribute_of(inner), call.tensors[0])
             elif inner.op == "call_function":
                 name = node.name if inner is result else f"{node.name}_{inner.name}"
-                values[inner] = self._call(inner, values, name, node, call.tensors[0])
+                known = self._number(inner.meta.get("val"))
+                values[inner] = known or self._call(inner, values, name, node, call.tensors[0])
         return map_arg(result, values.__getitem__)
 
     def _call(self, inner: Node, values: Mapping[Node, Any], name: str, origin: Node, like: FakeTensor) -> Node:
@@ -253,8 +258,38 @@ class _Decomposer:
         else:
             fake = self.results.run(copy, self.fakes, like)
         copy.meta["val"] = fake
-        self.fakes[copy] = fake
+        self._define(copy, fake)
         return copy
+
+    def _define(self, copy: Node, fake: object) -> None:
+        """Records the fake value of a node of the copy."""
+        self.fakes[copy] = fake
+        if isinstance(fake, torch.SymInt):
+            self.numbers.setdefault(symbol_expression(fake), copy)
+
+    def _number(self, fake: object) -> Node | None:
+        """Returns the node of a symbolic number, or a new one that reads it from the size of an input.
+
+        Passes look for results with one reader, which their sizes should not count as.
+        """
+        if not isinstance(fake, torch.SymInt):
+            return None
+        number = symbol_expression(fake)
+        if number not in self.numbers and number in self.input_sizes:
+            size = self.graph.create_node("call_function", torch.ops.aten.sym_size.int, self.input_sizes[number])
+            size.meta["val"] = fake
+            self._define(size, fake)
+        return self.numbers.get(number)
+
+    @cached_property
+    def input_sizes(self) -> Mapping[sympy.Basic, tuple[Node, int]]:
+        """The input and dimension whose size a symbolic number is."""
+        inputs = self.source.graph.find_nodes(op="placeholder")
+        return {
+            symbol_expression(size): (self.node_map[node], dim)
+            for node in inputs if isinstance(fake := self.source_fakes[node], torch.Tensor)
+            for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt)
+        }  # fmt: skip
 
     def _attribute(self, name: str, payload: object, like: FakeTensor) -> Node:
         """Adds an attribute of the copy, and a node that reads it; `like` has the fake mode of tensors."""

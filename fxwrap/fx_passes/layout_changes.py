@@ -20,7 +20,7 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
 
     Those of inputs and attributes stay: the caller sees them.
     """
-    if not any(changes_layout(node) for node in graph_module.graph.nodes):
+    if not any(_view_of(node) for node in graph_module.graph.nodes):
         return graph_module
     copy = GraphModule(graph_module, deepcopy(graph_module.graph))
     positions = {node: position for position, node in enumerate(copy.graph.nodes)}
@@ -31,7 +31,7 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
             tensors[node] = [node]
             continue
         same = tensors[operand]
-        target = view_of_in_place(operator_name(node.target)) if changes_layout(node) else None
+        target = _view_of(node)
         if target is None or same[0].op != "call_function":
             tensors[node] = same
             same.append(node)
@@ -51,6 +51,11 @@ def replace_layout_changes(graph_module: GraphModule) -> GraphModule:
 def changes_layout(node: Node) -> bool:
     """Whether a node changes the layout of an operand in place."""
     return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
+
+
+def _view_of(node: Node) -> OpOverload | None:
+    """Returns the operator that returns a view with the layout that a call gives its operand in place."""
+    return view_of_in_place(operator_name(node.target)) if changes_layout(node) else None  # type: ignore[arg-type]
 
 
 def _returned_operand(node: Node) -> Node | None:

@@ -338,3 +338,37 @@ def test_composites_with_kernels_on_a_device_that_this_torch_lacks_stay_calls(op
     graph.output((graph.call_function(operator, tuple(operands)),))
     (kernel,) = fxwrap.lower(GraphModule({}, graph), inputs, options=UNCACHED).kernels
     assert kernel.name.startswith(operator.name().split("::")[1])
+
+
+BY_DATA: dict[str, Function] = {
+    "argwhere": lambda x, i: aten.argwhere(x > 0) * 2 + 1,
+    "where": lambda x, i: [item * 2 for item in torch.where(x > 0)],
+    "masked rows": lambda x, i: x[torch.where(x > 0)].relu(),
+    "narrow": lambda x, i: torch.narrow(x, 0, i, 2) * 2,
+}
+"""Functions whose composite operators have sizes or offsets that depend on elements of operands."""
+
+
+def traced_symbolically(function: Function, inputs: Sequence[Tensor]) -> GraphModule:
+    return make_fx(function, pre_dispatch=True, tracing_mode="symbolic")(*clones(inputs))
+
+
+def exported_program(function: Function, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    return torch.export.export(Module(function), inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [*product(BY_DATA, (by_hand, traced_symbolically)), ("where", exported_program), ("argwhere", exported_program)],
+    ids=_case_id,
+)
+def test_symbols_of_a_decomposed_call_have_the_names_that_later_nodes_read(name: str, source: Function) -> None:
+    function = BY_DATA[name]
+    inputs = torch.tensor([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0]]), torch.tensor(1)
+    examples = None if source is exported_program else inputs
+    program = fxwrap.lower(source(function, inputs), examples, options=UNCACHED)
+    calls = {line.target for line in program.lines() if isinstance(line, ExternCall)}
+    assert calls <= {"aten.nonzero.default", "aten.index.Tensor"}
+    for x, start in (inputs, (-inputs[0], torch.tensor(0))):
+        for actual, expected in zip(tree_leaves(fxwrap.run(program, (x, start))), tree_leaves(function(x, start))):
+            torch.testing.assert_close(actual, expected)

@@ -199,7 +199,7 @@ def test_a_lines_origin_is_the_models_own_source() -> None:
     exported = torch.export.export(AllLineKinds().eval(), (torch.randn(3, 4), 5))
     origins = {str(line.origin) for line in lines_of(fxwrap.lower(exported), ExternCall)}
     assert all("test_lower.py:" in origin for origin in origins)
-    assert any(origin.startswith("addmm: aten.addmm  test_lower.py:") for origin in origins)
+    assert any(origin.startswith("linear: aten.addmm  test_lower.py:") for origin in origins)
 
 
 def test_symbol_ranges_narrow_the_graphs_ranges() -> None:
