@@ -103,28 +103,27 @@ def compile_graph(
         graph, example_inputs, example_kwargs = _export(graph, example_inputs, example_kwargs), None, None
     if isinstance(graph, ExportedProgram):
         check_examples(graph, example_inputs, example_kwargs)
-        example_inputs, example_kwargs = None, None
-        compiled_by_key = None  # equal programs may have different signatures
-    elif example_kwargs:
-        raise GraphError("", *_NO_KEYWORDS)
+        example_inputs, compiled_by_key = None, None  # it has examples, and equal programs may have other signatures
     else:
-        check_example_inputs(graph, example_inputs)
+        _check_inputs(graph, example_inputs, example_kwargs)
         _check_positions(graph, ownership or {}, flexible_stride_outputs, static_inputs)
     # AOTAutograd compiles with its fake mode active, in which passes cannot compute with tensors.
     with without_fake_mode(), collection_paused(options or Options()):
-        options = with_repro_environment(options or Options())
-        options = with_group_speeds(with_device_limits(options, graph, example_inputs), graph)
-        events = EventLog(name)
-        text = graph_text(graph)
-        request = CompileRequest(
-            graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs, events
-        )
-        compiled = _observed_compile(request, compiled_by_key)
-        record_compile(compiled, name, text, events)
-        write_compile(compiled, options.dump)
-    if compiled_by_key is not None:
-        compiled_by_key.setdefault(compiled.key, compiled)
-    return compiled
+        options = _resolved(options or Options(), graph, example_inputs)
+        return _observed_compile(
+            CompileRequest(
+                graph, example_inputs, options, ownership or {}, name, flexible_stride_outputs, static_inputs,
+                EventLog(name), compiled_by_key,
+            )
+        )  # fmt: skip
+
+
+def _resolved(
+    options: Options, graph: GraphModule | ExportedProgram, example_inputs: Sequence[object] | None
+) -> Options:
+    """Returns the options with what they leave to the environment, the devices and the groups of ranks."""
+    options = with_device_limits(with_repro_environment(options), graph, example_inputs)
+    return with_group_speeds(options, graph)
 
 
 def collection_paused(options: Options) -> AbstractContextManager[None]:
@@ -132,43 +131,44 @@ def collection_paused(options: Options) -> AbstractContextManager[None]:
     return nullcontext() if options.autotune is True else gc_paused()
 
 
-def _observed_compile(request: CompileRequest, compiled_by_key: MutableMapping[str, Compiled] | None) -> Compiled:
-    """Returns the result of a request; shows the progress, and attaches the graph to an error."""
+def _observed_compile(request: CompileRequest) -> Compiled:
+    """Returns the result of a request; shows the progress, records the compile, and attaches the graph to an error."""
+    text = graph_text(request.graph)
     try:
         with show_progress(request.events):
-            return _load_or_compile(request, find_slot(request), compiled_by_key)
+            compiled = _load_or_compile(request, find_slot(request))
     except Exception as error:
         failure = compile_failure(request.graph, request.example_inputs, request.options, error)
         attach_failure(error, failure)
         raise
+    record_compile(compiled, request.name, text, request.events)
+    write_compile(compiled, request.options.dump)
+    if request.compiled_by_key is not None:
+        request.compiled_by_key.setdefault(compiled.key, compiled)
+    return compiled
 
 
-def _load_or_compile(
-    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None
-) -> Compiled:
+def _load_or_compile(request: CompileRequest, slot: CacheSlot | None) -> Compiled:
     """Returns the cached result, or that of another process that compiles the graph now, or compiles it."""
     if slot is None:
-        return _compile_request(request, None, compiled_by_key)
+        return _compile_request(request)
     check_ranks_compile_alike(slot)
     reads_cache = dump_folder(request.options.dump) is None  # a dump shows every step of the compile
-    compiled = _load_from_cache(slot, request.graph, compiled_by_key) if reads_cache else None
+    compiled = _load_from_cache(slot) if reads_cache else None
     if compiled is not None:
         return compiled
     with shared_compile(slot) as has_entry:
         if has_entry and reads_cache:
-            compiled = _load_from_cache(slot, request.graph, compiled_by_key)
-        return compiled or _compile_request(request, slot, compiled_by_key)
+            compiled = _load_from_cache(slot)
+        return compiled or _compile_request(request, slot)
 
 
-def _compile_request(
-    request: CompileRequest, slot: CacheSlot | None, compiled_by_key: MutableMapping[str, Compiled] | None,
-    is_region: bool = False,
-) -> Compiled:  # fmt: skip
+def _compile_request(request: CompileRequest, slot: CacheSlot | None = None, *, is_region: bool = False) -> Compiled:
     """Compiles a graph, and stores the result in its slot if it can be cached.
 
     `is_region` is whether it is a part of a graph that is compiled for timing.
     """
-    graph, options = request.graph, request.options
+    graph, options, compiled_by_key = request.graph, request.options, request.compiled_by_key
     graph_module = graph.graph_module if isinstance(graph, ExportedProgram) else graph
     request.events.record(GraphLowered(sum([node.op == "call_function" for node in graph_module.graph.nodes])))
     warm_up_kernel_compilers(graph_module, options)
@@ -233,7 +233,7 @@ def _compile_region(options: Options, part: GraphModule, matmul_kernels: MatmulK
     """Compiles a part of a graph for timing: as emitted Python, without the user's passes."""
     options = _timing_options(options).replace(matmul_kernels=matmul_kernels, fallback="error")
     request = CompileRequest(part, None, options, {}, "region", (), (), EventLog("region"))
-    return _compile_request(request, None, None, is_region=True).flat
+    return _compile_request(request, is_region=True).flat
 
 
 def _timing_options(options: Options) -> Options:
@@ -244,10 +244,17 @@ def _timing_options(options: Options) -> Options:
     )  # fmt: skip
 
 
-_NO_KEYWORDS = ("a GraphModule has no keyword arguments", "Pass one example input for each placeholder")
-
-
 _OPTIONS_REMEDY = "Pass fxwrap.Options(...), or Options.from_mapping for a dict"
+
+
+def _check_inputs(
+    graph: GraphModule, example_inputs: Sequence[object] | None, example_kwargs: Mapping[str, object] | None
+) -> None:
+    """Raises GraphError for example inputs that are not of a graph's inputs."""
+    if example_kwargs:
+        remedy = "Pass one example input for each placeholder"
+        raise GraphError("", "a GraphModule has no keyword arguments", remedy)
+    check_example_inputs(graph, example_inputs)
 
 
 def _check_positions(
@@ -316,27 +323,25 @@ def _signature(graph: GraphModule | ExportedProgram) -> ExportedSignature | None
     return ExportedSignature.of(graph) if isinstance(graph, ExportedProgram) else None
 
 
-def _load_from_cache(
-    slot: CacheSlot, graph: GraphModule | ExportedProgram, compiled_by_key: MutableMapping[str, Compiled] | None
-) -> Compiled | None:
+def _load_from_cache(slot: CacheSlot) -> Compiled | None:
     """Returns the cached result of a compile, or the earlier result for an equal program; None if there is none."""
-    entry, options = slot.load(), slot.request.options
+    entry, request, options = slot.load(), slot.request, slot.request.options
     if entry is None:
         return None
-    same = _same_program(entry.program, options, compiled_by_key)
+    same = _same_program(entry.program, options, request.compiled_by_key)
     if same is not None:
         return same
-    fake_inputs = _fake_inputs(graph)
+    fake_inputs = _fake_inputs(request.graph)
     if options.check_memory:
         emitted = emit_interpreter(entry.program, CheckedInterpreter)
     else:
         emitted = emit(entry.program, options.emitter, fake_inputs, options.fx_form)
-    if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options), slot.request.events):
+    if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options), request.events):
         return None
-    stages = [Stage("cache", entry.program)]
     return Compiled(
-        stages, options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True, signature=_signature(graph)
-    )
+        [Stage("cache", entry.program)], options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True,
+        signature=_signature(request.graph),
+    )  # fmt: skip
 
 
 def _same_program(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -26,7 +27,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """The arguments of `compile_graph`, and the log of the compile."""
+    """The arguments of `compile_graph`, checked and with resolved options, and the log of the compile."""
 
     graph: GraphModule | ExportedProgram
     example_inputs: Sequence[object] | None
@@ -36,6 +37,7 @@ class CompileRequest:
     flexible_stride_outputs: Collection[int]
     static_inputs: Collection[int] = ()
     events: EventLog = field(default_factory=lambda: EventLog("program"), compare=False)
+    compiled_by_key: MutableMapping[str, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
