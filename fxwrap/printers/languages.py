@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -46,7 +46,7 @@ class KernelRequest:
     device: torch.device
     spec: DeviceSpec
     hint: Callable[[Size], int]
-    limits: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
     name: str = ""
     region: Region | None = None
     is_matmul: bool = False
@@ -64,23 +64,13 @@ def print_kernel(request: KernelRequest) -> PrintedKernel:
     kernel = request.kernel
     if kernel.symbols or request.region is not None:
         return candidate_kernels(request)[0]()
-    printer = _printer(request.language)
-    details = (kernel.uncompared_fields, request.is_matmul)
-    return _print_cached(kernel, details, request.language, request.device, request.spec, request.name, printer)
+    static = replace(request, hint=int, limits={})
+    return _print_cached(static, kernel.uncompared_fields, _printer(request.language))
 
 
 @bounded_cache(1024)
-def _print_cached(
-    kernel: Kernel,
-    details: tuple[tuple[str, ...], bool],
-    language: str,
-    device: torch.device,
-    spec: DeviceSpec,
-    name: str,
-    _printer: Printer,
-) -> PrintedKernel:
+def _print_cached(request: KernelRequest, _uncompared_fields: tuple[str, ...], _printer: Printer) -> PrintedKernel:
     """Prints a kernel of fixed sizes once for all equal layers of a model."""
-    request = KernelRequest(kernel, language, device, spec, int, name=name, is_matmul=details[1])
     return candidate_kernels(request)[0]()
 
 

@@ -91,8 +91,10 @@ def test_no_iterations_write_nothing() -> None:
     none = Axis("p0", 0)
     body = KernelBuilder()
     body.store("out", none, body.load("x", none, F32))
-    evaluate_kernel(body.finish([none], [], [Buffer("x", F32, 0)], [Buffer("out", F32, 0)]),
-                    {"x": torch.zeros(0), "out": torch.zeros(0)})  # fmt: skip
+    out = torch.ones(3)
+    kernel = body.finish([none], [], [Buffer("x", F32, 0)], [Buffer("out", F32, 3)])
+    evaluate_kernel(kernel, {"x": torch.zeros(0), "out": out})
+    assert out.tolist() == [1, 1, 1]
 
 
 def test_a_softmax_of_all_minus_infinity() -> None:

@@ -20,6 +20,7 @@ from fxwrap.passes.out_variants import use_out_variants
 from fxwrap.symbolic import evaluate
 from fxwrap.wrapper_ir import Program
 
+SVG = "{http://www.w3.org/2000/svg}"
 CHAIN = """
 program @chain(%x: borrowed f32[s0, 16]@cpu, %w: borrowed f32[16, 16]@cpu) {
   s0 = symbol.size(%x) dim=0 range=(2, 100) hint=9
@@ -123,9 +124,9 @@ def test_the_drawing_has_names_axes_and_one_scale() -> None:
     values = MemoryTrace.of(program).values
     small, large = sorted(plan.body.pools, key=lambda pool: int(evaluate(pool.size, values)))
     root = ElementTree.fromstring(plan_svg(plan, values))
-    texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [element.text or "" for element in root.iter(f"{SVG}text")]
     assert {"line of the program", "0"} <= {*texts} and any(text.endswith("KiB") for text in texts)
-    areas = [element for element in root.iter("{http://www.w3.org/2000/svg}rect") if element.get("fill") == "#f4f4f4"]
+    areas = [element for element in root.iter(f"{SVG}rect") if element.get("fill") == "#f4f4f4"]
     heights = sorted([float(element.get("height", 0)) for element in areas])
     ratio = evaluate(small.size, values) / evaluate(large.size, values)
     assert heights[0] / heights[-1] == pytest.approx(float(ratio), rel=0.02) and ratio < 1
@@ -165,5 +166,7 @@ program @two(%x: borrowed f32[64, 64]@cpu, %n: borrowed i64[]@cpu) {
 def test_drawings_of_no_pool_and_of_out_variants() -> None:
     program = use_out_variants(parse(CHAIN))
     plan = plan_program_memory(program, Options(memory_planning="auto").resolve_devices())
-    ElementTree.fromstring(plan_svg(plan))
-    ElementTree.fromstring(plan_svg(MemoryPlan((plan.body.__class__("body", (), 0, 0),))))
+    titles = [item.text or "" for item in ElementTree.fromstring(plan_svg(plan)).iter(f"{SVG}title")]
+    assert [title.partition(":")[0] for title in titles] == ["%a", "%c"]
+    empty = ElementTree.fromstring(plan_svg(MemoryPlan((plan.body.__class__("body", (), 0, 0),))))
+    assert [item.text for item in empty.iter(f"{SVG}text")] == ["peak 0 bytes, lower bound 0, 0 pools"]

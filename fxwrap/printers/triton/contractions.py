@@ -56,7 +56,7 @@ class DotPrinter(ContractionLoadPrinter):
         parameters: BodyParameters,
         contraction: ContractionForm | None = None,
     ) -> None:
-        super().__init__(kernel, configuration, limits, {}, parameters)
+        super().__init__(kernel, configuration, limits, parameters)
         contraction = contraction or find_grouped_contraction(kernel) or find_contraction(kernel)
         assert contraction is not None, "only contractions have configurations with dot"
         self.contraction: ContractionForm = contraction

@@ -56,7 +56,7 @@ class ScheduledKernel:
             case GroupSumConfiguration():
                 return print_grouped_sums(kernel, self.configuration, self.limits, parameters)
             case RowPartConfiguration():
-                return RowPartPrinter(kernel, self.configuration, self.limits, {}, parameters).print()
+                return RowPartPrinter(kernel, self.configuration, self.limits, parameters).print()
             case _:
                 assert_never(self.configuration)
 
@@ -67,7 +67,7 @@ class ScheduledKernel:
         if not configuration.looped and len(configuration.tile(kernel).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
         printer = InterleavedPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
-        return printer(kernel, configuration, self.limits, selected, parameters).print()
+        return printer(kernel, configuration, self.limits, parameters, selected).print()
 
     @cached_property
     def template(self) -> tuple[TritonKernelText, list[int]]:

@@ -61,11 +61,11 @@ class TilePrinter(TileOffsetPrinter):
         kernel: Kernel,
         configuration: TiledConfiguration,
         limits: Mapping[str, int],
-        selected: Mapping[int, SelectedElement],
         parameters: BodyParameters,
+        selected: Mapping[int, SelectedElement] | None = None,
     ) -> None:
         super().__init__(kernel, configuration, limits, parameters)
-        self.selected = selected
+        self.selected = selected or {}
         self.is_looped = configuration.looped and bool(kernel.reduced)
         self.schedule: Schedule = make_schedule(kernel, configuration.looped)
         self.arithmetic = Arithmetic(kernel)
