@@ -314,8 +314,9 @@ class DeviceSpec:
         supports_graph_capture: work can be captured and replayed (CUDA graphs) by the runtime's `graph_capturer`.
         prefers_memory_pools: an allocation takes longer than a slice of a pool in emitted C++.
         random_state_bytes: the size of the generator's state; None where programs cannot save it.
-        memory_bytes_per_s: the bytes that the device reads and writes per second, for `fxwrap.profile`; 0 measures
-            them.
+        memory_bytes_per_s: the bytes that the device reads and writes per second, for `fxwrap.profile`, and for
+            autotuning, which times no kernel that takes about as long as a launch. Where it is 0, profiles measure it,
+            and autotuning counts that of a large GPU.
     """
 
     device_type: str

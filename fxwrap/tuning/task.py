@@ -80,11 +80,15 @@ Timer: TypeAlias = Callable[[Sequence[TuningTask]], list[list[list[float]]]]
 
 
 def estimated_seconds(request: KernelRequest, printed: PrintedKernel) -> float:
-    """Returns the estimated run time on a large GPU, by the bytes that its programs move."""
+    """Returns the estimated run time, by the bytes that its programs move and the bandwidth of the device.
+
+    A device that states none (`DeviceSpec.memory_bytes_per_s`) counts as a large GPU.
+    """
     kernel, hint = request.kernel, request.hint
     moved = sum(hint(item.extent) * item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs))
     programs = math.prod(hint(size) for size in printed.grid)
-    return moved / min(max(programs, 1) * _PROGRAM_BYTES_PER_SECOND, BYTES_PER_SECOND)
+    limit = request.spec.memory_bytes_per_s or BYTES_PER_SECOND
+    return moved / min(max(programs, 1) * _PROGRAM_BYTES_PER_SECOND, limit)
 
 
 def make_tuning_task(key: str, request: KernelRequest, candidates: Sequence[PrintedKernel]) -> TuningTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.devices import CPU
 from fxwrap.lowering import lower_with_coverage
 from fxwrap.tuning import TuningTask, argument_set_count, remaining_candidates
 from fxwrap.tuning.tuner import MIN_SECONDS
@@ -89,6 +91,13 @@ def test_kernels_cheaper_than_a_launch_are_not_timed(rows: int, columns: int, wo
     x = torch.empty(rows, columns)
     traced = make_fx(lambda x: torch.softmax(x, -1), tracing_mode="fake")(x)
     assert bool(timed(traced, tmp_path, min_seconds=MIN_SECONDS)) == worth
+
+
+def test_kernels_of_slower_memory_are_timed_from_fewer_bytes_on(tmp_path: Path) -> None:
+    traced = make_fx(lambda x: x.relu() + 1, tracing_mode="fake")(torch.empty(512, 512))
+    slow = replace(OPTIONS, devices=(replace(CPU, memory_bytes_per_s=1e11),))
+    assert not timed(traced, tmp_path, min_seconds=MIN_SECONDS)
+    assert timed(traced, tmp_path, slow, min_seconds=MIN_SECONDS)
 
 
 @pytest.mark.parametrize(
