@@ -1,4 +1,21 @@
-"""The C++ printer: loop IR as C++ for CPUs, with OpenMP threads, vectorised loops and the runtime's `kernel.h`."""
+"""The C++ printer: loop IR as C++ for CPUs, with OpenMP threads, vectorised loops and the runtime's `kernel.h`.
+
+The way of a kernel, by module:
+
+1. `printer.print_cpp_kernel` gives names that are C++ identifiers, and decomposes reductions. `flat_rows.py` makes
+   short rows one long row.
+2. `loop_plan.py` plans the loops: the vectorised axis, threads, parts of long reductions.
+3. `printer.py` selects the printer of the loops. All extend `loops.LoopPrinter`:
+
+   - elements: `loops.py`;
+   - rows and columns: `reductions.py` and `scans.py`, in other orders of axes `grouped_columns.py`,
+     `transposed_columns.py` and `transposed_rows.py`;
+   - contractions: `contractions.py`, and `matrix_contractions.py` for matrix instructions;
+   - streaming reductions: `streaming.py`, on the loops of `streaming_loops.py` and the tiles of `streaming_tiles.py`;
+     `few_rows_streaming.py` for decoding.
+4. `statements.py` prints the operations of a loop's body, by the functions of `operations.py`, with the tables of
+   `axis_tables.py`, the blocks of `half_blocks.py`, and a loop for each case of `segments.py`.
+"""
 
 from fxwrap.printers.cpp.contractions import is_small_row_product as is_small_row_product
 from fxwrap.printers.cpp.contractions import plan_contraction as plan_contraction
