@@ -27,7 +27,7 @@ from fxwrap.lowering.fusion.definitions import (
 )
 from fxwrap.lowering.fusion.fusion import ScheduledItem
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member
-from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, same_memory
+from fxwrap.lowering.fusion.kernels import BuiltKernel, build_kernel, part_name, same_memory
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan
 from fxwrap.lowering.fusion.tracing import trace_with
 from fxwrap.lowering.graph_definitions import DefinitionOperand, GraphDefinitions
@@ -372,12 +372,13 @@ class LineEmitter:
         for original in kernels:
             kernel, formulas = hoist_expressions(original)
             matmuls = tuple(filter(self.schedules.is_matmul, built.computed)) if original is kernels[0] else ()
+            part = built if split is None else replace(built, name=part_name(kernel, built.name))
             try:  # only the first kernel computes matmuls: others combine the parts of sums
-                printed = self._print_kernel(plan, kernel, built, formulas, language, is_matmul=bool(matmuls))
+                printed = self._print_kernel(plan, kernel, part, formulas, language, is_matmul=bool(matmuls))
             except ScheduleError:
                 self._decline_matmuls(matmuls)
                 return
-            definition = define_kernel(built.name, printed, kernel)
+            definition = define_kernel(part.name, printed, kernel)
             name = self.builder.state.kernels.add(definition)
             symbols = [formulas.get(symbol, symbol) for symbol in kernel.symbols]
             arguments = (*[values[buffer.name] for buffer in kernel.inputs], *symbols)

@@ -225,6 +225,15 @@ def same_memory(old: TensorType, new: TensorType) -> bool:
     return len(counts) == 1 and old.device == new.device and old.dtype is new.dtype
 
 
+def part_name(kernel: Kernel, name: str) -> str:
+    """Returns the name of a part of a kernel of this name: by the operators of its own operations, if they have any.
+
+    Equal parts of different kernels, such as the second launches of split reductions, then are one kernel.
+    """
+    operators = [operation.origin for operation in kernel.operations if operation.origin]
+    return kernel_name(operators) if operators else name
+
+
 def kernel_name(operators: Iterable[str]) -> str:
     """Returns a readable kernel name: the operators, in order, without repetition."""
     names: dict[str, None] = {}

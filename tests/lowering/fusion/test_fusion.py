@@ -371,12 +371,27 @@ def test_columns_do_not_write_elements() -> None:
     assert _launch_count(lambda x, y: _masked_channels(x.mT, y.mT), (66, 784, 128)) == 3
 
 
+def test_equal_parts_of_split_reductions_are_one_kernel() -> None:
+    """The second parts are named after the sums that they compute, not after what the first parts compute too."""
+
+    def sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x - y).sum(0), x.sort(0).values.relu().sum(0)
+
+    kernels = [line.kernel for line in _launches(sums, (65536, 256))]
+    assert kernels == ["sub_sum_0", "sum_0", "relu_sum_0", "sum_0"]
+
+
 def _launch_count(function: Callable[..., Any], sizes: tuple[int, ...]) -> int:
+    """Returns the number of launches of a function of two tensors on a GPU."""
+    return len(_launches(function, sizes))
+
+
+def _launches(function: Callable[..., Any], sizes: tuple[int, ...]) -> list[Launch]:
     """Returns the launches of a function of two tensors on a GPU."""
     with FakeTensorMode():
         fakes = [torch.empty(sizes, device="cuda") for _ in range(2)]
         graph = make_fx(function)(*fakes)
-    return len([line for line in lower(graph, fakes).lines() if isinstance(line, Launch)])
+    return [line for line in lower(graph, fakes).lines() if isinstance(line, Launch)]
 
 
 @pytest.mark.parametrize(
