@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -288,7 +288,7 @@ class _Decomposer:
         return {
             symbol_expression(size): (self.node_map[node], dim)
             for node in inputs if isinstance(fake := self.source_fakes[node], torch.Tensor)
-            for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt)
+            for dim, size in enumerate(cast("Sequence[object]", fake.shape)) if isinstance(size, torch.SymInt)
         }  # fmt: skip
 
     def _attribute(self, name: str, payload: object, like: FakeTensor) -> Node:
