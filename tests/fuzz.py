@@ -373,7 +373,7 @@ def _kernel_scope(case: Case) -> AbstractContextManager[Any]:
             CUDA, printer=printer, combiner=TRITON_KERNEL_COMBINER, runtime=CUDA_RUNTIME, language=TRITON
         )
     )
-    scope.enter_context(mock.patch.multiple(fusion, _MIN_PART_ELEMENTS=0, _MIN_ROWS_PER_COLUMN=0))
+    scope.enter_context(mock.patch.multiple(fusion, _MIN_PART_BYTES=0, _MIN_ROWS_PER_COLUMN=0))
     return scope
 
 

@@ -55,8 +55,8 @@ _MAX_PART_COLUMNS = 8192
 """The most columns of a kernel that reduces rows and columns."""
 _MAX_PART_REGISTERS = 6 * 8192
 """The most elements of a row and its sums of columns that a program has in registers at once."""
-_MIN_PART_ELEMENTS = 3 << 20
-"""The fewest elements of such a kernel: a cache has fewer when the second kernel reads them."""
+_MIN_PART_BYTES = 6 << 20
+"""The fewest bytes of a tensor of such a kernel: a cache has fewer when the second kernel reads them."""
 _MIN_ROWS_PER_COLUMN = 0.5
 """The fewest rows of such a kernel for each column: of fewer, partial sums are much of what it transfers."""
 _MAX_CANDIDATES = 4
@@ -371,7 +371,8 @@ class Fusion:
         space = {axis for axis in mapping.reduced if axis.size != 1}
         whole = [other for other, points in kernel.reads.items() if any(space <= axes_of(at) for at in points)]
         rows = self.hint(count_points(mapping.rows))
-        is_small = rows * columns < _MIN_PART_ELEMENTS or rows < _MIN_ROWS_PER_COLUMN * columns
+        itemsize = max([other.dtype.itemsize for other in whole], default=0)
+        is_small = rows * columns * itemsize < _MIN_PART_BYTES or rows < _MIN_ROWS_PER_COLUMN * columns
         fits = columns * (len(sums) + len(whole)) <= _MAX_PART_REGISTERS
         return fits and (bool(kernel.rows) or not is_small)
 

@@ -91,6 +91,14 @@ def test_kernels_elsewhere_and_of_few_rows_are_as_before() -> None:
         assert not any(map(find_rows_and_columns, kernels))
 
 
+def test_the_bytes_of_a_tensor_decide_whether_a_cache_has_it_for_another_kernel() -> None:
+    """As many elements are read twice in half precision, and once where they have twice the bytes."""
+    for dtype, is_one in ((torch.float32, True), (torch.bfloat16, False)):
+        inputs = operands(2, dtype, rows=(2 << 20) // COLUMNS)
+        kernels = plan(make_fx(layer_norm)(*inputs), inputs, GPU).kernels.values()
+        assert any(map(find_rows_and_columns, kernels)) == is_one, dtype
+
+
 def test_elements_that_depend_on_columns_are_another_kernel() -> None:
     def centered(grad: Tensor, x: Tensor) -> Tensor:
         rows = (grad * x).sum(-1, keepdim=True)
