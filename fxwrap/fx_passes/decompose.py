@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import sympy
 import torch
@@ -285,11 +285,11 @@ class _Decomposer:
     def input_sizes(self) -> Mapping[sympy.Basic, tuple[Node, int]]:
         """The input and dimension whose size a symbolic number is."""
         inputs = self.source.graph.find_nodes(op="placeholder")
-        return {
-            symbol_expression(size): (self.node_map[node], dim)
-            for node in inputs if isinstance(fake := self.source_fakes[node], torch.Tensor)
-            for dim, size in enumerate(cast("Sequence[object]", fake.shape)) if isinstance(size, torch.SymInt)
-        }  # fmt: skip
+        tensors = {node: fake for node in inputs if isinstance(fake := self.source_fakes[node], torch.Tensor)}
+        sizes: list[tuple[Any, tuple[Node, int]]] = [
+            (size, (self.node_map[node], dim)) for node, fake in tensors.items() for dim, size in enumerate(fake.shape)
+        ]
+        return {symbol_expression(size): place for size, place in sizes if isinstance(size, torch.SymInt)}
 
     def _attribute(self, name: str, payload: object, like: FakeTensor) -> Node:
         """Adds an attribute of the copy, and a node that reads it; `like` has the fake mode of tensors."""
