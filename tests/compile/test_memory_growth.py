@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxwrap
 from fxwrap import Options
 from fxwrap.caching import bounded_cache, clear_caches, shared_cache
+from fxwrap.runtime.native.background import join_background
 from tests.support.garbage import freeze_heap
 from tests.support.long_form import sample_size
 
@@ -106,8 +107,10 @@ def test_kernels_live_as_long_as_their_programs() -> None:
             torch.testing.assert_close(compiled(x)[0], x.sin() * number + 1)
 
     one(0.5)
+    join_background()  # launchers live until the bridge, which this process may compile, has theirs
     objects, tables = fxwrap_objects(), table_sizes()
     one(1.5)
+    join_background()
     assert dict(fxwrap_objects() - objects) == {}
     assert {name: size for name, size in table_sizes().items() if size > tables.get(name, size)} == {}
 

@@ -142,9 +142,9 @@ def test_parameter_names_may_shadow_globals() -> None:
 
 def test_module_code_is_generated_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[GraphModule] = []
-    recompile = GraphModule.recompile
+    recompile, program = GraphModule.recompile, _program("cpp")
     monkeypatch.setattr(GraphModule, "recompile", lambda module: (written.append(module), recompile(module))[1])
-    emitted = fxwrap.to_fx(_program("cpp"))
+    emitted = fxwrap.to_fx(program)
     whole, sums = emitted.boxed(_inputs())
     assert not written
     torch.testing.assert_close(emitted.graph_module(*_inputs()), (whole, sums), rtol=0, atol=0)
