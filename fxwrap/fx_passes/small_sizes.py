@@ -17,6 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Interpreter
 
+from fxwrap.fx_passes.effects import FLEX_OPERATORS
 from fxwrap.torch_compat import (
     OpOverload,
     TorchDispatchMode,
@@ -47,8 +48,8 @@ _SYMBOLIC_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def least_sizes(exported: ExportedProgram, table: _Table) -> dict[str, int]:
     """Returns the least size, 0 or 1, by the names of symbols that need not be at least 2.
 
-    `table` has the decompositions of the compile. The result is empty for graphs that call graphs, for those whose
-    sizes depend on data, and for inputs that are neither tensors nor literals.
+    `table` has the decompositions of the compile. The result is empty for graphs that call graphs (but the functions of
+    FlexAttention), for those whose sizes depend on data, and for inputs that are neither tensors nor literals.
     """
     inputs = [node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder")]
     sizes = [size for item in inputs if isinstance(item, torch.Tensor) for size in _symbolic(item.shape)]
@@ -103,7 +104,13 @@ def _calls(exported: ExportedProgram, table: _Table, inputs: Sequence[Any]) -> l
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class has no annotations
-    """Records the calls of operators below the decompositions of a table."""
+    """Records the calls of operators below the decompositions of a table, and of FlexAttention.
+
+    FlexAttention's functions compute single elements, whatever the sizes are. Graphs that other operators call may be
+    others for other sizes, so these raise.
+    """
+
+    supports_higher_order_operators = True
 
     def __init__(self, table: _Table) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,6 +121,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) and str(func) not in FLEX_OPERATORS:
+            raise NotImplementedError(f"{func} calls graphs")
         if func in self.table:
             with self:
                 result = self.table[func](*args, **kwargs)
@@ -132,6 +141,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 def _with_defaults(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns all arguments in the schema's order: the dispatcher leaves out numbers that equal their defaults."""
+    if not isinstance(func, OpOverload):
+        return [args, kwargs]
     arguments = torch_schema(func).arguments
     named = {argument.name: kwargs.get(argument.name, argument.default_value) for argument in arguments}
     named.update(zip(named, args))

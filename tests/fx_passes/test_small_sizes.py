@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torch.nn.attention.flex_attention import flex_attention
 
 import fxwrap
 from fxwrap import Options
@@ -122,6 +123,29 @@ def test_numbers_that_equal_the_defaults_of_small_sizes_are_those_of_the_graph(e
         for queries, keys in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 9), (3, 2), (0, 1), (0, 0)):
             query, key = torch.randn(queries, 3), torch.randn(keys, 3)
             torch.testing.assert_close(compiled(query, key), module(query, key), equal_nan=True)
+
+
+class _FlexAttention(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        def score(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return torch.where(row >= column, score + bias[head, row], float("-inf"))
+
+        return flex_attention(query, key, value, score)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("emitter", ["interpreter", "python", "cpp", "fx"])
+def test_flex_attention_of_one_row(emitter: str) -> None:
+    def inputs(batch: int, queries: int, keys: int) -> tuple[Tensor, ...]:
+        pairs = torch.randn(2, batch, 3, keys, 8)
+        return torch.randn(batch, 3, queries, 8), *pairs, torch.randn(3, queries)
+
+    batch, queries, keys = Dim("batch", max=64), Dim("queries", max=256), Dim("keys", max=256)
+    shapes = ({0: batch, 2: queries}, {0: batch, 2: keys}, {0: batch, 2: keys}, {1: queries})
+    exported = torch.export.export(_FlexAttention(), inputs(2, 5, 7), dynamic_shapes=shapes)
+    compiled = _compiled(exported, emitter)
+    for sizes in ((1, 1, 1), (1, 1, 9), (1, 5, 1), (3, 1, 130), (2, 129, 1), (0, 3, 3)):
+        operands = inputs(*sizes)
+        torch.testing.assert_close(compiled(*operands), _FlexAttention()(*operands), rtol=1e-5, atol=1e-5)
 
 
 def test_lower_bounds_of_the_model_and_of_other_graphs_stay() -> None:
