@@ -118,7 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.calls: list[_Call] = []
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) and str(func) not in FLEX_OPERATORS:
@@ -139,7 +139,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return result
 
 
-def _with_defaults(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def _with_defaults(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns all arguments in the schema's order: the dispatcher leaves out numbers that equal their defaults."""
     if not isinstance(func, OpOverload):
         return [args, kwargs]
