@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from fxwrap.devices import TRITON, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
@@ -27,6 +28,9 @@ from fxwrap.wrapper_ir import (
 
 _RESIDENT_WARPS = 64
 """The warps that a multiprocessor runs at once at most."""
+
+_REGISTERS, _FEW_REGISTERS = 2048, 64
+"""The registers of a multiprocessor for each lane of a warp, and those of a thread whose number is not limited."""
 
 
 def insert_dependent_launches(program: Program, specs: Mapping[str, DeviceSpec]) -> Program:
@@ -61,6 +65,7 @@ class _DependentLaunches:
             if item.language == TRITON.name and is_printed(item.source) and not is_waiting(item.source)
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
+        self.registers = {item.name: int(dict(item.options).get("maxnreg", _FEW_REGISTERS)) for item in printed}
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -74,8 +79,8 @@ class _DependentLaunches:
 
     def _block(self, block: Block, arguments: Collection[Value]) -> Block:
         root_of, chain, lines = alias_roots(block.lines, arguments), LaunchChain(), []
+        earlier: Launch | None = None  # the launch that may still run when the one before waits
         before: Launch | None = None
-        is_calm = True  # whether what may still run when the launch before waits leaves most of the GPU idle
         for line in block.lines:
             inner = {name: self._block(nested, nested.arguments) for name, nested in blocks(line)}
             new: LineBase = line.replace(**inner) if inner else line
@@ -85,12 +90,12 @@ class _DependentLaunches:
                     new = line.replace(dependent=True)
                     early = chain.unwritten(line, root_of)
                     self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
-                    signal = self._signal(before, line, is_calm)
+                    signal = self._signal(earlier, before, line)
                     self.signals[before.kernel] = min(self.signals.get(before.kernel, signal), signal)
                     self.signals.setdefault(line.kernel, Signal.AT_START)
-                    is_calm = self._is_small(before)
+                    earlier = before
                 else:
-                    is_calm = True
+                    earlier = None
                 before = line
             chain.add(line, waits, root_of)
             lines.append(new)
@@ -100,12 +105,12 @@ class _DependentLaunches:
         on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.specs
         return on_device and line.kernel in self.warps
 
-    def _signal(self, before: Launch, line: Launch, is_calm: bool) -> Signal:
+    def _signal(self, earlier: Launch | None, before: Launch, line: Launch) -> Signal:
         """Returns when a launch may start: as early as its programs occupy a GPU evenly nevertheless.
 
         Programs start where others end first. That leaves processors without work unless one launch has few programs,
-        or the later one has so many that they are distributed until its end. Before its wait, a launch runs beside the
-        one before it, which must have few programs (`is_calm`), too.
+        or the later one has so many that they are distributed until its end. Before its wait, the launch `before` runs
+        beside the one `earlier`, which must have few programs, too, or leave room for all programs of the other two.
         """
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
@@ -113,12 +118,25 @@ class _DependentLaunches:
         many = 2 * self._processors(line) * _RESIDENT_WARPS
         if not self._is_small(before) and not self._is_small(line) and new * self.warps[line.kernel] < many:
             return Signal.AT_END
-        return Signal.AT_START if is_calm else Signal.AFTER_WAIT
+        is_even = earlier is None or self._is_even(earlier, before, line)
+        return Signal.AT_START if is_even else Signal.AFTER_WAIT
+
+    def _is_even(self, earlier: Launch, before: Launch, line: Launch) -> bool:
+        """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs."""
+        return self._is_small(earlier) or sum(map(self._share_of_registers, (earlier, before, line))) <= 1
 
     def _is_small(self, line: Launch) -> bool:
         """Whether a launch has no more programs than the device has processors."""
         programs = product(line.grid)
         return isinstance(programs, int) and programs <= self._processors(line)
+
+    def _share_of_registers(self, line: Launch) -> float:
+        """Returns the registers of all programs of a launch as a part of those of the device; inf if unknown."""
+        programs = product(line.grid)
+        if not isinstance(programs, int):
+            return inf
+        registers = programs * self.warps[line.kernel] * self.registers[line.kernel]
+        return registers / (self._processors(line) * _REGISTERS)
 
     def _processors(self, line: Launch) -> int:
         return self.specs[line.outs[0].tensor_type.device.type].multiprocessors
