@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import Argument, Target
 
 from fxwrap.errors import CallError, FxwrapError, GraphError
-from fxwrap.fx_passes.graph_copy import items_of, run_on_fakes
+from fxwrap.fx_passes.graph_copy import items_of, layout_text, run_on_fakes
 from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.fx_passes.stream_calls import stream_call
@@ -24,6 +24,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     in_fake_mode,
     is_composite,
+    is_data_dependent_error,
     is_desugared,
     rename_unbacked,
     storage_identity,
@@ -142,9 +143,20 @@ def _rebase_views(nodes: Sequence[Node], metadata: NodeValues) -> dict[Node, Any
         if base is not None:
             first = value[0] if isinstance(value, tuple | list) and value else value
             if isinstance(first, FakeTensor) and storage_identity(first) != storage_identity(base):
-                value = run_on_fakes(node, values, base)
+                value = _view(node, values, base)
         values[node] = value
     return values
+
+
+def _view(node: Node, values: NodeValues, base: FakeTensor) -> object:
+    """Returns the result of a call on fakes. Raises GraphError for a view at an offset that depends on data."""
+    try:
+        return run_on_fakes(node, values, base)
+    except Exception as error:
+        if not is_data_dependent_error(error):
+            raise
+        failure = explain_fake_call(node.target, error)
+        raise GraphError(node.name, failure.reason, failure.remedy, location_of(node)) from error
 
 
 def _returned_operand(node: Node, values: NodeValues, value: object) -> object:
@@ -159,17 +171,22 @@ def _returned_operand(node: Node, values: NodeValues, value: object) -> object:
 
 
 def _view_base(node: Node, values: NodeValues) -> FakeTensor | None:
-    """Returns the fake tensor that a node's results are views of, by its schema; None if they are not views."""
+    """Returns the fake tensor that a node's results are, or may be, views of, by its schema; None if they are not.
+
+    Composite operators may return a view. Symbolic metadata says whether they do.
+    """
     if not isinstance(node.target, OpOverload):
         return None
     schema = operator_schema(node.target)
     if schema.replacement is not None:  # one that declares the view, as that of `_unsafe_view`
         schema = operator_schema(schema.replacement(node.target, node.args, tuple(node.kwargs.items()))[0])
     position = schema.aliased_argument
-    if position is None or is_composite(node.target) or schema.mutated_arguments or position >= len(node.args):
+    if position is None or schema.mutated_arguments or position >= len(node.args):
         return None
     operand = node.args[position]
     base = values.get(operand) if isinstance(operand, Node) else None
+    if is_composite(node.target) and layout_text(base) is None:
+        return None
     return base if isinstance(base, FakeTensor) else None
 
 

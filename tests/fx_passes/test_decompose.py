@@ -372,3 +372,18 @@ def test_symbols_of_a_decomposed_call_have_the_names_that_later_nodes_read(name:
     for x, start in (inputs, (-inputs[0], torch.tensor(0))):
         for actual, expected in zip(tree_leaves(fxwrap.run(program, (x, start))), tree_leaves(function(x, start))):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("aten.reshape.default", lambda x: x.reshape(3, 4) * 2),
+        ("aten.flatten.using_ints", lambda x: x.flatten() * 2),
+        ("aten.to.dtype", lambda x: x.to(torch.float32) * 2),
+    ],
+)
+def test_a_preserved_composite_that_returns_a_view_leaves_its_operand_alone(name: str, function: Function) -> None:
+    """The result's readers run after it: they may not be computed in its memory."""
+    inputs = (rand(4, 3),)
+    options = UNCACHED.replace(preserve_ops=frozenset({name}))
+    check(fxwrap.compile_graph(before_dispatch(function, inputs), inputs, options=options), function, inputs)
