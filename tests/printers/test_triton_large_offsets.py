@@ -19,7 +19,7 @@ from fxwrap.printers.triton import print_triton
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_cpp_printer_contractions import matmul
 from tests.printers.test_triton_grouped_contractions import GROUPED
-from tests.printers.triton_kernels import build, launch_interpreted
+from tests.printers.triton_kernels import build, check, launch_interpreted
 from tests.support.attention_kernel import attention_kernel
 
 I8 = torch.int8
@@ -185,3 +185,15 @@ def test_ranges_of_indices() -> None:
     assert index_range(axis * s0, {"s0": 8}) == (0, 72)
     assert index_range(axis * s0, {}) == (float("-inf"), float("inf"))
     assert index_range(axis // s0, {"s0": 8}) == (0, 9)
+
+
+def test_remainders_of_negative_constants_are_rounded_down() -> None:
+    """Triton's operator truncates, as C does, once a size is a parameter."""
+    s0, axis = make_symbol("s0"), Axis("p0", 4)
+
+    def write(body: KernelBuilder) -> None:
+        row = (as_index(0) - 2) % s0
+        body.store("out", as_index(axis), body.load("x", row * 4 + axis, torch.int32))
+
+    kernel = build([axis], [], {"x": (torch.int32, s0 * 4)}, {"out": (torch.int32, 4)}, write)
+    assert "floor_modulo(-2, s0)" in check(kernel, numbers={"s0": 5})

@@ -164,8 +164,7 @@ class TritonIndexPrinter:
 
     def _division(self, sign: str, helper: str, atom: FloorDivide | Modulo) -> str:
         base, divisor = self(atom.base), self(atom.divisor)
-        varies = any(isinstance(inner, Axis | IndirectIndex) for inner in atom.base.atoms())
-        if atom.base.is_nonnegative() or not varies:
+        if atom.base.is_nonnegative():
             return f"({parenthesize(base)} {sign} {parenthesize(divisor)})"
         self.helpers.add(helper)
         return f"{helper}({base}, {divisor})"
