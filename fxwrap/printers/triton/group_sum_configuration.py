@@ -68,7 +68,7 @@ _LONG_ROW_GROUPS = 128
 
 _FRAGMENT_TILE = FragmentTile(16, 2, 1, True, 128)
 _SEVERAL_SUMS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 168)
-_ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 0)
+_ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 168)
 """The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of one sum of few
 columns and groups, which are loaded at once."""
 
@@ -78,9 +78,6 @@ _RESIDENT_FRAGMENT_TILES = (
 )  # fmt: skip
 """Those of one sum if all programs of a multiprocessor run at once: up to 2, 3, 4, or 6. With more registers a thread,
 or more warps, they would not."""
-
-_ONE_STEP_PROGRAMS = 2
-"""The most programs of a multiprocessor that load all groups at once."""
 
 _FRAGMENT_TILES = (
     _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, *_RESIDENT_FRAGMENT_TILES,
@@ -192,18 +189,17 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
 
     Queries, keys and values have one tile in most models, so that `combo_kernels` makes them one launch.
     """
-    columns, has_one_sum = hint(product([axis.size for axis in contraction.columns])), len(contraction.sums) == 1
-    programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
-    if programs <= _ONE_STEP_PROGRAMS:
-        for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
-            if item.p_block >= hint(product([axis.size for axis in form.groups])):
-                return _ONE_STEP_FRAGMENT_TILE
-    two, three, four, six = _RESIDENT_FRAGMENT_TILES
-    if not has_one_sum:
+    if len(contraction.sums) > 1:
         return _SEVERAL_SUMS_FRAGMENT_TILE
-    if programs <= 3:
-        return two if programs <= 2 and _is_long(form, hint) else three
-    return {4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
+    columns = hint(product([axis.size for axis in contraction.columns]))
+    programs = math.ceil(columns / (_FRAGMENT_TILE.columns * spec.multiprocessors))
+    two, three, four, six = _RESIDENT_FRAGMENT_TILES
+    if programs > 2:
+        return {3: three, 4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
+    for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
+        if item.p_block >= hint(product([axis.size for axis in form.groups])):
+            return _ONE_STEP_FRAGMENT_TILE
+    return two if _is_long(form, hint) else three
 
 
 def _prefers_fragments(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> bool:
