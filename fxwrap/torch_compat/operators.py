@@ -372,10 +372,14 @@ def is_composite(overload: OpOverload) -> bool:
 def has_device_kernel(overload: OpOverload, device: torch.device) -> bool:
     """Whether an operator has a kernel of its own on a device: the dispatcher does not decompose it there.
 
+    A torch without kernels of the device, which compiles for another machine, has the operators of the CPU's instead.
+
     Why: the dispatcher's table has no public name.
     """
-    key = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(device.type))
-    return key is not None and bool(overload.has_kernel_for_dispatch_key(key))
+    key, allocates = torch._C._parse_dispatch_key(torch._C._dispatch_key_for_device(device.type)), torch.ops.aten.empty
+    if key is None or not allocates.memory_format.has_kernel_for_dispatch_key(key):
+        key = torch._C.DispatchKey.CPU
+    return bool(overload.has_kernel_for_dispatch_key(key))
 
 
 # Why: torch 2.11 looks up higher-order operators in another table than torch.fx.node.has_side_effect fills, so that
