@@ -1,6 +1,6 @@
 """In-place operators that change the layout of a tensor, such as `squeeze_`, become operators that return a view.
 
-The node of such a tensor stands for two layouts: earlier readers see the former, later ones the new layout. Passes know
+The node of such a tensor has two layouts: earlier readers see the former, later ones the new layout. Passes know
 one fake value of a node. AOTAutograd and `torch.export` leave none of these operators in their graphs.
 """
 

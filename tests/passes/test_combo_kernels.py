@@ -305,16 +305,26 @@ STEPS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
-@settings(max_examples=sample_size(25), deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
-def test_random_programs(steps: Sequence[tuple[int, int]]) -> None:
+RANDOM_STEPS = st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14)
+"""The steps of random programs: the number of each, and that of the value that it reads."""
+
+
+def random_program(steps: Sequence[tuple[int, int]]) -> tuple[TensorFunction, list[Tensor]]:
+    """Returns a function that returns the results of all steps, and its inputs."""
+
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         values = list(tensors)
         for kind, operand in steps:
             values.append(STEPS[kind](values[operand % len(values)]) / 2)
         return tuple(values[len(tensors) :])
 
-    inputs = [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    return function, [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@settings(max_examples=sample_size(25), deadline=None)
+@given(RANDOM_STEPS)
+def test_random_programs(steps: Sequence[tuple[int, int]]) -> None:
+    function, inputs = random_program(steps)
     check(function, *inputs)
 
 
@@ -425,15 +435,9 @@ def test_rotations_and_writes_into_caches_are_one_launch() -> None:
 
 
 @settings(max_examples=sample_size(15), deadline=None)
-@given(st.lists(st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 7)), min_size=4, max_size=14))
+@given(RANDOM_STEPS)
 def test_random_programs_of_adjacent_launches(steps: Sequence[tuple[int, int]]) -> None:
-    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
-        values = list(tensors)
-        for kind, operand in steps:
-            values.append(STEPS[kind](values[operand % len(values)]) / 2)
-        return tuple(values[len(tensors) :])
-
-    inputs = [torch.rand(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    function, inputs = random_program(steps)
     program = fxwrap.lower(graph(function, *inputs), options=OPTIONS.replace(devices=(PARALLEL,)))
     result = verify(combine_kernels(program, {"cpu": PARALLEL}))
     assert len(launches(result)) <= len(launches(program))

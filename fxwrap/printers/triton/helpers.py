@@ -177,8 +177,8 @@ def fast_erf(x):
     power = tl.fma(power, size, -1.4848159e-1)
     power = tl.fma(power, size, -9.184164e-1)
     power = tl.fma(power, size, -1.6279086)
-    found = 1.0 - float_exp2(power * size)
-    return tl.where(x < 0, -found, found)
+    magnitude = 1.0 - float_exp2(power * size)
+    return tl.where(x < 0, -magnitude, magnitude)
 
 
 def fast_tanh(x):
