@@ -4,8 +4,8 @@ Each line of its output is a JSON object with one measurement of one side, so th
 
     {"side": ..., "measure": "compile" | "accuracy" | "memory" | "time" | "failure", "at": SECONDS, ...}
 
-"at" is the time since the process imported its modules. A compile of fxwrap has the seconds of its back end as
-"backend".
+"at" is the time since the process imported its modules. A compile has the seconds of Dynamo (frames and guards, without
+the compiler that it calls) as "dynamo", and fxwrap's those of its back end as "backend".
 
     python benchmarks/dashboard_jobs.py JOB_AS_JSON
 """
@@ -29,7 +29,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.testing import reduce_to_scalar_loss
-from torch._dynamo.utils import same
+from torch._dynamo.utils import compilation_time_metrics, same
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -48,6 +48,9 @@ TOLERANCES = {"inference": 1e-3, "training": 1e-2}
 SECONDS_A_SAMPLE = 0.05
 NICENESS = 10
 """Of a process and its workers while they compile."""
+
+DYNAMO_METRICS = ("_compile.compile_inner", "OutputGraph.call_user_compiler")
+"""torch's measurements of all that Dynamo does with a frame, and of the part that is the compiler's."""
 
 CHECKED_SEED, TIMED_SEED = 1, 2
 """Results are compared for inputs that the compile did not see."""
@@ -78,7 +81,8 @@ class DashboardJob:
         step: "inference", or "training": a forward and a backward in train mode.
         precision: "bfloat16" or "float32" of weights and images, or "amp": float32 under autocast to bfloat16.
         batch: "static", or "dynamic": the batch size is a symbol.
-        sides: "BACKEND" or "BACKEND:MODE" with torch.compile's modes, or "freezing"; "eager" is always measured.
+        sides: "BACKEND" or "BACKEND:MODE" with torch.compile's modes, or "freezing"; "eager" is always measured, and
+            "aot_eager" calls the operators of AOTAutograd's graph.
         options: fxwrap's.
         lock: a file, the device's; a process holds it alone while it measures times and memory, or runs in float64,
             and together with others while it checks results. Compilation needs no lock.
@@ -229,13 +233,14 @@ def prepare(subject: Subject) -> dict[str, Callable[..., Any]]:
             function = compiled(subject.job, side, subject.model)
             _warm_up(subject.job, side)
             inputs = subject.inputs(0)
-            earlier = compiles()
+            earlier, dynamo = compiles(), dynamo_seconds()
             start = time.perf_counter()
             subject.call(function, inputs)
             synchronize(torch.device(subject.job.device))
             seconds = time.perf_counter() - start
             own = [record.total_seconds for record in compiles() if record not in earlier]
-            report(side=side, measure="compile", seconds=seconds, **({"backend": sum(own)} if own else {}))
+            parts = {"dynamo": dynamo_seconds() - dynamo, **({"backend": sum(own)} if own else {})}
+            report(side=side, measure="compile", seconds=seconds, **parts)
             subject.restore()
             with exclusive_lock(lock, shared=True):
                 results = subject.results(subject.model, function, subject.inputs(CHECKED_SEED))
@@ -249,6 +254,12 @@ def prepare(subject: Subject) -> dict[str, Callable[..., Any]]:
             continue
         functions[side] = function
     return functions
+
+
+def dynamo_seconds() -> float:
+    """Returns the seconds that Dynamo has taken in this process, without the compilers that it called."""
+    whole, called = (sum(compilation_time_metrics.get(name, ())) for name in DYNAMO_METRICS)
+    return whole - called
 
 
 def _warm_up(job: DashboardJob, side: str) -> None:

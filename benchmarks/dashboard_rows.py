@@ -49,7 +49,8 @@ def status(row: Mapping[str, Any], side: str) -> str | None:
 def table_cells(row: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Cell]:
     """Returns the cells of a row: eager's time, and of each side its status, speedup, compile time and memory.
 
-    fxwrap's sides have the part of the compile time that is their back end's, None in rows that were measured without.
+    Sides have the part of the compile time that is Dynamo's, and fxwrap's the part that is their back end's: None in
+    rows that were measured without.
     """
     eager = value_of(row, "eager", "time")
     cells: dict[str, Cell] = {"library": row["library"], "model": row["model"], "mode": row["mode"]}
@@ -60,8 +61,10 @@ def table_cells(row: Mapping[str, Any], sides: Sequence[str]) -> dict[str, Cell]
         cells[f"{side}: status"] = status(row, side)
         cells[f"{side}: speedup"] = eager / seconds if eager and seconds else None
         cells[f"{side}: compile, s"] = value_of(row, side, "compile")
+        parts = row["sides"].get(side, {}).get("compile", {})
+        cells[f"{side}: Dynamo, s"] = parts.get("dynamo")
         if side.startswith(OWN):
-            cells[f"{side}: back end, s"] = row["sides"].get(side, {}).get("compile", {}).get("backend")
+            cells[f"{side}: back end, s"] = parts.get("backend")
         cells[f"{side}: peak, MB"] = None if memory is None else memory / 1e6
     return cells
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.results import Cell, Row, geometric_mean
 
-INDUCTOR, OWN = "inductor", "fxwrap"
+INDUCTOR, OWN, AOT_EAGER = "inductor", "fxwrap", "aot_eager"
 EAGER_FAILS = "-"
 """The status of a side where eager fails: the row does not count."""
 
@@ -21,14 +21,16 @@ def sides_of(rows: Sequence[Row]) -> list[str]:
 
 def inductor_side(side: str) -> str:
     """Returns the side of Inductor in the mode of a side."""
-    return INDUCTOR + side.removeprefix(OWN) if side.startswith(OWN) else side
+    _, colon, mode = side.partition(":")
+    return INDUCTOR + colon + mode
 
 
 def summary(rows: Sequence[Row]) -> list[dict[str, Cell]]:
     """Returns a line for each mode, library and side: passing rows, mean speedup over eager, and ratios to Inductor's.
 
     Ratios are geometric means over the rows that both sides pass; of compile seconds and peak memory, less is better.
-    The last column is the part of fxwrap's compile seconds that its back end takes, after Dynamo and AOTAutograd.
+    The last columns are what no back end can avoid, over Inductor's whole compile seconds: all seconds of a side that
+    are not its back end's (Dynamo, AOTAutograd, and the call itself), and Dynamo's alone.
     """
     groups = dict.fromkeys((row["mode"], row["library"]) for row in rows)
     lines: list[dict[str, Cell]] = []
@@ -49,9 +51,18 @@ def side_cells(rows: Sequence[Row], side: str) -> dict[str, Cell]:
         pairs = [(_number(row, f"{side}: {column}"), _number(row, f"{other}: {column}")) for row in passing
                  if other != side and row.get(f"{other}: status") == "pass"]  # fmt: skip
         cells[f"{title} / Inductor"] = _mean([own / its for own, its in pairs if own and its])
-    parts = [(_number(row, f"{side}: back end, s"), _number(row, f"{side}: compile, s")) for row in passing]
-    cells["back end / compile"] = _mean([part / whole for part, whole in parts if part and whole])
+    compiled = [(row, its) for row in passing if (its := _number(row, f"{other}: compile, s"))
+                and row.get(f"{other}: status") == "pass"]  # fmt: skip
+    cells["front end / Inductor"] = _mean([part / its for row, its in compiled if (part := _front_end(row, side))])
+    dynamo = [(_number(row, f"{side}: Dynamo, s"), its) for row, its in compiled]
+    cells["Dynamo / Inductor"] = _mean([part / its for part, its in dynamo if part])
     return cells
+
+
+def _front_end(row: Row, side: str) -> float | None:
+    """Returns the compile seconds of a side that are not its back end's; None in rows without that part."""
+    whole, part = _number(row, f"{side}: compile, s"), _number(row, f"{side}: back end, s")
+    return whole - part if whole and part else None
 
 
 def details(rows: Sequence[Row]) -> list[dict[str, Cell]]:
