@@ -28,13 +28,16 @@ from fxwrap.fx_passes.layout_changes import changes_layout, replace_layout_chang
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues
 from fxwrap.torch_compat import (
     FakeTensor,
+    FakeTensorMode,
     LazyGraphModule,
     OpOverload,
     TreeSpec,
     has_device_kernel,
     in_dispatched_fake_mode,
     in_fake_mode,
+    in_tracing_fake_mode,
     is_composite,
+    is_data_dependent_error,
     name_unbacked_as,
     symbol_expression,
     tree_flatten,
@@ -205,10 +208,8 @@ class _Decomposer:
             log.debug("%s: stays a call, since its device is not here to choose a kernel", node.name)
             return None
         try:
-            # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
-            scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
-            with scope(tensors[0].fake_mode), without_logged_errors():
-                trace = replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
+            with without_logged_errors():
+                trace = self._trace_on_fakes(call, tensors[0].fake_mode)
         except Exception as error:  # an operator's own
             if call.target in self.table:
                 raise
@@ -225,6 +226,19 @@ class _Decomposer:
             log.debug("%s: stays a call, since its decomposition has other unbacked symbols", node.name)
             return None
         return trace
+
+    def _trace_on_fakes(self, call: _Call, mode: FakeTensorMode) -> GraphModule:
+        """Returns the graph of a call; numbers that it reads from tensors are unbacked symbols."""
+        # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
+        scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
+        try:
+            with scope(mode):
+                return replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
+        except Exception as error:
+            if not is_data_dependent_error(error):
+                raise
+        with in_tracing_fake_mode(mode):
+            return replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
 
     def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
         """Inserts the calls of a trace, and returns its results: a node, a literal or a tree of these.

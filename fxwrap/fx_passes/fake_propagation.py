@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import Argument, Target
 
 from fxwrap.errors import CallError, FxwrapError, GraphError
-from fxwrap.fx_passes.graph_copy import items_of, layout_text, run_on_fakes
+from fxwrap.fx_passes.graph_copy import items_of, layout_text, run_on_fakes, same_layout
+from fxwrap.fx_passes.layout_changes import changes_layout
 from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.fx_passes.stream_calls import stream_call
@@ -23,6 +24,7 @@ from fxwrap.torch_compat import (
     detect_fake_mode,
     fresh_fake_mode,
     in_fake_mode,
+    infer_despite_reads,
     is_composite,
     is_data_dependent_error,
     is_desugared,
@@ -38,8 +40,14 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
     """Returns each node's fake value: its `meta["val"]`, or the result of running the graph on fake tensors.
 
     The example inputs are those that `check_example_inputs` accepts. Raises GraphError if neither they nor metadata
-    describe the inputs, and if a node fails.
+    describe the inputs, if a node fails, and if one gives a tensor another layout in place.
     """
+    values = _values_of(graph_module, example_inputs)
+    _check_layouts_stay(values)
+    return values
+
+
+def _values_of(graph_module: GraphModule, example_inputs: Sequence[object] | None) -> dict[Node, Any]:
     nodes = list(graph_module.graph.nodes)
     calls = [node for node in nodes if node.op in ("placeholder", "call_function")]
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -50,6 +58,21 @@ def fake_values(graph_module: GraphModule, example_inputs: Sequence[object] | No
     if example_inputs is None:
         example_inputs = [node.meta.get("val") for node in placeholders]
     return _propagate(graph_module, placeholders, example_inputs)
+
+
+def _check_layouts_stay(values: NodeValues) -> None:
+    """Raises GraphError for a node that gives its operand another layout in place: a node's layout is that of a tensor.
+
+    `replace_layout_changes` has replaced those that a view describes, except on inputs, whose caller would see them.
+    """
+    for node, value in values.items():
+        operand = node.args[0] if node.args and changes_layout(node) else None
+        former = values.get(operand) if isinstance(operand, Node) else None
+        if not isinstance(former, FakeTensor) or not isinstance(value, FakeTensor):
+            continue
+        if not same_layout(former, value) or storage_identity(former) != storage_identity(value):
+            reason = f"{node.target} changes the layout of '{operand}' in place"
+            raise GraphError(node.name, reason, "Use an operator that returns a view or a copy", location_of(node))
 
 
 def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[object] | None) -> None:
@@ -224,6 +247,8 @@ class _FakePropagator(Interpreter):
         self.attributes: dict[str, object] = {}
 
     def run_node(self, n: Node) -> object:
+        if changes_layout(n):
+            self._record_layout(n.args[0])
         try:
             # Stream operators return None; torch 2.11 has no fake rule for some of them, or a wrong one.
             value = None if stream_call(n) else super().run_node(n)
@@ -235,6 +260,11 @@ class _FakePropagator(Interpreter):
         self.values[n] = value
         return value
 
+    def _record_layout(self, operand: Argument) -> None:
+        """Records the layout that an operand has before a call changes it in place."""
+        if isinstance(operand, Node) and isinstance(value := self.values[operand], FakeTensor):
+            self.values[operand] = value.detach()
+
     def _failure(self, node: Node, error: Exception) -> GraphError:
         """Returns the error of a node: a `CallError`, with eager mode's words, for operands that eager mode rejects."""
         failure = explain_fake_call(node.target, error)
@@ -243,6 +273,12 @@ class _FakePropagator(Interpreter):
         eager = eager_error(node.target, *self.fetch_args_kwargs_from_env(node))
         reason = failure.reason if eager is None else explain_fake_call(node.target, eager).reason
         return CallError.of(eager or error)(node.name, reason, failure.remedy, location_of(node))
+
+    def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> object:
+        try:
+            return super().call_function(target, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - an operator's own
+            return infer_despite_reads(error, target, args, kwargs)  # type: ignore[arg-type]  # no text calls a function
 
     def get_attr(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> object:
         key = str(target)

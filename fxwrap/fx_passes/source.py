@@ -33,6 +33,7 @@ from fxwrap.torch_compat import (
     OpOverload,
     find_shape_env,
     isolate_pending_symbols,
+    set_grad_enabled,
     storage_identity,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
@@ -53,8 +54,8 @@ SYMBOLIC_BUILTINS: frozenset[Callable[..., object]] = frozenset(
 
 SOURCE_PASSES: tuple[Step[GraphModule, FxPassContext], ...] = (
     Step(
-        "remove_input_guards", "remove the call that checks the inputs of an exported program's module",
-        lambda graph, _context: remove_input_guards(graph),
+        "remove_inert_calls", "remove checks of inputs and switches of the gradient mode",
+        lambda graph, _context: remove_inert_calls(graph),
     ),
     Step(
         "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
@@ -103,7 +104,7 @@ def graph_source(
     """
     if isinstance(graph, ExportedProgram):
         return _exported_source(graph, options, name, fused_operators)
-    check_graph(remove_input_guards(graph))
+    check_graph(remove_inert_calls(graph))
     context = FxPassContext(options, fused_operators, example_inputs)
     return GraphSource(_run_source_passes(graph, context), name, graph_id=id(graph.graph))
 
@@ -167,17 +168,23 @@ def _exported_source(
     return source
 
 
-def remove_input_guards(graph_module: GraphModule) -> GraphModule:
-    """Returns a graph without the call in `ExportedProgram.module()` that checks inputs; the graph itself without one.
+def remove_inert_calls(graph_module: GraphModule) -> GraphModule:
+    """Returns a graph without calls that programs do not need; the graph itself without one.
 
-    The program checks its inputs by the metadata of their placeholders.
+    These are the call in `ExportedProgram.module()` that checks inputs, which a program does by the metadata of their
+    placeholders, and switches of the gradient mode in graphs that were traced before dispatch: programs compute none.
     """
-    if not graph_module.graph.find_nodes(op="call_module", target=_INPUT_GUARDS):
+    if not any(map(_is_inert, graph_module.graph.nodes)):
         return graph_module
     copy = GraphModule(graph_module, deepcopy(graph_module.graph))
-    for node in copy.graph.find_nodes(op="call_module", target=_INPUT_GUARDS):
+    for node in filter(_is_inert, reversed(copy.graph.nodes)):
         copy.graph.erase_node(node)
     return copy
+
+
+def _is_inert(node: Node) -> bool:
+    is_call = node.op == "call_function" and node.target is set_grad_enabled and not node.users
+    return is_call or (node.op == "call_module" and node.target == _INPUT_GUARDS)
 
 
 _INPUT_GUARDS = "_guards_fn"

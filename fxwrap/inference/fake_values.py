@@ -233,6 +233,9 @@ def call_on_fakes(
     try:
         # Some operators reject inputs that require gradients.
         with torch_compat.in_dispatched_fake_mode(mode), torch.no_grad():
-            return target(*arguments, **keywords)
+            try:
+                return target(*arguments, **keywords)
+            except Exception as error:  # noqa: BLE001 - an operator's own
+                return torch_compat.infer_despite_reads(error, target, arguments, keywords)
     except Exception as error:  # an operator may raise anything
         raise explain_fake_call(target, error) from error

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from fxwrap.torch_compat.compiled_functions import *
     from fxwrap.torch_compat.fake_tensors import *
     from fxwrap.torch_compat.profiling import *
+    from fxwrap.torch_compat.read_elements import *
     from fxwrap.torch_compat.structured_trace import *
     from fxwrap.torch_compat.symbols import *
     from fxwrap.torch_compat.triton import *
 
-_COMPILER_MODULES = ("profiling", "structured_trace", "fake_tensors", "symbols", "triton", "compiled_functions")
+_COMPILER_MODULES = (
+    "profiling", "structured_trace", "fake_tensors", "symbols", "triton", "compiled_functions", "read_elements",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

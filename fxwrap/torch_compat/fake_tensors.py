@@ -54,8 +54,12 @@ def is_missing_fake_impl(error: BaseException) -> bool:
 
 
 def is_data_dependent_error(error: BaseException) -> bool:
-    """Whether an operator failed on fake tensors because its result depends on tensor contents."""
-    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode)
+    """Whether an operator failed on fake tensors because its result depends on tensor contents.
+
+    Some composite operators read the memory of their operands directly, which fake tensors do not have.
+    """
+    kinds = DataDependentOutputException | DynamicOutputShapeException | GuardOnDataDependentSymNode
+    return isinstance(error, kinds) or "its data is not allocated yet" in str(error)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxwrap
 from fxwrap import Options
+from fxwrap.errors import GraphError
 from fxwrap.fx_passes.layout_changes import changes_layout, replace_layout_changes
 
 
@@ -79,11 +80,43 @@ def test_later_readers_see_the_new_layout(function: Callable[[Tensor], Any], has
     assert str(graph.graph) == text
 
 
-def test_a_layout_change_of_an_input_and_other_graphs_stay() -> None:
-    def function(x: Tensor) -> Tensor:
-        return x.t_() * 2
+def resized(x: Tensor) -> Tensor:
+    return x.clone().resize_(2, 2) + 1
 
+
+def resized_after_a_reader(x: Tensor) -> Tensor:
+    y = x * 2
+    total = y.sum()
+    return y.resize_as_(total) + total
+
+
+def transposed_input(x: Tensor) -> Tensor:
+    return x.t_() * 2
+
+
+@pytest.mark.parametrize("has_metadata", [True, False])
+@pytest.mark.parametrize("function", [resized, resized_after_a_reader, transposed_input])
+def test_a_change_that_no_view_describes_is_an_error(function: Callable[[Tensor], Any], has_metadata: bool) -> None:
     graph = make_fx(function)(torch.randn(4, 3))
+    if not has_metadata:
+        for node in graph.graph.nodes:
+            node.meta = {}
+    reason = r"node '\w+': aten\.\w+\.default changes the layout of '\w+' in place\. Use an operator that"
+    with pytest.raises(GraphError, match=reason):
+        fxwrap.lower(graph, [torch.randn(4, 3)])
+
+
+def test_a_call_that_changes_no_layout_is_none() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (x * 2).resize_(4, 3) + 1
+
+    x = torch.randn(4, 3)
+    (result,) = fxwrap.run(fxwrap.lower(make_fx(function)(x), [x]), [x])
+    torch.testing.assert_close(result, function(x))
+
+
+def test_a_layout_change_of_an_input_and_other_graphs_stay() -> None:
+    graph = make_fx(transposed_input)(torch.randn(4, 3))
     assert [node for node in replace_layout_changes(graph).graph.nodes if changes_layout(node)]
     without = make_fx(torch.sin)(torch.randn(3))
     assert replace_layout_changes(without) is without

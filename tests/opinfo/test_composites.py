@@ -31,13 +31,15 @@ SAMPLES = 2
 GROUPS = 40
 
 STAYS = {
-    "aten.corrcoef.default": "it reads elements to warn of few observations",
-    "aten.cov.default": "it reads elements to warn of few observations",
+    "aten.corrcoef.default": "it compares elements to warn of few observations",
+    "aten.cov.default": "it compares elements to warn of few observations",
     "aten.ctc_loss.IntList": "sizes inside of it depend on data",
     "aten.ctc_loss.Tensor": "sizes inside of it depend on data",
-    "aten.tensor_split.tensor_indices_or_sections": "the number of its results depends on data",
 }
 """Composite operators that are called, with the reason."""
+
+UNKNOWN_RESULTS = "the results of aten.tensor_split.tensor_indices_or_sections are known only at run time"
+"""The error of the one operator whose number of results is an element of a tensor."""
 
 
 def traced_before_dispatch(call: Call, *, with_metadata: bool) -> GraphModule:
@@ -83,7 +85,7 @@ def defects(case: Case) -> Iterator[str]:
                 torch.manual_seed(SEED)
                 results = list(fxwrap.run(program, operands))
             except Exception as error:  # noqa: BLE001 - an operator's own
-                if composites.isdisjoint(STAYS):
+                if UNKNOWN_RESULTS not in str(error):
                     yield f"{case.name} {call}: {type(error).__name__}: {error}"
                 continue
             detail = difference(results, expected, None, call.defined) or difference(operands, written)
