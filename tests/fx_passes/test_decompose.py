@@ -22,7 +22,8 @@ from fxwrap import Options
 from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.compile import Compiled
 from fxwrap.lines import ExternCall, Launch
-from fxwrap.torch_compat import FakeTensorMode
+from fxwrap.lowering import RULES
+from fxwrap.torch_compat import FakeTensorMode, has_device_kernel, is_composite, operator_overload
 
 aten = torch.ops.aten
 
@@ -338,6 +339,20 @@ def test_composites_with_kernels_on_a_device_that_this_torch_lacks_stay_calls(op
     graph.output((graph.call_function(operator, tuple(operands)),))
     (kernel,) = fxwrap.lower(GraphModule({}, graph), inputs, options=UNCACHED).kernels
     assert kernel.name.startswith(operator.name().split("::")[1])
+
+
+ON_CUDA_ONLY = {"aten._fused_rms_norm.default"}
+"""Composite operators with a kernel in builds of torch for CUDA only."""
+
+
+def test_no_rule_is_of_an_operator_that_is_always_decomposed() -> None:
+    """Such a rule is never called: each call becomes calls of other operators before lowering."""
+    operators = {name: operator_overload(name) for name in RULES if name.startswith("aten.")}
+    decomposed = {
+        name for name, operator in operators.items()
+        if is_composite(operator) and not has_device_kernel(operator, torch.device("cpu"))
+    }  # fmt: skip
+    assert decomposed <= ON_CUDA_ONLY, decomposed
 
 
 BY_DATA: dict[str, Function] = {

@@ -23,7 +23,6 @@ from fxwrap.torch_compat import SOFTSHRINK_ROUNDS_LIMIT
 # --- rectifiers, thresholds and shrinkage ----------------------------------------------------------------------------
 
 register_elementwise("aten.relu.default", lambda x: clamp(x, 0), dtypes="number")
-register_elementwise("aten.relu6.default", lambda x: clamp(x, 0, 6), dtypes="number")
 
 
 @lowering_rule("aten.hardtanh.default")
@@ -114,19 +113,6 @@ def _prelu_backward(call: OperatorCall, gradient: Definition, x: Definition, wei
     return tuple([call.define(body, fake) for fake, body in zip(call.results, (of_x, of_weight), strict=True)])
 
 
-@lowering_rule("aten.prelu.default", dtypes="float")
-def _prelu(call: OperatorCall, x: Definition, weight: Definition) -> LoweringResult:
-    """The weight has one element for each channel, dimension 1, or a single one."""
-    single = not weight.sizes or weight.sizes[0] == 1
-
-    def body(reader: ElementReader, indices: Indices) -> Scalar:
-        value = reader.load(x, indices)
-        channel = [0] * len(weight.sizes) if single else [indices[1] if len(indices) > 1 else indices[0]]
-        return (value > 0).where(value, reader.load(weight, channel).to(value.dtype) * value)
-
-    return call.define(body)
-
-
 @lowering_rule("aten.rrelu_with_noise_backward.default")
 def _rrelu_backward(
     call: OperatorCall,
@@ -152,10 +138,7 @@ def _elu(x: Scalar, alpha: Parameter, scale: Parameter, input_scale: Parameter) 
     return (x < 0).where(negative, x * scale)
 
 
-_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-
 register_elementwise("aten.elu.default", _elu, dtypes="float")
-register_elementwise("aten.selu.default", lambda x: _elu(x, _SELU_ALPHA, _SELU_SCALE, 1.0), dtypes="float")
 register_elementwise("aten.celu.default", lambda x, alpha: _elu(x, alpha, 1.0, 1.0 / alpha), dtypes="float")
 
 
@@ -280,7 +263,6 @@ register_elementwise("aten.softplus.default", _softplus, dtypes="float")
 register_elementwise("aten.softplus_backward.default", _softplus_backward, operands=2, dtypes="float")
 register_elementwise("aten.mish.default", _mish, dtypes="float")
 register_elementwise("aten.mish_backward.default", _mish_backward, operands=2, dtypes="equal float")
-register_elementwise("aten.log_sigmoid.default", log_sigmoid, dtypes="float")
 
 
 @lowering_rule("aten.log_sigmoid_forward.default", dtypes="float")

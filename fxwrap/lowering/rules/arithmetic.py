@@ -119,8 +119,8 @@ register_elementwise(
     ("aten.mul.Tensor", "aten.mul.Scalar"),
     lambda x, y: x & y if x.dtype is torch.bool else x * y, operands=2, number_rounding="exact",
 )  # fmt: skip
-register_elementwise(("aten.maximum.default", "aten.max.other"), _larger, operands=2)
-register_elementwise(("aten.minimum.default", "aten.min.other"), _smaller, operands=2)
+register_elementwise("aten.maximum.default", _larger, operands=2)
+register_elementwise("aten.minimum.default", _smaller, operands=2)
 register_elementwise("aten.hypot.default", lambda x, y: x.apply("hypot", y), operands=2, dtypes="float")
 register_elementwise("aten.atan2.default", lambda x, y: x.apply("atan2", y), "INT_TO_FLOAT", operands=2)
 register_elementwise(("aten.copysign.Tensor", "aten.copysign.Scalar"), _copysign, "INT_TO_FLOAT", operands=2)
@@ -157,7 +157,7 @@ def _nextafter(call: OperatorCall, x: Definition, y: Definition) -> LoweringResu
     return elementwise(call, (x, y), lambda x, y: x.apply("nextafter", y), dtypes="float")
 
 
-@lowering_rule("aten.clamp.default", "aten.clamp.Tensor", "aten.clip.default", "aten.clip.Tensor")
+@lowering_rule("aten.clamp.default", "aten.clamp.Tensor")
 def _clamp_rule(
     call: OperatorCall, x: Definition, lower: TensorOrNumber | None, upper: TensorOrNumber | None
 ) -> LoweringResult:
@@ -209,7 +209,7 @@ def _divide(
 _floored, _truncated = _rounded_division("floor_divide"), _rounded_division("trunc_divide")
 
 
-@lowering_rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor")
+@lowering_rule("aten.div.Tensor", "aten.div.Scalar")
 def _true_division(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
     return elementwise(call, (x, y), lambda x, y: x / y, promotion="INT_TO_FLOAT", number_rounding="exact")
 
@@ -300,11 +300,6 @@ def _pow_number(call: OperatorCall, x: Definition, exponent: NumberOrSymbol) -> 
     return call.define(body)
 
 
-@lowering_rule("aten.square.default")
-def _square(call: OperatorCall, x: Definition) -> LoweringResult:
-    return _pow_number(call, x, 2)
-
-
 @lowering_rule("aten.pow.Tensor_Tensor")
 def _pow_tensors(call: OperatorCall, x: Definition, exponent: Definition) -> LoweringResult:
     _check_exponent(exponent, promoted_dtype((x, exponent)))
@@ -325,18 +320,6 @@ def _pow_of_number(call: OperatorCall, base: NumberOrSymbol, exponent: Definitio
 
 def _power_of_scalars(x: Scalar, y: Scalar) -> Scalar:
     return x.apply("pow" if x.dtype.is_floating_point else "integer_pow", y)
-
-
-@lowering_rule("aten.float_power.Tensor_Tensor", "aten.float_power.Tensor_Scalar", "aten.float_power.Scalar")
-def _float_power(call: OperatorCall, x: TensorOrNumber, exponent: TensorOrNumber) -> LoweringResult:
-    def body(reader: ElementReader, indices: Indices) -> Scalar:
-        base = load_operand(reader, x, indices, torch.float64)
-        if isinstance(exponent, int | float):
-            return _power(base, exponent)
-        return base.apply("pow", load_operand(reader, exponent, indices, torch.float64))
-
-    check_operands(call, (x, exponent), torch.float64)
-    return call.define(body)
 
 
 # --- comparison and logic --------------------------------------------------------------------------------------------
@@ -377,7 +360,6 @@ def _bitwise(name: str) -> Callable[..., Scalar]:
 register_elementwise("aten.bitwise_not.default", _bitwise("not"), dtypes="bits")
 for _name in ("and", "or", "xor"):
     _overloads = [f"aten.bitwise_{_name}.{overload}" for overload in ("Tensor", "Scalar", "Scalar_Tensor")]
-    _overloads += [f"aten.__{_name}__.{overload}" for overload in ("Tensor", "Scalar")]
     register_elementwise(_overloads, _bitwise(_name), operands=2, dtypes="bits")
 
 

@@ -79,8 +79,8 @@ def _check_value(call: OperatorCall, operands: Sequence[Operand], value: TensorO
 # --- selection -------------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
-def _where(call: OperatorCall, condition: Definition, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
+@lowering_rule("aten.where.self")
+def _where(call: OperatorCall, condition: Definition, x: Definition, y: Definition) -> LoweringResult:
     dtype = promoted_dtype((x, y))
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:

@@ -46,12 +46,9 @@ register_elementwise(
     ("aten.sign.default", "aten.sgn.default"), lambda x: x if x.dtype is torch.bool else x.apply("sign")
 )
 register_elementwise("aten.neg.default", _operation("neg"), dtypes="number")
-register_elementwise(
-    ("aten.conj_physical.default", "aten._conj_physical.default", "aten.positive.default"), lambda x: x
-)
+register_elementwise("aten._conj_physical.default", lambda x: x)
 for _name in ("floor", "ceil", "round", "trunc"):
     register_elementwise(f"aten.{_name}.default", _float_only(_name), dtypes="number")
-register_elementwise("aten.fix.default", _float_only("trunc"), dtypes="number")
 register_elementwise("aten.frac.default", lambda x: x - x.apply("trunc"), dtypes="float")
 register_elementwise("aten.deg2rad.default", lambda x: x * (math.pi / 180), "INT_TO_FLOAT")
 register_elementwise("aten.rad2deg.default", lambda x: x * (180 / math.pi), "INT_TO_FLOAT")
@@ -92,10 +89,6 @@ register_elementwise("aten.isnan.default", _float_test(_operation("isnan")), "AL
 register_elementwise("aten.isinf.default", _float_test(_operation("isinf")), "ALWAYS_BOOL")
 register_elementwise("aten.isposinf.default", _float_test(lambda x: x.equals(math.inf)), "ALWAYS_BOOL")
 register_elementwise("aten.isneginf.default", _float_test(lambda x: x.equals(-math.inf)), "ALWAYS_BOOL")
-register_elementwise(
-    "aten.isfinite.default",
-    lambda x: abs(x) < math.inf if x.dtype.is_floating_point else ~_false(x), "ALWAYS_BOOL",
-)  # fmt: skip
 register_elementwise("aten.signbit.default", _signbit, "ALWAYS_BOOL")
 
 

@@ -87,26 +87,13 @@ def load_list_index(
 
 @lowering_rule("aten.gather.default", index_argument=2)
 def _gather(call: OperatorCall, x: Definition, dim: int, index: Definition) -> LoweringResult:
-    return _gather_elements(call, x, canonicalize_dim(dim, len(x.sizes)), index)
-
-
-def _gather_elements(call: OperatorCall, x: Definition, dim: int, index: Definition) -> Pointwise:
-    """Returns `x` read at an index tensor of the result's rank, whose sizes of 1 are broadcast."""
+    dim = canonicalize_dim(dim, len(x.sizes))
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
-        position = broadcast_indices(index.sizes, indices)
-        row = load_indirect_index(reader, index, position, x.sizes[dim] if x.sizes else 1, error="runtime")
-        others = [0 if size == 1 else item for size, item in zip(x.sizes, indices, strict=False)]
-        return reader.load(x, replace_index(others, dim, row) if x.sizes else ())
+        row = load_indirect_index(reader, index, indices, x.sizes[dim] if x.sizes else 1, error="runtime")
+        return reader.load(x, replace_index(indices, dim, row) if x.sizes else ())
 
     return call.define(body)
-
-
-@lowering_rule("aten.take_along_dim.default", index_argument=1)
-def _take_along_dim(call: OperatorCall, x: Definition, index: Definition, dim: int | None) -> LoweringResult:
-    if dim is None:
-        return _take(call, x, index)
-    return _gather_elements(call, x, canonicalize_dim(dim, len(x.sizes)), index)
 
 
 @lowering_rule("aten.index_select.default", index_argument=2)
@@ -133,18 +120,6 @@ def _take(call: OperatorCall, x: Definition, index: Definition) -> Pointwise:
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         flat = load_indirect_index(reader, index, to_index(indices), count, wrap_negative=True)
         return reader.load(x, from_flat([flat]))
-
-    return call.define(body)
-
-
-@lowering_rule("aten.one_hot.default", index_argument=0, index_dtypes=(torch.int64,))
-def _one_hot(call: OperatorCall, x: Definition, classes: int) -> LoweringResult:
-    if classes < 1:
-        raise Declined("the number of classes is read from the tensor")
-
-    def body(reader: ElementReader, indices: Indices) -> Scalar:
-        index = load_indirect_index(reader, x, indices[:-1], classes, error="runtime")
-        return reader.body.index(index).equals(reader.body.index(indices[-1]))
 
     return call.define(body)
 

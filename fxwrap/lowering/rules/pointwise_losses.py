@@ -95,7 +95,7 @@ def _soft_margin_backward(gradient: Scalar, x: Scalar, y: Scalar, count: Paramet
     return -y * gradient * (1.0 - (y * x).sigmoid()) * (1.0 / count)
 
 
-def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Callable[..., Scalar] | None) -> None:
+def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Callable[..., Scalar]) -> None:
     """Registers a loss of (x, y, reduction, *parameters) and its backward, which takes the gradient first."""
 
     @lowering_rule(f"aten.{operator}.default", dtypes="float")
@@ -103,9 +103,6 @@ def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Call
         call: OperatorCall, x: Definition, y: Definition, reduced: int, *parameters: NumberOrSymbol
     ) -> LoweringResult:
         return _loss(call, (x, y), reduced, formula, *parameters)
-
-    if backward is None:
-        return
 
     @lowering_rule(f"aten.{operator}_backward.default", dtypes="equal float")
     def _backward_rule(
@@ -115,7 +112,6 @@ def _register_loss(operator: str, formula: Callable[..., Scalar], backward: Call
 
 
 _register_loss("mse_loss", _squared, lambda g, x, y, count: (x - y) * (2.0 / count) * g)
-_register_loss("l1_loss", lambda x, y: abs(x - y), None)
 _register_loss("smooth_l1_loss", _smooth_l1, _smooth_l1_backward)
 _register_loss("huber_loss", _huber, _huber_backward)
 _register_loss("soft_margin_loss", lambda x, y: (-x * y).exp().apply("log1p"), _soft_margin_backward)

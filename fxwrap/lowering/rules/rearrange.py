@@ -56,7 +56,7 @@ MAX_CAT_INPUTS = 16
 # --- concatenation ---------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.cat.default", "aten.concat.default", dtypes="stored")
+@lowering_rule("aten.cat.default", dtypes="stored")
 def _cat(call: OperatorCall, tensors: Sequence[Definition], dim: int) -> LoweringResult:
     sizes = call.sizes
     dim = canonicalize_dim(dim, len(sizes))
@@ -130,14 +130,9 @@ def _load_masked(reader: ElementReader, condition: Condition, inside: Callable[[
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
-@lowering_rule("aten.constant_pad_nd.default", "aten.pad.default")
-def _constant_pad(call: OperatorCall, x: Definition, pad: Sequence[Size]) -> LoweringResult:
-    arguments = call.bind()
-    mode, value = arguments.get("mode", "constant"), arguments["value"]
-    value = 0 if value is None else value
+@lowering_rule("aten.constant_pad_nd.default")
+def _constant_pad(call: OperatorCall, x: Definition, pad: Sequence[Size], value: NumberOrSymbol) -> LoweringResult:
     left = _leading_pads(pad, len(x.sizes))
-    if mode != "constant":
-        raise Declined(f"it pads in the mode {mode}")
 
     def body(reader: ElementReader, indices: Indices) -> Scalar:
         source = [as_index(index) - before for index, before in zip(indices, left, strict=True)]

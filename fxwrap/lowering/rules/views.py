@@ -83,9 +83,8 @@ def _cumulative_sizes(sizes: Sequence[Size]) -> list[tuple[int, Size]]:
 
 
 @view_rule(
-    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
-    "aten._reshape_copy.default", "aten.view_as.default", "aten.reshape_as.default",
-    "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default", "aten.unsqueeze_copy.default",
+    "aten.view.default", "aten._unsafe_view.default", "aten.view_copy.default", "aten._reshape_copy.default",
+    "aten.unsqueeze.default", "aten.unsqueeze_copy.default",
     "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze_copy.default",
     "aten.squeeze_copy.dim", "aten.squeeze_copy.dims", "aten.alias.default", "aten.detach.default",
 )  # fmt: skip
@@ -93,7 +92,7 @@ def _reshape(call: OperatorCall, base: Definition) -> Viewed:
     return view(base, call.sizes, reshape_index_map(base.sizes, call.sizes))
 
 
-@view_rule("aten.expand.default", "aten.expand_copy.default", "aten.expand_as.default")
+@view_rule("aten.expand.default", "aten.expand_copy.default")
 def _expand(call: OperatorCall, base: Definition) -> Viewed:
     return view(base, call.sizes, lambda indices: broadcast_indices(base.sizes, indices))
 
@@ -112,7 +111,7 @@ def _permute(call: OperatorCall, base: Definition, dims: Sequence[int]) -> Viewe
     return permute_dims(call, base, [canonicalize_dim(dim, len(dims)) for dim in dims])
 
 
-@view_rule("aten.transpose.int", "aten.transpose_copy.int", "aten.swapaxes.default", "aten.swapdims.default")
+@view_rule("aten.transpose.int", "aten.transpose_copy.int")
 def _transpose(call: OperatorCall, base: Definition, first: int, second: int) -> Viewed:
     rank = len(base.sizes)
     order = list(range(rank))
@@ -122,31 +121,9 @@ def _transpose(call: OperatorCall, base: Definition, first: int, second: int) ->
     return permute_dims(call, base, order)
 
 
-@view_rule("aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
+@view_rule("aten.t.default", "aten.t_copy.default")
 def _reverse_dims(call: OperatorCall, base: Definition) -> Viewed:
     return permute_dims(call, base, list(range(len(base.sizes)))[::-1])
-
-
-@view_rule("aten.mT.default")
-def _matrix_transpose(call: OperatorCall, base: Definition) -> Viewed:
-    rank = len(base.sizes)
-    return permute_dims(call, base, [*range(rank - 2), rank - 1, rank - 2])
-
-
-@view_rule("aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist")
-def _move(
-    call: OperatorCall, base: Definition, source: Sequence[int] | int, destination: Sequence[int] | int
-) -> Viewed:
-    rank = len(base.sizes)
-    sources = [canonicalize_dim(dim, rank) for dim in _as_list(source)]
-    targets = [canonicalize_dim(dim, rank) for dim in _as_list(destination)]
-    moved = dict(zip(targets, sources, strict=True))
-    others = iter([dim for dim in range(rank) if dim not in sources])
-    return permute_dims(call, base, [moved[dim] if dim in moved else next(others) for dim in range(rank)])
-
-
-def _as_list(option: Sequence[Size] | Size) -> Sequence[Size]:
-    return option if isinstance(option, list | tuple) else (option,)
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------
@@ -167,7 +144,7 @@ def _slice(
     return _slice_view(base, call.sizes, dim, first, step)
 
 
-@view_rule("aten.narrow.default", "aten.narrow_copy.default")
+@view_rule("aten.narrow_copy.default")
 def _narrow(call: OperatorCall, base: Definition, dim: int, start: Size) -> LoweringResult:
     dim = canonicalize_dim(dim, len(base.sizes))
     first = start if start == base.sizes[dim] else resolve_index(start, base.sizes[dim])
@@ -187,9 +164,8 @@ def _select_view(base: Definition, dim: int, position: Size) -> Viewed:
 
 
 @view_rule(
-    "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
-    "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default", "aten.unsafe_chunk.default",
-    "aten.split_copy.Tensor", "aten.split_with_sizes_copy.default",
+    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unsafe_split.Tensor",
+    "aten.unsafe_split_with_sizes.default", "aten.split_copy.Tensor", "aten.split_with_sizes_copy.default",
 )  # fmt: skip
 def _split(call: OperatorCall, base: Definition, _: object, dim: int) -> tuple[Viewed, ...]:
     dim = canonicalize_dim(dim, len(base.sizes))
@@ -237,10 +213,9 @@ def _unfold(call: OperatorCall, base: Definition, dim: int, size: int, step: int
 # --- rearrangements that eager copies --------------------------------------------------------------------------------
 
 
-@view_rule("aten.flip.default", "aten.fliplr.default", "aten.flipud.default")
-def _flip(call: OperatorCall, base: Definition, dims: Sequence[int] = ()) -> Viewed:
+@view_rule("aten.flip.default")
+def _flip(call: OperatorCall, base: Definition, dims: Sequence[int]) -> Viewed:
     sizes = base.sizes
-    dims = {"fliplr": (1,), "flipud": (0,)}.get(call.operator, dims)
     flipped = {canonicalize_dim(dim, len(sizes)) for dim in dims}
     return view(base, sizes, lambda indices: _flip_indices(indices, sizes, flipped))
 
@@ -262,6 +237,10 @@ def _roll(
     flat = (product(sizes),)
     to_flat, from_flat = reshape_index_map(flat, sizes), reshape_index_map(sizes, flat)
     return view(base, sizes, lambda indices: from_flat(_roll_indices(to_flat(indices), flat, [(0, shifts[0])])))
+
+
+def _as_list(option: Sequence[Size] | Size) -> Sequence[Size]:
+    return option if isinstance(option, list | tuple) else (option,)
 
 
 def _roll_indices(indices: Indices, sizes: Sequence[Size], moves: Sequence[tuple[int, int]]) -> Indices:
@@ -289,28 +268,13 @@ def _rot90(call: OperatorCall, base: Definition, k: int, dims: Sequence[int]) ->
     return view(base, call.sizes, index_map)
 
 
-@view_rule("aten.repeat.default", "aten.tile.default")
+@view_rule("aten.repeat.default")
 def _repeat(call: OperatorCall, base: Definition) -> Viewed:
     sizes = base.sizes
 
     def index_map(indices: Indices) -> Indices:
         aligned = indices[len(indices) - len(sizes) :] if sizes else ()
         return [0 if size in (0, 1) else as_index(index) % size for size, index in zip(sizes, aligned, strict=True)]
-
-    return view(base, call.sizes, index_map)
-
-
-@view_rule("aten.repeat_interleave.self_int")
-def _repeat_interleave(call: OperatorCall, base: Definition, repeats: Size, dim: int | None) -> LoweringResult:
-    if not isinstance(repeats, int):
-        raise Declined("the number of repetitions is symbolic")
-    sizes = base.sizes if dim is not None else (product(base.sizes),)
-    dim = canonicalize_dim(dim or 0, len(sizes))
-    flat = reshape_index_map(base.sizes, sizes)
-    divisor = max(repeats, 1)
-
-    def index_map(indices: Indices) -> Indices:
-        return flat(replace_index(indices, dim, as_index(indices[dim]) // divisor))
 
     return view(base, call.sizes, index_map)
 
@@ -369,4 +333,3 @@ _register_declined(
     "aten.view_as_real.default", "aten.view_as_real_copy.default", "aten.view_as_complex.default",
     "aten.view_as_complex_copy.default",
 )  # fmt: skip
-_register_declined("its start is read from a tensor", "aten.narrow.Tensor")

@@ -51,10 +51,6 @@ READS: dict[str, list[Sample]] = {
         lambda t: (t(3), 0, torch.tensor(2)),
     ),
     **_alike(
-        "take_along_dim.default", lambda t: (t(3, 4), at([0], [3], [1]), 1), lambda t: (t(3, 4), at(11, 0)),
-        lambda t: (t(1, 4), at([0, 1], [3, 3]), 1),
-    ),
-    **_alike(
         "index_select.default", lambda t: (t(3, 4), 0, at(2, 0, 2)), lambda t: (t(3, 4), -1, at(1)),
         lambda t: (t(3), 0, torch.tensor(1)), lambda t: (t(3, 2), 1, EMPTY), lambda t: (t(), 0, at(0)),
         lambda t: (t(3, 4), 0, at(2, 0, dtype=torch.int32)),
@@ -64,8 +60,6 @@ READS: dict[str, list[Sample]] = {
         lambda t: (t(5, 3), EMPTY), lambda t: (t(4, 2), at(1, 0, dtype=torch.int32)),
     ),
     **_alike("take.default", lambda t: (t(3, 4), at([0, -1], [11, -12])), lambda t: (t(3), torch.tensor(1))),
-    **_alike("one_hot.default", lambda t: (at([0, 2], [1, 1]), 3),
-        lambda t: (torch.tensor(1), 2), lambda t: (EMPTY, 2)),
     **_alike(
         "index.Tensor _unsafe_index.Tensor", lambda t: (t(3, 4), [at(2, -1)]),
         lambda t: (t(3, 4, 5), [None, at(-4, 3), None]),
@@ -166,7 +160,6 @@ WRONG: dict[str, list[Sample]] = {
     **_alike("scatter.src", lambda t: (t(3), 0, at(3), t(1)), lambda t: (t(3), 0, at(-1), t(1))),
     **_alike("index_put.default", lambda t: (t(3), [at(3)], t(1)), lambda t: (t(3), [at(-4)], t(1))),
     **_alike("index_copy.default", lambda t: (t(3), 0, at(3), t(1))),
-    **_alike("one_hot.default", lambda t: (at(3), 3)),
 }
 
 
@@ -179,7 +172,6 @@ RIGHT: dict[str, Sample] = {
     "aten.scatter.src": lambda t: (t(3), 0, at(0), t(1)),
     "aten.index_put.default": lambda t: (t(3), [at(0)], t(1)),
     "aten.index_copy.default": lambda t: (t(3), 0, at(0), t(1)),
-    "aten.one_hot.default": lambda t: (at(0), 3),
 }
 """Valid calls with the result sizes of the calls in WRONG."""
 
@@ -380,10 +372,9 @@ def test_gpus_have_no_atomic_multiply() -> None:
 def test_other_decline_reasons() -> None:
     ones, mask = torch.ones(3), torch.tensor([True, False, True])
     assert "a mask selects" in run_rule("aten.index.Tensor", (ones, [mask]))
-    index = at(1, dtype=torch.int16)
-    assert "its indices are torch.int16" in run_rule("aten.one_hot.default", (index, 3), fake=torch.ones(1, 3))
+    rows = (torch.ones(5, 3), at(1, dtype=torch.int16))
+    assert "its indices are torch.int16" in run_rule("aten.embedding.default", rows, fake=torch.ones(1, 3))
     assert "a mask selects" in run_rule("aten.index_put.default", (ones, [mask], torch.ones(1)))
-    assert "number of classes" in run_rule("aten.one_hot.default", (at(1),))
     reduce = (ones, 0, at(1), torch.ones(1))
     assert "number of values that are written" in run_rule("aten.scatter_reduce.two", (*reduce, "mean"), "cuda")
     assert "elements that keep their value" in run_rule(

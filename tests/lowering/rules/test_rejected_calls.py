@@ -63,7 +63,6 @@ REJECTED: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.index_put.default, (FLOATS, [INTS], DOUBLES), {}),
     (aten.put.default, (FLOATS, INTS, DOUBLES), {}),
     (aten.put.default, (FLOATS, SHORT, FLOATS), {}),
-    (aten.one_hot.default, (BOOLS, 3), {}),
     (aten.full.default, ([3], -1.5), {"dtype": torch.uint8}),
     (aten.full_like.default, (BYTES, 300.5), {}),
     (aten.masked_fill.Scalar, (HALVES, BOOLS, 1e6), {}),
