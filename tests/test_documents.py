@@ -161,6 +161,26 @@ def test_every_option_has_a_row() -> None:
     assert sorted(rows) == sorted(field.name for field in dataclasses.fields(fxwrap.Options))
 
 
+SOURCES = [path.read_text() for path in (ROOT / "fxwrap").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+
+
+def test_every_environment_variable_has_a_row() -> None:
+    pattern = r'(?:_ENV = |env\()"(FXWRAP_[A-Z_]+)"'  # in Python, and in C++
+    variables = {name for text in SOURCES for name in re.findall(pattern, text)}
+    table = (ROOT / "docs" / "options.md").read_text().partition("## Environment variables")[2]
+    rows = set(re.findall(r"^\| `(FXWRAP_[A-Z_]+)` \|", table, re.MULTILINE))
+    assert variables == rows
+
+
+def test_every_logger_has_a_row() -> None:
+    loggers = {
+        name for text in SOURCES
+        for name in re.findall(r'(?:getLogger\(|logger(?:: ClassVar\[str\])? = )"(fxwrap\.[a-z_]+)"', text)
+    }  # fmt: skip
+    table = (ROOT / "docs" / "runtime.md").read_text().partition("## Logs")[2].partition("##")[0]
+    assert loggers == set(re.findall(r"`(fxwrap\.[a-z_]+)`", table))
+
+
 def test_the_snippets_of_the_tutorial_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
