@@ -161,6 +161,14 @@ def test_every_option_has_a_row() -> None:
     assert sorted(rows) == sorted(field.name for field in dataclasses.fields(fxwrap.Options))
 
 
+def test_every_command_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z-]+)", capsys.readouterr().out.partition("  COMMAND\n")[2], re.MULTILINE)
+    table = (ROOT / "docs" / "api.md").read_text()
+    assert commands and sorted(commands) == sorted(re.findall(r"^\| `python -m fxwrap ([a-z-]+)", table, re.MULTILINE))
+
+
 SOURCES = [path.read_text() for path in (ROOT / "fxwrap").rglob("*") if path.suffix in (".py", ".cpp", ".h")]
 
 
