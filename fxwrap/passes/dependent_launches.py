@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from fxwrap.devices import TRITON, DeviceSpec
 from fxwrap.devices.kernel_names import EARLY_READS, is_printed
 from fxwrap.lines import Launch
-from fxwrap.printers import Signal, add_dependent_launch, is_waiting
+from fxwrap.printers import Signal, add_dependent_launch, is_waiting, pipelined_bytes
 from fxwrap.symbolic import product
 from fxwrap.wrapper_ir import (
     Block,
@@ -31,6 +30,9 @@ _RESIDENT_WARPS = 64
 
 _REGISTERS, _FEW_REGISTERS = 2048, 64
 """The registers of a multiprocessor for each lane of a warp, and those of a thread whose number is not limited."""
+
+_MANY_PROGRAMS = 4
+"""The programs of a processor of which one more or less is a small part of its work."""
 
 
 def insert_dependent_launches(program: Program, specs: Mapping[str, DeviceSpec]) -> Program:
@@ -66,6 +68,7 @@ class _DependentLaunches:
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
         self.registers = {item.name: int(dict(item.options).get("maxnreg", _FEW_REGISTERS)) for item in printed}
+        self.shared_bytes = {item.name: pipelined_bytes(item.source, item.signature, item.options) for item in printed}
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -115,31 +118,38 @@ class _DependentLaunches:
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
             return Signal.AT_END
-        many = 2 * self._processors(line) * _RESIDENT_WARPS
+        many = 2 * self._spec(line).multiprocessors * _RESIDENT_WARPS
         if not self._is_small(before) and not self._is_small(line) and new * self.warps[line.kernel] < many:
             return Signal.AT_END
         is_even = earlier is None or self._is_even(earlier, before, line)
         return Signal.AT_START if is_even else Signal.AFTER_WAIT
 
     def _is_even(self, earlier: Launch, before: Launch, line: Launch) -> bool:
-        """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs."""
-        return self._is_small(earlier) or sum(map(self._share_of_registers, (earlier, before, line))) <= 1
+        """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs.
+
+        They do if processors have registers and shared memory for all of them. Where shared memory does not suffice,
+        those that start later are a small part of a processor's work if it has many.
+        """
+        if self._is_small(earlier):
+            return True
+        registers = shared_bytes = programs = 0.0
+        for item in (earlier, before, line):
+            count = product(item.grid)
+            if not isinstance(count, int):
+                return False
+            programs = count / self._spec(line).multiprocessors
+            registers += programs * self.warps[item.kernel] * self.registers[item.kernel]
+            shared_bytes += programs * self.shared_bytes[item.kernel]
+        fits = shared_bytes <= self._spec(line).shared_memory_bytes
+        return registers <= _REGISTERS and (fits or programs >= _MANY_PROGRAMS)
 
     def _is_small(self, line: Launch) -> bool:
         """Whether a launch has no more programs than the device has processors."""
         programs = product(line.grid)
-        return isinstance(programs, int) and programs <= self._processors(line)
+        return isinstance(programs, int) and programs <= self._spec(line).multiprocessors
 
-    def _share_of_registers(self, line: Launch) -> float:
-        """Returns the registers of all programs of a launch as a part of those of the device; inf if unknown."""
-        programs = product(line.grid)
-        if not isinstance(programs, int):
-            return inf
-        registers = programs * self.warps[line.kernel] * self.registers[line.kernel]
-        return registers / (self._processors(line) * _REGISTERS)
-
-    def _processors(self, line: Launch) -> int:
-        return self.specs[line.outs[0].tensor_type.device.type].multiprocessors
+    def _spec(self, line: Launch) -> DeviceSpec:
+        return self.specs[line.outs[0].tensor_type.device.type]
 
     def _waiting(self, kernel: KernelDefinition) -> KernelDefinition:
         """Returns a kernel that signals and waits; one without dependent launches reads nothing early."""

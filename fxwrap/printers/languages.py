@@ -26,6 +26,7 @@ from fxwrap.printers.triton import (
     print_triton,
 )
 from fxwrap.printers.triton import is_waiting as is_waiting
+from fxwrap.printers.triton import pipelined_bytes as pipelined_bytes
 from fxwrap.regions import Region
 from fxwrap.symbolic import Size
 

@@ -7,7 +7,7 @@ import pytest
 from fxwrap.devices import CUDA
 from fxwrap.lines import CORE_LINES, Launch
 from fxwrap.passes.dependent_launches import insert_dependent_launches
-from fxwrap.printers import Signal
+from fxwrap.printers import Signal, pipelined_bytes
 from fxwrap.wrapper_ir import KernelDefinition, Program, early_reads, parse_program, print_program, verify
 
 SOURCE = """import triton
@@ -103,6 +103,48 @@ def test_the_next_kernel_starts_early_where_its_programs_spread(
         control.return(%y)"""
     source = insert_dependent_launches(program_of(lines), {"cuda": CUDA}).kernel("k").source
     assert signal_of(source) is signal
+
+
+LOOP = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, LOOP_STAGES: tl.constexpr):
+    p0 = tl.program_id(0) * X_BLOCK + tl.arange(0, X_BLOCK)[:, None]
+    total = tl.zeros((X_BLOCK, 1), tl.float32)
+    for start in tl.range(0, 4096, R_BLOCK, num_stages=LOOP_STAGES):
+        r0 = start + tl.arange(0, R_BLOCK)[None, :]
+        if start < 2048:
+            row = tl.load(in0_ptr + p0 * 4096 + r0)
+        else:
+            row = tl.load(in1_ptr + p0 * 4096 + r0)
+        total += tl.sum(row, 1, keep_dims=True)
+    scale = tl.load(in1_ptr + p0)
+    tl.store(out0_ptr + p0, total * scale)
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "signal"), [(264, Signal.AT_START), (400, Signal.AFTER_WAIT), (528, Signal.AT_START)]
+)
+def test_launches_that_start_early_need_room_in_shared_memory(after: int, signal: Signal) -> None:
+    """Four programs fit a processor, of which two are of a launch before; the parts of more than four are small."""
+    options = (("LOOP_STAGES", 4), ("R_BLOCK", 128), ("X_BLOCK", 16), ("num_warps", 1))
+    assert pipelined_bytes(LOOP, ("*f32",) * 3, options) == 3 * 2 * 16 * 128 * 4
+    assert pipelined_bytes(LOOP, ("*f32",) * 3, (*options[1:], ("LOOP_STAGES", 1))) == 0
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @k(%x, %w) outs=(%a)
+        kernel.launch @other(%x, %w) outs=(%a) grid=(264, 1, 1)
+        kernel.launch @k(%a, %w) outs=(%c)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    program = program_of(lines)
+    loop = KernelDefinition("other", "triton", LOOP, ("*f32",) * 3, options)
+    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), loop)), {"cuda": CUDA})
+    assert signal_of(program.kernel("k").source) is signal
 
 
 def test_a_kernel_signals_when_all_its_launches_may() -> None:

@@ -14,6 +14,7 @@ from fxwrap.printers.triton import (
     GroupSumConfiguration,
     RowGroupSumConfiguration,
     configurations,
+    pipelined_bytes,
     print_triton,
 )
 from fxwrap.printers.triton.contraction_queries import can_use_dot
@@ -169,6 +170,17 @@ def test_a_gpu_unpacks_whole_registers(rows: int) -> None:
     assert not SPILLED.search(ptx) and not re.search(r"cvt\.rn\.\w+\.[us]\d", ptx)
     assert not re.search(r"ld\.global\S*\.b8", ptx) and "prmt.b32" in ptx and "mma.sync" in ptx
     assert len(re.findall(r"cp\.async\.\w+\.shared", ptx)) > 2, "weights and rows are read ahead"
+
+
+@pytest.mark.parametrize(
+    "kernel", [large(8), parse_kernel(PLAIN.format(row="bf16").replace("256", "4096"))], ids=["int4", "int8"]
+)
+def test_the_text_tells_the_shared_memory_of_its_loops(kernel: Kernel) -> None:
+    """As much as Triton allocates for the loads of all stages but one."""
+    dots = [item for item in configurations(kernel) if isinstance(item, BatchedDotConfiguration)]
+    for printed in [print_triton(kernel, item) for item in dots[:2]]:
+        size = pipelined_bytes(printed.source, printed.signature, printed.options)
+        assert size > 0 and size == compiled(printed).metadata.shared
 
 
 @pytest.mark.parametrize(("rows", "fuses"), [(3, False), (80, True)])

@@ -15,9 +15,10 @@ The way of a kernel, by module:
    All extend `kernel_writer.KernelWriter`, which has the lines, names and parameters, and use `operations.py` for
    arithmetic, `reductions.py`, and `helpers.py` for functions that a text needs.
 3. `kernel_text.TritonKernelText` is the result, by parts. `combo_kernel.py` combines texts, and `dependent_launch.py`
-   adds programmatic dependent launch to one.
+   adds programmatic dependent launch to one, for which `block_sizes.py` reads the bytes of loads from the text.
 """
 
+from fxwrap.printers.triton.block_sizes import *
 from fxwrap.printers.triton.candidates import *
 from fxwrap.printers.triton.combo_kernel import *
 from fxwrap.printers.triton.dependent_launch import *

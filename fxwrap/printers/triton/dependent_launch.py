@@ -10,10 +10,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from enum import IntEnum
 
 from fxwrap.names import NameAllocator
+from fxwrap.printers.triton.block_sizes import BlockSizes, Definition, Definitions
 from fxwrap.printers.triton.helpers import helper_sources
 from fxwrap.printers.triton.kernel_source import (
     KernelSource,
@@ -71,17 +71,6 @@ class _NotEarlyError(Exception):
     """A value that cannot be computed before the wait."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Definition:
-    """The statement that defines a name where it is used, with the definitions before it; None for other values."""
-
-    statement: ast.Assign | None = None
-    before: Mapping[str, _Definition] = field(default_factory=dict)
-
-
-_Definitions = dict[str, _Definition]
-
-
 class _Prelude:
     """The statements before the wait, which repeat those that addresses are computed from."""
 
@@ -92,15 +81,15 @@ class _Prelude:
         used = defined_names(kernel.function) | used_names(kernel.function) | {*kernel.parameters}
         self.names = NameAllocator(used, RESERVED_WORDS)
         self.lines: list[str] = []
-        self.copies: dict[tuple[_Definition, str], str] = {}
+        self.copies: dict[tuple[Definition, str], str] = {}
         self.loaded: dict[int, str] = {}  # by the identity of the load
         self.loaded_bytes = 0.0
         self.read: set[int] = set()
-        self.varies: dict[_Definition, frozenset[tuple[str, int]]] = {}
+        self.sizes = BlockSizes(kernel)
         self.prefix = self._pure_prefix()
-        self.definitions: _Definitions = {}
+        self.definitions: Definitions = {}
         for statement in kernel.body[: self.prefix]:
-            self._define(self.definitions, statement)
+            self.sizes.define(self.definitions, statement)
 
     def text(self, signal: Signal) -> tuple[str, tuple[int, ...]]:
         """Returns the kernel's new source and the parameters that it reads early."""
@@ -111,7 +100,7 @@ class _Prelude:
                 for load in loads(statement):
                     with suppress(_NotEarlyError), self._attempt():
                         replaced.append((load, self._load(load, current)))
-            self._define(current, statement)
+            self.sizes.define(current, statement)
         return self._inserted(replaced, signal), tuple(sorted(self.read))
 
     def _pure_prefix(self) -> int:
@@ -123,13 +112,6 @@ class _Prelude:
                 break
             count += 1
         return count
-
-    def _define(self, definitions: _Definitions, statement: ast.stmt) -> None:
-        """Records the names that a statement defines."""
-        definition = _Definition()
-        if isinstance(statement, ast.Assign) and self.kernel.is_pure(statement, memory=True):
-            definition = _Definition(statement, dict(definitions))
-        definitions |= dict.fromkeys(defined_names(statement), definition)
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -143,16 +125,17 @@ class _Prelude:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def _load(self, load: ast.Call, definitions: Mapping[str, _Definition]) -> str:
+    def _load(self, load: ast.Call, definitions: Mapping[str, Definition]) -> str:
         """Prints a load unless it is printed, and returns the name of its result."""
         if id(load) not in self.loaded:
             pointers = pointer_names(load.args[0], self.kernel.pointers)
             roots = frozenset[int]().union(*[self.kernel.pointers[name] for name in pointers])
             if not roots or not roots <= self.unwritten or load.lineno != load.end_lineno:
                 raise _NotEarlyError
-            self.loaded_bytes += self._elements(load, definitions) * self._itemsize(roots) / (32 * self.warps)
-            if self.loaded_bytes > _LOADED_BYTES:
+            size = self.sizes.loaded_bytes(load, definitions)
+            if size is None or self.loaded_bytes + size / (32 * self.warps) > _LOADED_BYTES:
                 raise _NotEarlyError
+            self.loaded_bytes += size / (32 * self.warps)
             arguments = [ast.unparse(self._rewrite(item, definitions)) for item in load.args]
             arguments += [f"{item.arg}={ast.unparse(self._rewrite(item.value, definitions))}" for item in load.keywords]
             name = self.names.create_name(f"{pointers[0].removesuffix('_ptr')}_early")
@@ -161,7 +144,7 @@ class _Prelude:
             self.loaded[id(load)] = name
         return self.loaded[id(load)]
 
-    def _rewrite(self, node: ast.AST, definitions: Mapping[str, _Definition]) -> ast.AST:
+    def _rewrite(self, node: ast.AST, definitions: Mapping[str, Definition]) -> ast.AST:
         """Returns a copy of an expression that has its value before the wait."""
         if isinstance(node, ast.Call) and is_load(node):
             return ast.Name(self._load(node, definitions), ast.Load())
@@ -178,7 +161,7 @@ class _Prelude:
                 fields[name] = self._rewrite(content, definitions) if is_node else content
         return type(node)(**fields)
 
-    def _name(self, name: str, definition: _Definition | None) -> str:
+    def _name(self, name: str, definition: Definition | None) -> str:
         """Returns the name of a value before the wait; prints its statement again if it is not there yet."""
         is_there = definition is None or self.definitions.get(name) is definition
         if definition is None or is_there or self.kernel.is_constant_name(name):
@@ -192,40 +175,6 @@ class _Prelude:
             self.copies |= {(definition, item): self.names.create_name(f"{item}_early") for item in names}
             self.lines.append(f"{', '.join([self.copies[definition, item] for item in names])} = {ast.unparse(value)}")
         return self.copies[definition, name]
-
-    # --- sizes --------------------------------------------------------------------------------------------------------
-
-    def _itemsize(self, roots: Collection[int]) -> int:
-        bits = "".join([item for item in self.kernel.signature[min(roots)] if item.isdigit()])
-        return max(int(bits) // 8, 1)
-
-    def _elements(self, node: ast.AST, definitions: Mapping[str, _Definition]) -> int:
-        """Returns the number of elements of a block, the product of the ranges that it varies along; 0 for a scalar."""
-        product = 1
-        for _, size in self._ranges(node, definitions):
-            product *= size
-        return product if product > 1 else 0
-
-    def _ranges(self, node: ast.AST, definitions: Mapping[str, _Definition]) -> frozenset[tuple[str, int]]:
-        """Returns the ranges that an expression varies along, by the text of their dimension, with their sizes."""
-        ranges = frozenset[tuple[str, int]]()
-        subscripts = {id(item.value): item for item in ast.walk(node) if isinstance(item, ast.Subscript)}
-        for item in ast.walk(node):
-            if isinstance(item, ast.Call) and ast.unparse(item.func) == "tl.arange":
-                size = self.kernel.integer(item.args[1])
-                if size is None:
-                    raise _NotEarlyError
-                ranges |= {(ast.unparse(subscripts[id(item)].slice) if id(item) in subscripts else "", size)}
-            elif isinstance(item, ast.Name) and (definition := definitions.get(item.id)) is not None:
-                ranges |= self._ranges_of(definition)
-        return ranges
-
-    def _ranges_of(self, definition: _Definition) -> frozenset[tuple[str, int]]:
-        if definition.statement is None:
-            return frozenset()
-        if definition not in self.varies:
-            self.varies[definition] = self._ranges(definition.statement.value, definition.before)
-        return self.varies[definition]
 
     # --- the text -----------------------------------------------------------------------------------------------------
 
