@@ -30,16 +30,21 @@ class DriverRun:
 @cache
 def driver() -> Path:
     """Returns the compiled driver, which is linked with libfxwrap_runtime only."""
-    runtime, compiler = build_runtime(), find_compiler()
+    runtime = build_runtime()
     flags = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", f"-I{runtime / 'include'}"]
-    links = [f"-L{runtime}", "-lfxwrap_runtime", f"-Wl,-rpath,{runtime}", *compiler.runtime]
+    return built_program(SOURCE, flags, [f"-L{runtime}", "-lfxwrap_runtime", f"-Wl,-rpath,{runtime}"])
+
+
+def built_program(source: Path, flags: Sequence[str], links: Sequence[str]) -> Path:
+    """Returns the compiled program of a C++ file, from the cache folder if it is there."""
+    compiler = find_compiler()
 
     def build(folder: Path) -> None:
-        run_compiler([*compiler.command, *flags, str(SOURCE), *links, "-o", "driver"], folder)
-        (folder / "driver.so").write_bytes(b"")  # an entry of the cache has a library
+        run_compiler([*compiler.command, *flags, str(source), *links, *compiler.runtime, "-o", source.stem], folder)
+        (folder / f"{source.stem}.so").write_bytes(b"")  # an entry of the cache has a library
 
-    key = native_entry_key(compiler, str(runtime), SOURCE.read_text())
-    return cache_folder.find_or_build_entry(f"test-driver-{key}", build) / "driver"
+    key = native_entry_key(compiler, *flags, *links, source.read_text())
+    return cache_folder.find_or_build_entry(f"test-{source.stem}-{key}", build) / source.stem
 
 
 def drive(*arguments: object, **environment: str) -> DriverRun:

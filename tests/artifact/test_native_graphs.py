@@ -17,10 +17,9 @@ from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError
 from fxwrap.lines import ExternCall
 from fxwrap.passes.partition import partition
-from fxwrap.runtime import cache_folder
-from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
+from fxwrap.runtime.native import build_runtime
 from fxwrap.wrapper_ir import LineBase, Program
-from tests.artifact.native_host import drive, read_result, tensor_commands
+from tests.artifact.native_host import built_program, drive, read_result, tensor_commands
 
 SOURCE = Path(__file__).with_name("graph_host.cpp")
 TORCH = Path(torch.__path__[0])
@@ -30,18 +29,12 @@ NATIVE = Path(fxwrap.__path__[0]) / "runtime" / "native"
 @cache
 def host() -> Path:
     """Returns the compiled host, which is linked with the runtime, the bridge and libtorch."""
-    runtime, compiler = build_runtime(), find_compiler()
+    runtime = build_runtime()
     includes = [f"-I{runtime / 'include'}", f"-I{NATIVE}", "-isystem", str(TORCH / "include")]
     flags = ["-std=c++20", "-O0", "-DAT_PER_OPERATOR_HEADERS", *includes]
     folders = [f"-L{runtime}", f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{runtime}:{TORCH / 'lib'}"]
-    links = [*folders, "-lfxwrap_runtime", "-lfxwrap_bridge", "-ltorch_cpu", "-lc10", *compiler.runtime]
-
-    def build(folder: Path) -> None:
-        run_compiler([*compiler.command, *flags, str(SOURCE), *links, "-o", "host"], folder)
-        (folder / "host.so").write_bytes(b"")  # an entry of the cache has a library
-
-    key = native_entry_key(compiler, str(runtime), SOURCE.read_text())
-    return cache_folder.find_or_build_entry(f"test-graph-host-{key}", build) / "host"
+    links = [*folders, "-lfxwrap_runtime", "-lfxwrap_bridge", "-ltorch_cpu", "-lc10"]
+    return built_program(SOURCE, flags, links)
 
 
 PROGRAM = """

@@ -13,14 +13,14 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxwrap.comparison import COMPARED_EMITTERS, compare
+from tests.support.jobs import single_rank_job
 from tests.support.opaque import Counter
 
 
 @pytest.fixture
 def group() -> Iterator[ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with single_rank_job():
+        yield dist.group.WORLD
 
 
 def test_an_object_that_runs_change_is_restored() -> None:

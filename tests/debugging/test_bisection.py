@@ -23,7 +23,6 @@ from fxwrap.debugging.value_store import ValueStore
 from fxwrap.errors import CompareError, DivergenceError, OptionError
 from fxwrap.lowering import RULES
 from fxwrap.options import Options
-from fxwrap.printers.cpp import statements
 from tests.support import seeded_bugs
 from tests.support.long_form import LONG, long_only
 from tests.support.seeded_bugs import BUGS
@@ -124,14 +123,7 @@ def test_without_a_bug_everything_agrees(emitter: str) -> None:
 @pytest.mark.parametrize("emitter", ["python", "cpp"])
 def test_a_bug_of_an_operator_with_several_results_is_found(emitter: str, patch: pytest.MonkeyPatch) -> None:
     """The kernel of the norm is wrong, not the matmul that reads it."""
-    original = statements.expression
-
-    def expression(operation: Any, operands: Any, dtype: Any) -> str:
-        text = original(operation, operands, dtype)
-        return f"({text} * 1.01f)" if operation.name == "rsqrt" else text
-
-    clear_caches()
-    patch.setattr(statements, "expression", expression)
+    seeded_bugs.scale_printed(patch, "rsqrt", "1.01f")
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     divergence = fxwrap.bisect(model, torch.randn(4, 8), options={"emitter": emitter}).divergence
     assert divergence is not None and divergence.line is not None

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import fxwrap
 from fxwrap.caching import clear_caches
-from fxwrap.compile import steps
 from fxwrap.converters.cpp import converter as cpp_converter
 from fxwrap.lines import ExternCall, Free
 from fxwrap.lowering import RULES
-from fxwrap.printers.cpp import statements
 from fxwrap.wrapper_ir import Program, Value
 from tests.support.long_form import long_only
 from tests.support.models import MODELS
-from tests.support.seeded_bugs import replaced_step
+from tests.support.seeded_bugs import change_program, scale_printed
 
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
 EARLIER = 4
@@ -49,13 +47,7 @@ def with_large_epsilon(call: Any) -> Any:
 
 def printer(patch: pytest.MonkeyPatch) -> None:
     """The C++ printer prints `rsqrt` 5% too large."""
-    original: Callable[..., str] = statements.expression
-
-    def expression(operation: Any, operands: Any, dtype: Any) -> str:
-        text = original(operation, operands, dtype)
-        return f"({text} * 1.05f)" if operation.name == "rsqrt" else text
-
-    patch.setattr(statements, "expression", expression)
+    scale_printed(patch, "rsqrt", "1.05f")
 
 
 def with_weight_of_another(program: Program) -> Program:
@@ -83,12 +75,7 @@ def another(weight: Value, seen: list[Value]) -> Value | None:
 
 def program_pass(patch: pytest.MonkeyPatch) -> None:
     """The pass `insert_device_guards` confuses the weights of matmuls."""
-
-    def run(step: Any, state: Any, context: Any) -> Any:
-        after = step.run(state, context)
-        return dataclasses.replace(after, program=with_weight_of_another(after.program))
-
-    patch.setattr(steps, "PROGRAM_STEPS", replaced_step(steps.PROGRAM_STEPS, "insert_device_guards", run))
+    change_program(patch, with_weight_of_another)
 
 
 def converter(patch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap.lines import StartCollective
 from fxwrap.options import EMITTERS, Options
+from tests.support.jobs import single_rank_job
 
 C10D = torch.ops._c10d_functional
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    """A process group of this process alone, with the name "0"."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with single_rank_job() as name:
+        assert name == "0"
+        yield
 
 
 def reduced(x: Tensor, reduction: str = "sum") -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,18 +16,16 @@ import fxwrap
 from fxwrap.lines import ExternCall, Free, Launch, PoolSlice, StartCollective, WaitCollective
 from fxwrap.options import EMITTERS, Options
 from fxwrap.wrapper_ir import Program, live_bytes
+from tests.support.jobs import single_rank_job
 from tests.support.versions import is_before
 
 C10D = torch.ops._c10d_functional
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[str]:
-    """A process group of this process alone; its name."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD.group_name
-    torch.distributed.destroy_process_group()
+def group() -> Iterator[str]:
+    with single_rank_job() as name:
+        yield name
 
 
 def graph_of(function: Any, *inputs: torch.Tensor) -> GraphModule:

@@ -21,6 +21,7 @@ from fxwrap.options import EMITTERS
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import UNKNOWN, Ownership, Value, leaves
+from tests.lowering.emitter_agreement import agreed_program
 from tests.support.long_form import sampled
 
 aten = torch.ops.aten
@@ -110,15 +111,6 @@ def inputs(device: str) -> tuple[Tensor, ...]:
     return tuple([torch.randn(4, 4).to(device) for _ in range(2)])
 
 
-def check_emitters_agree(
-    function: Callable[..., Any], arguments: tuple[Tensor, ...], options: Options = OPTIONS
-) -> fxwrap.Program:
-    """The program of a function as it is traced, once every emitter agrees with eager."""
-    graph = make_fx(function, tracing_mode="fake")(*arguments)
-    assert_emitters_agree(graph, arguments, options=options)
-    return fxwrap.compile_graph(graph, arguments, options=options.replace(emitter="interpreter")).program
-
-
 def position(program: fxwrap.Program, line: Any) -> int:
     return program.body.lines.index(line)
 
@@ -150,7 +142,7 @@ def test_each_operator_result_is_a_root(name: str, device: str) -> None:
         return [item * 2 if item.is_floating_point() else item + 1 for item in results]
 
     arguments = inputs("cpu" if name in ONLY_ON_CPU else device)
-    program = check_emitters_agree(function, arguments)
+    program = agreed_program(function, arguments, OPTIONS)
     (call,) = [line for line in lines_of(program, ExternCall) if not line.aliases and line.results]
     assert len([leaf for leaf in leaves(call.results) if isinstance(leaf, Value)]) > 1
     launches = [position(program, line) for line in lines_of(program, Launch)]
@@ -164,7 +156,7 @@ def test_unused_results_are_none(wanted: tuple[int, ...], device: str) -> None:
         results = aten.topk(x * 2, 3)
         return [results[item] * 2 for item in wanted]
 
-    program = check_emitters_agree(function, inputs(device))
+    program = agreed_program(function, inputs(device), OPTIONS)
     (call,) = lines_of(program, ExternCall)
     assert tuple([place for place, item in enumerate(call.results) if item is not None]) == wanted
 
@@ -177,7 +169,7 @@ def test_results_may_nest_in_any_way(ops: Any, last: bool, device: str) -> None:
         more = ops.lists(y * 2)
         return first + 1, pair[0] + pair[1], maybe, [item.exp() for item in more[1:]], ops.optional_items(x)[2] * 2
 
-    program = check_emitters_agree(function, inputs(device))
+    program = agreed_program(function, inputs(device), OPTIONS)
     calls = {line.target.split(".")[1]: line for line in lines_of(program, ExternCall)}
     nested, lists, items = [calls[name] for name in ("nested", "lists", "optional_items")]
     assert [item is None for item in nested.results] == [False, False, not last]
@@ -192,7 +184,7 @@ def test_lists_of_lists_and_numbers_are_results(ops: Any) -> None:
         number, count, factor, flag = ops.numbers(y * 2)
         return rows[0][1] + rows[1][0], number * factor + count, flag
 
-    check_emitters_agree(function, inputs("cpu"))
+    agreed_program(function, inputs("cpu"), OPTIONS)
 
 
 @ON_EACH_DEVICE
@@ -202,7 +194,7 @@ def test_lists_of_views_are_lines_of_views(device: str) -> None:
         left, right = (x * 2).split([1, 3], 1)
         return first + second, left * right, torch.unbind(y * 2)[1], aten.unsafe_split(x * 3, 2)[1] + 1
 
-    program = check_emitters_agree(function, inputs(device))
+    program = agreed_program(function, inputs(device), OPTIONS)
     assert lines_of(program, Launch) and not lines_of(program, ExternCall)
 
 
@@ -287,7 +279,7 @@ def test_an_aliasing_result_is_a_view_of_its_operand(name: str, ops: Any, device
         shown.mul_(2)
         return before, after, x.sin(), shown, fresh, fresh + 1
 
-    program = check_emitters_agree(function, inputs(device))
+    program = agreed_program(function, inputs(device), OPTIONS)
     assert program.inputs[0].ownership is Ownership.MUTABLE
     defined = [
         leaf for line in lines_of(program, ExternCall) for leaf in leaves(line.results) if isinstance(leaf, Value)
@@ -305,7 +297,7 @@ def test_a_fresh_result_next_to_a_view_is_a_root(ops: Any) -> None:
         x.add_(1)
         return shown.exp(), extra * 2, extra
 
-    (call,) = lines_of(check_emitters_agree(function, inputs("cpu")), ExternCall)
+    (call,) = lines_of(agreed_program(function, inputs("cpu"), OPTIONS), ExternCall)
     assert [alias is None for alias in call.aliases] == [False, True]
 
 
@@ -317,7 +309,7 @@ def test_a_maybe_alias_with_another_layout_is_a_root(ops: Any) -> None:
         y.add_(1)
         return copied * 2, again, copied
 
-    program = check_emitters_agree(function, inputs("cpu"))
+    program = agreed_program(function, inputs("cpu"), OPTIONS)
     (call,) = lines_of(program, ExternCall)
     assert not call.aliases
 
@@ -363,7 +355,7 @@ def test_a_mutating_call_separates_kernels_that_read_its_operand(name: str, of: 
         result = value * 2 if isinstance(value, Tensor) else None
         return before, result, x.sin(), y.sin() * 2, row
 
-    program = check_emitters_agree(function, inputs(device))
+    program = agreed_program(function, inputs(device), OPTIONS)
     (line,) = [
         line for line in lines_of(program, ExternCall, Mutate)
         if isinstance(line, Mutate) or line.outs

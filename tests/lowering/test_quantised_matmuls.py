@@ -275,12 +275,7 @@ def test_few_rows_of_int4_weights_are_one_kernel_on_gpus(rows: int) -> None:
             torch.empty(columns, width // 2, dtype=torch.uint8, device="cuda"),
             *[torch.empty(columns, width // 64, dtype=BF16, device="cuda") for _ in range(2)],
         ]
-
-        def int4(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-            halves = torch.stack([weight & 15, weight >> 4], -1).reshape(*scale.shape, 64).to(x.dtype)
-            return functional.linear(x, ((halves - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1))
-
-        graph = make_fx(int4, tracing_mode="fake")(*inputs)
+        graph = make_fx(int4_product, tracing_mode="fake")(*inputs)
         program = fxwrap.compile_graph(graph, inputs, options=Options(compile_cache=False)).program
     (kernel,) = program.kernels
     assert kernel.language == "triton" and not any(isinstance(line, ExternCall) for line in program.lines())

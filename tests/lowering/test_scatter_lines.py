@@ -25,6 +25,7 @@ from fxwrap.lines import Alloc, ExternCall, IndexPut, Launch, Mutate, Scatter
 from fxwrap.options import EMITTERS
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.wrapper_ir import Ownership, live_bytes
+from tests.lowering.emitter_agreement import agreed_program
 from tests.support.long_form import sampled
 
 aten = torch.ops.aten
@@ -53,15 +54,6 @@ def shape_of(program: fxwrap.Program) -> list[str]:
         f"{line.opcode} {getattr(line, 'target', '')}".strip() if isinstance(line, ExternCall | Mutate) else line.opcode
         for line in lines_of(program, *kinds)
     ]
-
-
-def check_emitters_agree(
-    function: Callable[..., Any], arguments: tuple[Any, ...], options: Options = OPTIONS
-) -> fxwrap.Program:
-    """The program of a function as it is traced, in-place calls included, once every emitter agrees with eager."""
-    graph = make_fx(function, tracing_mode="fake")(*arguments)
-    assert_emitters_agree(graph, arguments, options=options)
-    return fxwrap.compile_graph(graph, arguments, options=options.replace(emitter="interpreter")).program
 
 
 def whole_numbers(*sizes: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -107,7 +99,7 @@ def test_a_functional_scatter_reuses_a_dead_base(name: str, device: str) -> None
     def function(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
         return scatter(x * 2, i, s + 1) * 3
 
-    program = check_emitters_agree(function, scatter_inputs(device, distinct=name == "set"))
+    program = agreed_program(function, scatter_inputs(device, distinct=name == "set"), OPTIONS)
     (line,) = lines_of(program, Scatter)
     assert (line.reduce, line.include_self) == (reduce, "without_self" not in name)
     assert shape_of(program)[-2:] == ["extern.scatter", "kernel.launch"]
@@ -126,7 +118,7 @@ def test_a_functional_scatter_copies_a_live_base(name: str, device: str) -> None
         base = x * 2
         return scatter(base, i, s) * 3, scatter(x, i, s) + base
 
-    program = check_emitters_agree(function, scatter_inputs(device, distinct=name == "set"))
+    program = agreed_program(function, scatter_inputs(device, distinct=name == "set"), OPTIONS)
     assert [line.target for line in lines_of(program, Mutate)] == ["aten.copy_.default"] * 2
 
 
@@ -155,7 +147,7 @@ def test_an_in_place_scatter_is_ordered_with_its_readers(name: str, device: str)
         result = IN_PLACE[name](x, i, s.abs())
         return before + x, rows.sin(), result * 2
 
-    program = check_emitters_agree(function, scatter_inputs(device, distinct=name == "set"))
+    program = agreed_program(function, scatter_inputs(device, distinct=name == "set"), OPTIONS)
     assert program.inputs[0].ownership is Ownership.MUTABLE
     assert len(lines_of(program, Scatter)) == 1
     kinds = shape_of(program)
@@ -173,7 +165,7 @@ def test_scatter_accepts_eagers_dtypes(dtype: torch.dtype) -> None:
     names = ("set_number", "add", "multiply_number", "sum", "prod_without_self", "mean", "amax")
     refusals = {name: eager_error(SCATTERS[name][0], arguments) for name in names}
     accepted = [SCATTERS[name][0] for name, refusal in refusals.items() if refusal is None]
-    program = check_emitters_agree(lambda x, i, s: [scatter(x, i, s) for scatter in accepted], arguments)
+    program = agreed_program(lambda x, i, s: [scatter(x, i, s) for scatter in accepted], arguments, OPTIONS)
     assert len(lines_of(program, Scatter)) == len(accepted) >= 5
     for name, refusal in refusals.items():
         if refusal is not None:
@@ -238,7 +230,7 @@ def test_a_functional_index_put_copies_only_a_live_base(name: str, device: str) 
         dying, living = x * 2, v * 3
         return put(dying, i, v + 1) * 3, living.sin() * put(living, i, v)
 
-    program = check_emitters_agree(function, index_inputs(device))
+    program = agreed_program(function, index_inputs(device), OPTIONS)
     lines = lines_of(program, IndexPut)
     assert len(lines) == 2 and {line.accumulate for line in lines} == {"added" in name or name == "columns_by_mask"}
     (copy,) = lines_of(program, Mutate)
@@ -257,7 +249,7 @@ def test_an_in_place_index_put_is_ordered_among_kernels(device: str) -> None:
         aten.index_put_(x, [v > 0], v[0, 1])
         return before + x, between, rows * 2
 
-    program = check_emitters_agree(
+    program = agreed_program(
         function, index_inputs(device), OPTIONS.replace(preserve_ops=WRITERS | {"aten.index_put_.default"})
     )
     assert [line.accumulate for line in lines_of(program, IndexPut)] == [False, True, False]
@@ -280,7 +272,7 @@ def other_writes(x: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 def test_extern_calls_are_reinplaced_where_possible(device: str) -> None:
     names = ("index_add", "index_copy", "put", "masked_scatter", "index_reduce", "scatter_add")
     preserve_ops = WRITERS | {f"aten.{name}.default" for name in names} | {"aten.index_fill.int_Scalar"}
-    program = check_emitters_agree(other_writes, index_inputs(device), OPTIONS.replace(preserve_ops=preserve_ops))
+    program = agreed_program(other_writes, index_inputs(device), OPTIONS.replace(preserve_ops=preserve_ops))
     assert not lines_of(program, ExternCall)
     assert [line.target.partition("_.")[0] for line in lines_of(program, Mutate)] == [
         "aten.scatter_add", "aten.index_add", "aten.index_copy", "aten.index_fill", "aten.masked_scatter", "aten.put",
@@ -301,7 +293,7 @@ UNCHANGED_BASES: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "fuse"), [(name, number % 2 == 0) for number, name in enumerate(UNCHANGED_BASES)])
 def test_a_live_base_is_copied(name: str, fuse: bool) -> None:
-    program = check_emitters_agree(UNCHANGED_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
+    program = agreed_program(UNCHANGED_BASES[name], index_inputs("cpu"), OPTIONS.replace(fuse=fuse))
     puts = lines_of(program, IndexPut)
     copies = [line for line in lines_of(program, Mutate) if line.target == "aten.copy_.default"]
     assert copies and len(puts) - len(copies) == (name == "two_writers")  # the last writer may have the memory
@@ -322,7 +314,7 @@ def test_a_chain_of_writes_shares_one_buffer() -> None:
         result = aten.scatter_reduce(result, 0, i[:, None], v[:3, :1], "mean")
         return aten.index_put(result.view(-1), [i], v[0, 0], True).view(4, 8)
 
-    program = check_emitters_agree(function, index_inputs("cpu"))
+    program = agreed_program(function, index_inputs("cpu"), OPTIONS)
     assert len(lines_of(program, Alloc)) == 1 and not lines_of(program, Mutate)
 
 
@@ -335,7 +327,7 @@ def test_peak_memory_has_no_copy_of_a_dead_base(name: str) -> None:
 
     arguments = (torch.randn(512, 512), torch.tensor([3, 0, 2]), torch.randn(3, 512))
     options = OPTIONS if name == "called" else Options(fallback="error")
-    program = check_emitters_agree(function, arguments, options)
+    program = agreed_program(function, arguments, options)
     assert len(lines_of(program, IndexPut)) == (name == "called")
     peak = live_bytes(program, include_inputs=False).peak
     assert peak == 512 * 512 * 4
@@ -375,7 +367,7 @@ def test_deterministic_algorithms_match_eager(device: str, deterministic: None) 
     """A call that may write an element twice stays an extern call, without an option."""
     on_cpu = device == "cpu"
     writes = all_writes_on_cpu if on_cpu else all_writes
-    program = check_emitters_agree(writes, index_inputs(device), Options(fallback="error"))
+    program = agreed_program(writes, index_inputs(device), Options(fallback="error"))
     assert len(lines_of(program, IndexPut)) == 2 and len(lines_of(program, Scatter)) == 2
     assert len(lines_of(program, Mutate)) == 1 + on_cpu and lines_of(program, Launch)
 

@@ -34,6 +34,14 @@ class CapturedGraph:
     inputs: list[Any] = field(default_factory=list)
 
 
+def random_like(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Numbers that any operator of the models takes, in the layout of a fake tensor: indices are 0 or 1."""
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+    if fake.dtype.is_floating_point:
+        return tensor.copy_(torch.rand(fake.shape, generator=generator) + 0.5)
+    return tensor.copy_(torch.randint(0, 2, fake.shape, generator=generator))
+
+
 def capture_graphs(
     case: ModelCase, training: bool, dropout: bool = False, device: str = "cpu", dynamic: bool = False
 ) -> tuple[CapturedGraph, ...]:

@@ -27,16 +27,19 @@ def lowering(patch: pytest.MonkeyPatch) -> None:
 
 def printer(patch: pytest.MonkeyPatch) -> None:
     """The C++ printer prints `tanh` 1% too large, until the end of the test."""
+    scale_printed(patch, "tanh", "1.01f")
+
+
+def scale_printed(patch: pytest.MonkeyPatch, name: str, factor: str) -> None:
+    """Lets the C++ printer multiply the results of an operation by a factor."""
     clear_caches()
-    patch.setattr(statements, "expression", _large_tanh(statements.expression))
+    original = statements.expression
 
-
-def _large_tanh(original: Callable[..., str]) -> Callable[..., str]:
     def expression(operation: Any, operands: Any, dtype: Any) -> str:
         text = original(operation, operands, dtype)
-        return f"({text} * 1.01f)" if operation.name == "tanh" else text
+        return f"({text} * {factor})" if operation.name == name else text
 
-    return expression
+    patch.setattr(statements, "expression", expression)
 
 
 THIRD = 3
@@ -61,10 +64,15 @@ def swap_operands(program: Program) -> Program:
 
 def program_pass(patch: pytest.MonkeyPatch) -> None:
     """The pass `insert_device_guards` swaps the operands of a matmul."""
+    change_program(patch, swap_operands)
+
+
+def change_program(patch: pytest.MonkeyPatch, change: Callable[[Program], Program]) -> None:
+    """Lets the pass `insert_device_guards` change its result."""
 
     def run(step: Any, state: Any, context: Any) -> Any:
         after = step.run(state, context)
-        return dataclasses.replace(after, program=swap_operands(after.program))
+        return dataclasses.replace(after, program=change(after.program))
 
     patch.setattr(steps, "PROGRAM_STEPS", replaced_step(steps.PROGRAM_STEPS, "insert_device_guards", run))
 

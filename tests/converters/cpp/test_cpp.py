@@ -24,7 +24,8 @@ from fxwrap.converters.cpp.text import RESERVED, comment_text, sanitize_identifi
 from fxwrap.errors import InputError, NativeBuildError, UnsupportedError
 from fxwrap.runtime import native
 from fxwrap.wrapper_ir import KernelDefinition, print_kernel
-from tests.support.capture import CapturedGraph, capture_graphs
+from tests.support.capture import CapturedGraph, capture_graphs, random_like
+from tests.support.jobs import single_rank_job
 from tests.support.long_form import LONG
 from tests.support.models import MODELS, SHALLOW, train_step
 from tests.support.sample import contents
@@ -101,17 +102,9 @@ def test_model_inference_and_training_match_eager() -> None:
         assert relative_error(own.buffers[key], buffer) < 1e-6, key
 
 
-def _random_input(fake: Any, generator: torch.Generator) -> Any:
-    """Numbers that any operator of the models takes: indices are 0 or 1."""
-    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    if fake.dtype.is_floating_point:
-        return tensor.copy_(torch.rand(fake.shape, generator=generator) + 0.5)
-    return tensor.copy_(torch.randint(0, 2, fake.shape, generator=generator))
-
-
 def _run_traced(graph: CapturedGraph, recorder: Recorder) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs = [_random_input(fake, generator) for fake in graph.example_inputs]
+    inputs = [random_like(fake, generator) for fake in graph.example_inputs]
     with recorder, torch.no_grad():
         graph.graph_module(*inputs)
 
@@ -162,12 +155,9 @@ def test_custom_operators_in_python_run(library: torch.library.Library) -> None:
 
 
 @pytest.fixture
-def single_process_group(tmp_path: Path) -> Iterator[str]:
-    """A process group of this process alone; its name."""
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.group.WORLD.group_name
-    torch.distributed.destroy_process_group()
+def single_process_group() -> Iterator[str]:
+    with single_rank_job() as name:
+        yield name
 
 
 def test_collectives_run(single_process_group: str) -> None:

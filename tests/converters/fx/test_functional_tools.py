@@ -17,21 +17,18 @@ from torch.fx import Graph, GraphModule, Node, replace_pattern, symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
-from torch.fx.passes.split_module import split_module
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
 import fxwrap
 from fxwrap.compile.steps import plan_program
 from fxwrap.wrapper_ir import Program, canonicalize_program
+from tests.converters.fx.fused_graphs import LAUNCHES, count_launches, split_in_order
 from tests.support.capture import CapturedGraph, capture_graphs
 from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
 from tests.support.program_equality import assert_equal
 
 _ATEN = torch.ops.aten
-LAUNCHES = (
-    torch.ops.fxwrap.cpp_kernel_functional.default, torch.ops.higher_order.triton_kernel_wrapper_functional,
-)  # fmt: skip
 OPTIONS = {
     language: fxwrap.Options(
         emitter="fx", fx_form="functional", memory_planning="none", compile_cache=False, cpu_kernels=language
@@ -49,11 +46,6 @@ def _compiled(language: str) -> tuple[fxwrap.Compiled, CapturedGraph]:
 def _graph(language: str) -> GraphModule:
     """Emits the program again: resets between tests empty torch's table of Triton kernels."""
     return fxwrap.to_fx(_compiled(language)[0].program, form="functional").graph_module
-
-
-def _launches(module: GraphModule) -> int:
-    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
-    return sum(node.target in LAUNCHES for graph in graphs for node in graph.nodes)
 
 
 def _eliminated(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -93,16 +85,11 @@ def _partitioned(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
     return partitioner.fuse_partitions(partitions)
 
 
-def _split(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
-    order = {node: position for position, node in enumerate(module.graph.nodes)}
-    return split_module(module, module, lambda node: 3 * order[node] // len(order))  # type: ignore[arg-type]
-
-
 TOOLS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
     "deepcopy": lambda module, _inputs: copy.deepcopy(module),
     "eliminate_dead_code": _eliminated,
     "fx_graph_cse": _without_equal_nodes,
-    "split_module": _split,
+    "split_module": lambda module, _inputs: split_in_order(module, 3),
     "capability_partitioner": _partitioned,
     "make_fx": lambda module, inputs: make_fx(module, tracing_mode="fake")(*inputs),
     "functionalize": lambda module, inputs: make_fx(torch.func.functionalize(module), tracing_mode="fake")(*inputs),
@@ -124,7 +111,7 @@ ON_TRITON = [
 def test_tools_preserve_results_and_the_way_back(language: str, tool: str) -> None:
     compiled, captured = _compiled(language)
     module = TOOLS[tool](_graph(language), captured.inputs)
-    assert _launches(module) == _launches(compiled.graph_module)
+    assert count_launches(module) == count_launches(compiled.graph_module)
     wanted = compiled.graph_module(*captured.inputs)
     for function in (module, fxwrap.fx.in_place(module)):
         torch.testing.assert_close(tuple(function(*captured.inputs)), tuple(wanted), rtol=0, atol=0)
@@ -234,7 +221,7 @@ def test_partition_functions_divide_launches(partition: Callable[..., tuple[Grap
     gradients = torch.autograd.grad(function(*inputs).square().sum(), inputs)
     wanted = torch.autograd.grad(_model(*inputs).square().sum(), inputs)
     torch.testing.assert_close(gradients, wanted)
-    assert all(_launches(part) for part in parts)
+    assert all(count_launches(part) for part in parts)
 
 
 # --- the option, and the public functions -----------------------------------------------------------------------------
@@ -268,7 +255,7 @@ def test_the_option_selects_the_form_of_every_graph() -> None:
     result = compiled(x)
     torch.testing.assert_close(result, model(x))
     result.sum().backward()
-    assert len(graphs) == 2 and sum(map(_launches, graphs)) > 0
+    assert len(graphs) == 2 and sum(map(count_launches, graphs)) > 0
     assert all(graph.meta["fxwrap"]["form"] == "functional" for graph in graphs)
 
 

@@ -18,7 +18,6 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.split_module import split_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,15 +25,9 @@ import fxwrap
 from fxwrap.converters.fx.module import boxed_entry
 from fxwrap.runtime.direct import can_bypass_dispatcher
 from fxwrap.torch_compat import add_triton_constants, triton_constants_at
+from tests.converters.fx.fused_graphs import LANGUAGES, fused, split_in_order
 from tests.support.samples import SAMPLES
 
-
-def _model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = (x.tanh() * 2) @ w
-    return torch.softmax(hidden, -1), hidden.sum(0)
-
-
-LANGUAGES = {"cpp": fxwrap.Options(emitter="fx"), "triton": fxwrap.Options(emitter="fx", cpu_kernels="triton")}
 languages = pytest.mark.parametrize("language", LANGUAGES)
 
 
@@ -46,7 +39,7 @@ def _inputs(seed: int = 0) -> list[torch.Tensor]:
 @cache
 def _program(language: str) -> fxwrap.Program:
     inputs = _inputs()
-    graph = make_fx(_model, tracing_mode="fake")(*inputs)
+    graph = make_fx(fused, tracing_mode="fake")(*inputs)
     return fxwrap.compile_graph(graph, inputs, options=LANGUAGES[language]).program
 
 
@@ -81,7 +74,7 @@ def _assert_direct(run: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def _assert_right(outputs: Any, inputs: Sequence[torch.Tensor]) -> None:
-    torch.testing.assert_close(tuple(outputs), _model(*inputs))
+    torch.testing.assert_close(tuple(outputs), fused(*inputs))
 
 
 # --- the direct path --------------------------------------------------------------------------------------------------
@@ -160,7 +153,7 @@ def test_the_boxed_entry_drops_inputs_at_their_last_use() -> None:
     seen: list[bool] = []
     inputs = _inputs()
     reference = weakref.ref(inputs[0])
-    wanted = _model(*inputs)
+    wanted = fused(*inputs)
     (mm,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
     with module.graph.inserting_before(mm):
         module.graph.call_function(lambda: seen.append(reference() is None))
@@ -321,7 +314,7 @@ def test_vmap_runs_every_slice(language: str, dim: int) -> None:
     inputs = [torch.randn(3, 5, 6).movedim(0, dim).contiguous(), torch.randn(6, 7)]
     run: Callable[..., Any] = torch.func.vmap(_emitted(language), in_dims=(dim, None))
     outputs = run(*inputs)
-    wanted = torch.func.vmap(_model, in_dims=(dim, None))(*inputs)
+    wanted = torch.func.vmap(fused, in_dims=(dim, None))(*inputs)
     torch.testing.assert_close(tuple(outputs), wanted)
     twice = torch.func.vmap(run, in_dims=(None, 0))(inputs[0], torch.stack([inputs[1], -inputs[1]]))
     torch.testing.assert_close(twice[1][0], wanted[1])
@@ -419,7 +412,7 @@ def test_rewritten_graphs_are_right_and_direct(language: str, name: str) -> None
     module.recompile()
     for variant in (module, copy.deepcopy(module)):
         outputs = _assert_direct(variant, inputs)
-        torch.testing.assert_close(tuple(outputs), _model(inputs[0], inputs[1] * factor))
+        torch.testing.assert_close(tuple(outputs), fused(inputs[0], inputs[1] * factor))
         variant.graph.eliminate_dead_code()
         variant.recompile()
         torch.testing.assert_close(_assert_direct(variant, inputs), outputs)
@@ -483,13 +476,8 @@ def test_hooks_run() -> None:
 # --- other graphs -----------------------------------------------------------------------------------------------------
 
 
-def _split(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
-    order = {node: position for position, node in enumerate(module.graph.nodes)}
-    return split_module(module, module, lambda node: 2 * order[node] // len(order))  # type: ignore[arg-type]
-
-
 MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
-    "split_module": _split,
+    "split_module": lambda module, _inputs: split_in_order(module),
     "make_fx": lambda module, inputs: make_fx(module, tracing_mode="fake")(*inputs),
     "make_fx with symbols": lambda module, inputs: make_fx(module, tracing_mode="symbolic")(*inputs),
     "plain copy": lambda module, _inputs: GraphModule(module, copy.deepcopy(module.graph)),

@@ -9,20 +9,15 @@ import pytest
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.split_module import split_module
 
 import fxwrap
 from fxwrap.converters.fx.module import boxed_entry
+from tests.converters.fx.fused_graphs import fused, split_in_order
 from tests.converters.fx.test_fx_code import operator_calls
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-
-
-def _model(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = (x.tanh() * 2) @ w
-    return torch.softmax(hidden, -1), hidden.sum(0)
 
 
 def _inputs(seed: int = 0) -> list[torch.Tensor]:
@@ -32,19 +27,14 @@ def _inputs(seed: int = 0) -> list[torch.Tensor]:
 
 def _emitted() -> GraphModule:
     inputs = _inputs()
-    graph = make_fx(_model, tracing_mode="fake")(*inputs)
+    graph = make_fx(fused, tracing_mode="fake")(*inputs)
     compiled = fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(emitter="fx", fallback="error"))
     assert {kernel.language for kernel in compiled.program.kernels} == {"triton"}
     return compiled.graph_module
 
 
 def _assert_right(outputs: Any, inputs: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(tuple(outputs), _model(*inputs), rtol=1e-4, atol=1e-4)
-
-
-def _split(module: GraphModule) -> GraphModule:
-    order = {node: position for position, node in enumerate(module.graph.nodes)}
-    return split_module(module, module, lambda node: 2 * order[node] // len(order))  # type: ignore[arg-type]
+    torch.testing.assert_close(tuple(outputs), fused(*inputs), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -52,7 +42,7 @@ def test_triton_kernels_are_launched_directly() -> None:
     module, inputs = _emitted(), _inputs(1)
     boxed = boxed_entry(module)
     traced = fxwrap.fx.enable_direct_launches(make_fx(module, tracing_mode="fake")(*inputs))
-    parts = fxwrap.fx.enable_direct_launches(_split(module))
+    parts = fxwrap.fx.enable_direct_launches(split_in_order(module))
     for run in (module, copy.deepcopy(module), traced, parts, lambda *args: boxed([*args])):
         with operator_calls() as called:
             outputs = run(*inputs)

@@ -24,7 +24,8 @@ import fxwrap
 from fxwrap.errors import GraphModuleError
 from fxwrap.wrapper_ir import Ownership, Program
 from tests.conftest import NO_PYDOT
-from tests.support.capture import CapturedGraph, capture_graphs
+from tests.converters.fx.fused_graphs import LANGUAGES, count_launches, fused, split_in_order
+from tests.support.capture import CapturedGraph, capture_graphs, random_like
 from tests.support.long_form import long_only
 from tests.support.models import SHALLOW
 from tests.support.samples import SAMPLES
@@ -161,7 +162,7 @@ def _prepared(name: str) -> list[Prepared]:
 def _prepare(captured: CapturedGraph) -> Prepared:
     program = fxwrap.lower(captured.graph_module, captured.example_inputs)
     generator = torch.Generator().manual_seed(3)
-    inputs = [_random(fake, generator) for fake in captured.example_inputs]
+    inputs = [random_like(fake, generator) for fake in captured.example_inputs]
     inputs_after = copy.deepcopy(inputs)
     return Prepared(program, inputs, list(fxwrap.run(program, inputs_after)), inputs_after)
 
@@ -179,13 +180,6 @@ def test_fx_tools_preserve_outputs_of_models(name: str, tool: str) -> None:
         outputs = _flat(TOOLS[tool](fxwrap.to_fx(prepared.program).graph_module, inputs))
         torch.testing.assert_close(outputs, prepared.outputs, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(inputs, prepared.inputs_after, rtol=0, atol=0, equal_nan=True)
-
-
-def _random(fake: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    if fake.dtype.is_floating_point:
-        return tensor.copy_(torch.rand(fake.shape, generator=generator) + 0.1)
-    return tensor.copy_(torch.randint(0, 2, fake.shape, generator=generator))
 
 
 @pytest.mark.parametrize("write", [pickle.dumps, lambda module: torch.save(module, io.BytesIO())])
@@ -227,35 +221,10 @@ def test_an_emitted_graph_compiles_again() -> None:
 # --- fused graphs ---------------------------------------------------------------------------------------------------
 
 
-def _fused(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = (x.tanh() * 2) @ w
-    return torch.softmax(hidden, -1), hidden.sum(0)
-
-
-LANGUAGES = {"cpp": fxwrap.Options(emitter="fx"), "triton": fxwrap.Options(emitter="fx", cpu_kernels="triton")}
-LAUNCHES = frozenset(
-    {
-        torch.ops.fxwrap.cpp_kernel.default, torch.ops.fxwrap.cpp_kernel_functional.default,
-        torch.ops.higher_order.triton_kernel_wrapper_mutation, torch.ops.higher_order.triton_kernel_wrapper_functional,
-    }
-)  # fmt: skip
-
-
 def _fused_graph(language: str) -> tuple[GraphModule, list[torch.Tensor]]:
     inputs = [torch.randn(5, 6), torch.randn(6, 7)]
-    graph = make_fx(_fused, tracing_mode="fake")(*inputs)
+    graph = make_fx(fused, tracing_mode="fake")(*inputs)
     return fxwrap.compile_graph(graph, inputs, options=LANGUAGES[language]).graph_module, inputs
-
-
-def _launches(module: GraphModule) -> int:
-    """How many kernels a graph launches, its submodules' included."""
-    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
-    return sum(node.target in LAUNCHES for graph in graphs for node in graph.nodes)
-
-
-def _compiled_by_split(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
-    order = {node: position for position, node in enumerate(module.graph.nodes)}
-    return split_module(module, module, lambda node: 2 * order[node] // len(order))  # type: ignore[arg-type]
 
 
 def _compiled_by_elimination(module: GraphModule, _inputs: Sequence[Any]) -> GraphModule:
@@ -270,7 +239,7 @@ MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
     "make_fx": lambda module, inputs: make_fx(module, tracing_mode="fake")(*inputs),
     "make_fx_symbolic": lambda module, inputs: make_fx(module, tracing_mode="symbolic")(*inputs),
     "functionalize": lambda module, inputs: make_fx(torch.func.functionalize(module), tracing_mode="fake")(*inputs),
-    "split_module": _compiled_by_split,
+    "split_module": lambda module, _inputs: split_in_order(module),
     "twice": lambda module, inputs: _compiled_by_elimination(MAKERS["make_fx"](copy.deepcopy(module), inputs), inputs),
 }
 
@@ -280,11 +249,11 @@ MAKERS: dict[str, Callable[[GraphModule, Sequence[Any]], GraphModule]] = {
 @torch.no_grad()
 def test_fx_tools_preserve_launches_of_a_fused_graph(language: str, maker: str) -> None:
     module, inputs = _fused_graph(language)
-    before = _launches(module)
+    before = count_launches(module)
     assert before >= 2
     derived = MAKERS[maker](module, inputs)
-    assert _launches(derived) == before
-    torch.testing.assert_close(tuple(derived(*inputs)), _fused(*inputs))
+    assert count_launches(derived) == before
+    torch.testing.assert_close(tuple(derived(*inputs)), fused(*inputs))
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -292,7 +261,7 @@ def test_a_fused_graph_runs_under_fake_mode(language: str) -> None:
     module, inputs = _fused_graph(language)
     with FakeTensorMode() as mode:
         outputs = module(*[mode.from_tensor(item) for item in inputs])
-    for fake, wanted in zip(outputs, _fused(*inputs), strict=True):
+    for fake, wanted in zip(outputs, fused(*inputs), strict=True):
         assert isinstance(fake, FakeTensor) and (fake.shape, fake.stride()) == (wanted.shape, wanted.stride())
 
 
@@ -308,5 +277,5 @@ def test_aot_autograd_preserves_launches_of_a_fused_graph(language: str) -> None
         return make_boxed_func(graph.forward)
 
     outputs = aot_function(module, fw_compiler=keep)(*inputs)
-    torch.testing.assert_close(tuple(outputs), _fused(*inputs))
-    assert [_launches(graph) for graph in graphs] == [_launches(module)]
+    torch.testing.assert_close(tuple(outputs), fused(*inputs))
+    assert [count_launches(graph) for graph in graphs] == [count_launches(module)]

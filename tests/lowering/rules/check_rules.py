@@ -14,6 +14,7 @@ from fxwrap.loop_ir import DeviceAssert, Kernel, eliminate_dead_operations, reor
 from fxwrap.lowering.fusion.definitions import Definition, Stored
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
 from fxwrap.options import Options
+from fxwrap.torch_compat import operator_overload
 from tests.lowering.evaluate_definitions import Computed, fuses
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -40,10 +41,9 @@ def maker(dtype: torch.dtype, seed: int = 0, transposed: bool = False) -> Make:
     return make
 
 
-def overload(name: str) -> Any:
-    """Returns the operator of a rule's name."""
-    namespace, operator, variant = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), variant)
+def same_samples(names: str, *samples: Sample) -> dict[str, list[Sample]]:
+    """Returns the samples of each of some overloads of ATen, whose names are words."""
+    return {f"aten.{name}": list(samples) for name in names.split()}
 
 
 def define(
@@ -63,7 +63,7 @@ def define(
         return definition
 
     positional, named = split(arguments)
-    fake = overload(name)(*positional, **named) if fake is None else fake
+    fake = operator_overload(name)(*positional, **named) if fake is None else fake
     call = OperatorCall(
         name, [tree_map(stored, item) for item in positional],
         {key: tree_map(stored, item) for key, item in named.items()}, fake, torch.device(device),
@@ -94,11 +94,11 @@ def check_sample(name: str, sample: Sample, make: Make, device: str = "cpu", exa
     arguments = sample(make)
     positional, named = split(arguments)
     try:
-        wanted = overload(name)(*positional, **named)
+        wanted = operator_overload(name)(*positional, **named)
     except (NotImplementedError, RuntimeError) as error:
         assert re.search("not implemented|not support|Bool|view size is not compatible", str(error)), error
         if "view size" not in str(error):  # torch's rule for fake tensors accepts some of these
-            assert not fuses(overload(name), *positional, **named), f"eager raises for {positional} {named}"
+            assert not fuses(operator_overload(name), *positional, **named), f"eager raises for {positional} {named}"
         return False
     result = run_rule(name, arguments, device)
     if isinstance(result, str):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxwrap.loop_ir import INTEGERS
+from fxwrap.torch_compat import operator_overload
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -75,11 +76,6 @@ TENSOR_LIMIT = {1: 64, 2: 24, 3: 9, 4: 5, 5: 4}
 """How many values each of so many tensors takes: the samples are all combinations."""
 
 
-def overload_of(name: str) -> Any:
-    namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-
-
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +135,7 @@ def numbers_of(name: str, argument: Any) -> list[Any]:
 def samples(name: str, dtype: torch.dtype, values: Any = None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Yields arguments and keywords of calls on tensors of a dtype."""
     values = values or (moderate_values if name in MODERATE else special_values)
-    arguments = overload_of(name)._schema.arguments
+    arguments = operator_overload(name)._schema.arguments
     optional = [item.name for item in arguments if str(item.type) == "Optional[Tensor]"]
     for left_out in itertools.product((False, True), repeat=len(optional)):
         skipped = {item for item, out in zip(optional, left_out, strict=True) if out}

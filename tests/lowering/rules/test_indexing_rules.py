@@ -19,6 +19,7 @@ from fxwrap.lowering.fusion.definitions import Scattered, Stored, pointwise
 from fxwrap.lowering.fusion.tracing import BodyBuilder
 from fxwrap.lowering.rules import RULES, OperatorCall, embedding_gradients, indexing
 from fxwrap.lowering.rules.indexing_common import checked_indirect_index
+from fxwrap.torch_compat import operator_overload
 from tests.lowering import evaluate_definitions
 from tests.lowering.rules.check_rules import (
     DTYPES,
@@ -26,9 +27,9 @@ from tests.lowering.rules.check_rules import (
     check_sample,
     define,
     maker,
-    overload,
     registered_names,
     run_rule,
+    same_samples,
     without_requirements,
 )
 
@@ -38,81 +39,77 @@ def at(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(list(values), dtype=dtype)
 
 
-def _alike(names: str, *samples: Sample) -> dict[str, list[Sample]]:
-    return {f"aten.{name}": list(samples) for name in names.split()}
-
-
 EMPTY = torch.empty(0, dtype=torch.int64)
 
 READS: dict[str, list[Sample]] = {
-    **_alike(
+    **same_samples(
         "gather.default", lambda t: (t(3, 4), 1, at([0, 3, 1], [2, 2, 0])), lambda t: (t(3, 4), -2, at([2, 0])),
         lambda t: (t(), 0, torch.tensor(0)), lambda t: (t(5), 0, EMPTY), lambda t: (t(2, 3, 2), 0, at([[1], [0]])),
         lambda t: (t(3), 0, torch.tensor(2)),
     ),
-    **_alike(
+    **same_samples(
         "index_select.default", lambda t: (t(3, 4), 0, at(2, 0, 2)), lambda t: (t(3, 4), -1, at(1)),
         lambda t: (t(3), 0, torch.tensor(1)), lambda t: (t(3, 2), 1, EMPTY), lambda t: (t(), 0, at(0)),
         lambda t: (t(3, 4), 0, at(2, 0, dtype=torch.int32)),
     ),
-    **_alike(
+    **same_samples(
         "embedding.default", lambda t: (t(5, 3), at([0, 4], [2, 2])), lambda t: (t(5, 1), torch.tensor(3), 3),
         lambda t: (t(5, 3), EMPTY), lambda t: (t(4, 2), at(1, 0, dtype=torch.int32)),
     ),
-    **_alike("take.default", lambda t: (t(3, 4), at([0, -1], [11, -12])), lambda t: (t(3), torch.tensor(1))),
-    **_alike(
+    **same_samples("take.default", lambda t: (t(3, 4), at([0, -1], [11, -12])), lambda t: (t(3), torch.tensor(1))),
+    **same_samples(
         "index.Tensor _unsafe_index.Tensor", lambda t: (t(3, 4), [at(2, -1)]),
         lambda t: (t(3, 4, 5), [None, at(-4, 3), None]),
         lambda t: (t(3, 4, 5), [at([0], [2]), None, at(1, -5)]), lambda t: (t(3, 4, 5), [None, at(0, 1), at([1], [2])]),
         lambda t: (t(3, 4), [at(1), torch.tensor(-1)]), lambda t: (t(3, 4), [None, EMPTY]),
         lambda t: (t(3, 4), [at(0, 2, dtype=torch.int32)]),
     ),
-    **_alike(
+    **same_samples(
         "index.Tensor_hacked_twin _unsafe_index.Tensor_hacked_twin", lambda t: (t(3, 4), [at(2, -1), at(0, 3)]),
     ),
 }  # fmt: skip
 
 WRITES: dict[str, list[Sample]] = {
-    **_alike(
+    **same_samples(
         "scatter.src scatter_add.default", lambda t: (t(3, 4), 1, at([0, 3, 1], [2, 1, 0]), t(3, 5)),
         lambda t: (t(3, 4), -2, at([2, 0]), t(1, 2)), lambda t: (t(), 0, torch.tensor(0), t()),
         lambda t: (t(3), 0, EMPTY, t(0)),
     ),
-    **_alike("scatter.value", lambda t: (t(3, 4), 0, at([2, 0], [1, 1]), 1), lambda t: (t(3), 0, at(1, 1), 0)),
-    **_alike(
+    **same_samples("scatter.value", lambda t: (t(3, 4), 0, at([2, 0], [1, 1]), 1), lambda t: (t(3), 0, at(1, 1), 0)),
+    **same_samples(
         "scatter.reduce", lambda t: (t(3, 2), 0, at([2, 2], [0, 2]), t(2, 2), {"reduce": "add"}),
         lambda t: (t(3), 0, at(1, 1), t(2), {"reduce": "multiply"}),
     ),
-    **_alike(
+    **same_samples(
         "scatter.value_reduce", lambda t: (t(3, 2), 0, at([2, 2]), 2, {"reduce": "add"}),
         lambda t: (t(3), 0, at(1, 1), 3, {"reduce": "multiply"}),
     ),
-    **_alike(
+    **same_samples(
         "scatter_reduce.two", lambda t: (t(3, 2), 0, at([2, 2], [0, 2]), t(2, 2), "sum"),
         lambda t: (t(3), 0, at(1, 1, 0), t(3), "prod"), lambda t: (t(2, 3), 1, at([1, 1]), t(2, 2), "amax"),
         lambda t: (t(3), 0, at(1, 1), t(2), "amin", {"include_self": True}),
     ),
-    **_alike(
+    **same_samples(
         "index_put.default _unsafe_index_put.default", lambda t: (t(3, 4), [at(2, -3)], t(2, 4)),
         lambda t: (t(3, 4), [None, at(-1)], t(1)), lambda t: (t(3, 4, 2), [at([0], [2]), None, at(1, -2)], t(2, 2, 4)),
         lambda t: (t(3, 4), [at(1, 1), at(0, 0)], t(2), True), lambda t: (t(3), [EMPTY], t(0)),
     ),
-    **_alike(
+    **same_samples(
         "index_put.hacked_twin _unsafe_index_put.hacked_twin", lambda t: (t(3, 4), [at(2, 0)], t(4)),
         lambda t: (t(3), [at(2, 2)], t(2), True),
     ),
-    **_alike(
+    **same_samples(
         "index_add.default", lambda t: (t(3, 2), 0, at(2, 2, 0), t(3, 2)),
         lambda t: (t(2, 3), -1, at(1), t(2, 1), {"alpha": 2}),
         lambda t: (t(), 0, at(0), t()),
     ),
-    **_alike("index_copy.default", lambda t: (t(3, 2), 0, at(2, 0), t(2, 2)),
+    **same_samples("index_copy.default", lambda t: (t(3, 2), 0, at(2, 0), t(2, 2)),
         lambda t: (t(3), 0, torch.tensor(1), t())),
-    **_alike("index_fill.int_Scalar", lambda t: (t(3, 2), 1, at(0), 1), lambda t: (t(3), 0, EMPTY, 1),
+    **same_samples("index_fill.int_Scalar", lambda t: (t(3, 2), 1, at(0), 1), lambda t: (t(3), 0, EMPTY, 1),
         lambda t: (t(), 0, at(0), 1)),
-    **_alike("index_fill.int_Tensor", lambda t: (t(3, 2), 0, at(0, 2), t())),
-    **_alike("put.default", lambda t: (t(3, 2), at([0, -1]), t(1, 2)), lambda t: (t(3), at(1, 1), t(2), True)),
-    **_alike(
+    **same_samples("index_fill.int_Tensor", lambda t: (t(3, 2), 0, at(0, 2), t())),
+    **same_samples("put.default", lambda t: (t(3, 2), at([0, -1]), t(1, 2)), lambda t: (t(3), at(1, 1), t(2), True)),
+    **same_samples(
         "embedding_dense_backward.default", lambda t: (t(2, 3, 2), at([0, 4, 4], [1, 0, 4]), 5, -1, False),
         lambda t: (t(3, 2), at(0, 1, 1), 3, 1, False),
     ),
@@ -152,14 +149,14 @@ def test_decline_reasons(name: str) -> None:
 # --- indices out of bounds -------------------------------------------------------------------------------------------
 
 WRONG: dict[str, list[Sample]] = {
-    **_alike("gather.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
-    **_alike("index_select.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
-    **_alike("embedding.default", lambda t: (t(3, 2), at(3)), lambda t: (t(3, 2), at(-1))),
-    **_alike("index.Tensor", lambda t: (t(2, 3), [None, at(3)]), lambda t: (t(2, 3), [None, at(-4)])),
-    **_alike("take.default", lambda t: (t(2, 2), at(4)), lambda t: (t(2, 2), at(-5))),
-    **_alike("scatter.src", lambda t: (t(3), 0, at(3), t(1)), lambda t: (t(3), 0, at(-1), t(1))),
-    **_alike("index_put.default", lambda t: (t(3), [at(3)], t(1)), lambda t: (t(3), [at(-4)], t(1))),
-    **_alike("index_copy.default", lambda t: (t(3), 0, at(3), t(1))),
+    **same_samples("gather.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
+    **same_samples("index_select.default", lambda t: (t(3), 0, at(3)), lambda t: (t(3), 0, at(-1))),
+    **same_samples("embedding.default", lambda t: (t(3, 2), at(3)), lambda t: (t(3, 2), at(-1))),
+    **same_samples("index.Tensor", lambda t: (t(2, 3), [None, at(3)]), lambda t: (t(2, 3), [None, at(-4)])),
+    **same_samples("take.default", lambda t: (t(2, 2), at(4)), lambda t: (t(2, 2), at(-5))),
+    **same_samples("scatter.src", lambda t: (t(3), 0, at(3), t(1)), lambda t: (t(3), 0, at(-1), t(1))),
+    **same_samples("index_put.default", lambda t: (t(3), [at(3)], t(1)), lambda t: (t(3), [at(-4)], t(1))),
+    **same_samples("index_copy.default", lambda t: (t(3), 0, at(3), t(1))),
 }
 
 
@@ -181,9 +178,9 @@ def test_an_index_out_of_bounds_raises(name: str) -> None:
     for sample in WRONG[name]:
         arguments = sample(maker(torch.float32))
         with pytest.raises((IndexError, RuntimeError)) as eager:
-            overload(name)(*arguments)
+            operator_overload(name)(*arguments)
         with pytest.raises(eager.type, match="an index is out of bounds for a dimension of size") as caught:
-            run_rule(name, arguments, "cuda", fake=overload(name)(*RIGHT[name](maker(torch.float32))))
+            run_rule(name, arguments, "cuda", fake=operator_overload(name)(*RIGHT[name](maker(torch.float32))))
         assert caught.type is eager.type
 
 
@@ -198,7 +195,7 @@ def test_an_out_of_bounds_kernel_accesses_nothing_outside(name: str, monkeypatch
     ran: list[Kernel] = []
     monkeypatch.setattr(evaluate_definitions, "evaluate_kernel", run)
     for sample in WRONG[name]:
-        fake = overload(name)(*RIGHT[name](maker(torch.float32)))
+        fake = operator_overload(name)(*RIGHT[name](maker(torch.float32)))
         assert run_rule(name, sample(maker(torch.float32)), "cuda", fake=fake).shape == fake.shape
     assert any(isinstance(operation, DeviceAssert) for kernel in ran for operation in kernel.operations)
 
@@ -315,7 +312,7 @@ def test_embedding_gradients_of_large_tables_are_summed_in_slots(
     name = "aten.embedding_dense_backward.default"
     grad = torch.randn(*shape, 8, dtype=torch.bfloat16)
     sample = (grad, torch.randint(9, shape), 40, padding, False)
-    exact = overload(name)(grad.double(), *sample[1:]).bfloat16()
+    exact = operator_overload(name)(grad.double(), *sample[1:]).bfloat16()
     scattered = run_rule(name, sample, "cuda")
     monkeypatch.setattr(embedding_gradients, "_COMPACT_LAUNCHES", 0)
     compact = run_rule(name, sample, "cuda")

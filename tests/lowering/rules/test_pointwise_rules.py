@@ -17,9 +17,9 @@ from fxwrap.devices import CPU, CUDA
 from fxwrap.loop_ir import STORAGE_ONLY, Compute
 from fxwrap.lowering.fusion.definitions import Pointwise, Stored, pointwise
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall
-from fxwrap.torch_compat import is_composite
+from fxwrap.torch_compat import is_composite, operator_overload
 from tests.lowering.evaluate_definitions import Computed, _DefinitionKernel, call_rule, fuses
-from tests.lowering.rules.pointwise_samples import DTYPES, FLOATS, overload_of, samples, special_values
+from tests.lowering.rules.pointwise_samples import DTYPES, FLOATS, samples, special_values
 from tests.lowering.rules.rule_checks import rules_of
 
 MODULES = ("pointwise", "arithmetic", "functions", "activations", "pointwise_losses", "copies")
@@ -64,7 +64,7 @@ def compare(name: str, result: torch.Tensor, wanted: torch.Tensor, compute_float
 def eager(name: str, positional: list[Any], keywords: dict[str, Any]) -> Any:
     """Returns eager's result, or None where it raises."""
     try:
-        return overload_of(name)(*positional, **keywords)
+        return operator_overload(name)(*positional, **keywords)
     except (RuntimeError, TypeError, NotImplementedError, ValueError, OverflowError):
         return None
 
@@ -78,9 +78,9 @@ def compared(name: str, positional: list[Any], keywords: dict[str, Any]) -> int:
     """Compares the results of a call with eager; returns the number of comparisons, 0 where a side has no result."""
     wanted = eager(name, positional, keywords)
     if wanted is None:
-        assert not fuses(overload_of(name), *positional, **keywords), f"eager raises for {positional} {keywords}"
+        assert not fuses(operator_overload(name), *positional, **keywords), f"eager raises for {positional} {keywords}"
         return 0
-    result = call_rule(overload_of(name), *positional, **keywords)
+    result = call_rule(operator_overload(name), *positional, **keywords)
     if isinstance(result, str):
         return 0
     wide = wanted
@@ -105,7 +105,7 @@ def test_every_dtype_and_special_value_matches_eager(name: str) -> None:
         assert count > 0, "nothing was compared"
         return
     assert count == 0
-    reasons = {call_rule(overload_of(name), *positional, **keywords)
+    reasons = {call_rule(operator_overload(name), *positional, **keywords)
                 for dtype in FLOATS for positional, keywords in samples(name, dtype, probabilities)}  # fmt: skip
     assert reasons == {DECLINED[name]}
 
@@ -146,7 +146,7 @@ def test_accuracy_against_float64_matches_eager(name: str, dtype: torch.dtype) -
     for positional, keywords in samples(name, dtype, ordinary_values):
         wanted = eager(name, positional, keywords)
         exact = eager(name, [item.double() if is_float(item) else item for item in positional], keywords)
-        result = None if wanted is None else call_rule(overload_of(name), *positional, **keywords)
+        result = None if wanted is None else call_rule(operator_overload(name), *positional, **keywords)
         if wanted is None or isinstance(result, str):
             continue
         parts = [(result, wanted, exact)] if isinstance(wanted, torch.Tensor) else zip(result, wanted, exact)
@@ -182,8 +182,8 @@ def test_scalars_are_rounded_to_half_precision_like_torch(
 ) -> None:
     x = torch.cat([torch.randn(3000) * 3, torch.rand(3000) * 0.3, torch.tensor([0.1007])]).to(dtype)
     mask = (x > 0,) if "masked" in name else ()
-    result = call_rule(overload_of(name), x, *mask, *numbers)
-    torch.testing.assert_close(result, overload_of(name)(x, *mask, *numbers), rtol=0, atol=0)
+    result = call_rule(operator_overload(name), x, *mask, *numbers)
+    torch.testing.assert_close(result, operator_overload(name)(x, *mask, *numbers), rtol=0, atol=0)
 
 
 @pytest.mark.sampled(2)
@@ -301,7 +301,7 @@ def test_symbolic_numbers(name: str, arguments: tuple[Any, ...], monkeypatch: py
             return self.overload(*plain, **dict.fromkeys(keywords, value))
 
     x = torch.randn(5)
-    overload = Overload(overload_of(f"aten.{name}"))
+    overload = Overload(operator_overload(f"aten.{name}"))
     call = ([x, *before], {keyword: symbol}) if keyword else ([x, *before, symbol], {})
     result = call_rule(overload, *call[0], **call[1])
     torch.testing.assert_close(result, overload(*call[0], **call[1]), equal_nan=True)
@@ -330,7 +330,7 @@ DECLINE_REASONS = [
 
 @pytest.mark.parametrize(("name", "positional", "keywords", "reason"), DECLINE_REASONS)
 def test_decline_reasons(name: str, positional: tuple[Any, ...], keywords: dict[str, Any], reason: str) -> None:
-    overload = overload_of(f"aten.{name}")
+    overload = operator_overload(f"aten.{name}")
     if "device" in keywords:
         fake = overload(*positional, **keywords)
         x = Stored((3,), torch.float32, torch.device("cpu"))
@@ -409,7 +409,7 @@ def test_in_place_addcmul_and_addcdiv_as_dynamo_captures_them() -> None:
 @pytest.mark.parametrize("name", ("aten.mish.default", "aten.mish_backward.default"))
 def test_mish_has_one_transcendental_function(name: str) -> None:
     x = Stored((8,), torch.float32, torch.device("cpu"))
-    operands = [x] * len(overload_of(name)._schema.arguments)
+    operands = [x] * len(operator_overload(name)._schema.arguments)
     result = torch.empty(8)
     definition = RULES[name](OperatorCall(name, operands, {}, result, x.device, lambda item: tuple(item.shape), CPU))
     assert isinstance(definition, Pointwise)

@@ -13,82 +13,89 @@ from fxwrap.lowering.fusion.definitions import Stored, Viewed
 from fxwrap.lowering.fusion.tracing import BodyBuilder
 from fxwrap.lowering.rules import RULES, Declined, OperatorCall, creation, rearrange, views
 from fxwrap.symbolic import evaluate, make_symbol
-from tests.lowering.rules.check_rules import DTYPES, Sample, check_sample, define, maker, registered_names, run_rule
+from tests.lowering.rules.check_rules import (
+    DTYPES,
+    Sample,
+    check_sample,
+    define,
+    maker,
+    registered_names,
+    run_rule,
+    same_samples,
+)
 
 _TO_HALF = {"dtype": torch.bfloat16}
 _IOTA = {"start": 3, "step": -2, "dtype": torch.int64, "device": torch.device("cpu"), "requires_grad": False}
 
 
-def _alike(names: str, *samples: Sample) -> dict[str, list[Sample]]:
-    return {f"aten.{name}": list(samples) for name in names.split()}
-
-
 VIEWS: dict[str, list[Sample]] = {
-    **_alike(
+    **same_samples(
         "view.default _unsafe_view.default view_copy.default _reshape_copy.default",
         lambda t: (t(2, 3, 4), [6, 4]), lambda t: (t(2, 3, 4), [4, 6]), lambda t: (t(6, 5), [2, 1, 3, 5]),
         lambda t: (t(2, 3, 5, 7), [2, 15, 7, 1]), lambda t: (t(0, 3), [3, 0]), lambda t: (t(1), []),
         lambda t: (t(), [1, 1]), lambda t: (t(12), [-1, 3]), lambda t: (t(4, 1, 9), [6, 6]),
     ),
-    **_alike("alias.default detach.default", lambda t: (t(2, 3),)),
-    **_alike("unsqueeze.default unsqueeze_copy.default", lambda t: (t(2, 3), -1), lambda t: (t(), 0)),
-    **_alike("squeeze.default squeeze_copy.default", lambda t: (t(1, 3, 1, 2),), lambda t: (t(1),)),
-    **_alike("squeeze.dim squeeze_copy.dim", lambda t: (t(1, 3, 1), -1), lambda t: (t(1, 3), 1)),
-    **_alike("squeeze.dims squeeze_copy.dims", lambda t: (t(1, 3, 1), [0, 1, 2])),
-    **_alike(
+    **same_samples("alias.default detach.default", lambda t: (t(2, 3),)),
+    **same_samples("unsqueeze.default unsqueeze_copy.default", lambda t: (t(2, 3), -1), lambda t: (t(), 0)),
+    **same_samples("squeeze.default squeeze_copy.default", lambda t: (t(1, 3, 1, 2),), lambda t: (t(1),)),
+    **same_samples("squeeze.dim squeeze_copy.dim", lambda t: (t(1, 3, 1), -1), lambda t: (t(1, 3), 1)),
+    **same_samples("squeeze.dims squeeze_copy.dims", lambda t: (t(1, 3, 1), [0, 1, 2])),
+    **same_samples(
         "expand.default expand_copy.default", lambda t: (t(1, 3), [4, 2, -1]), lambda t: (t(), [2]),
         lambda t: (t(3, 1), [3, 0]),
     ),
-    **_alike("permute.default permute_copy.default", lambda t: (t(2, 3, 4), [2, -3, 1]), lambda t: (t(), [])),
-    **_alike("transpose.int transpose_copy.int", lambda t: (t(2, 3, 4), -1, 0), lambda t: (t(), 0, -1)),
-    **_alike("t.default t_copy.default", lambda t: (t(2, 3),), lambda t: (t(3),), lambda t: (t(),)),
-    **_alike(
+    **same_samples("permute.default permute_copy.default", lambda t: (t(2, 3, 4), [2, -3, 1]), lambda t: (t(), [])),
+    **same_samples("transpose.int transpose_copy.int", lambda t: (t(2, 3, 4), -1, 0), lambda t: (t(), 0, -1)),
+    **same_samples("t.default t_copy.default", lambda t: (t(2, 3),), lambda t: (t(3),), lambda t: (t(),)),
+    **same_samples(
         "slice.Tensor slice_copy.Tensor", lambda t: (t(5, 7), 1, 1, 6, 2), lambda t: (t(5, 7), -1, -3),
         lambda t: (t(5), 0, -9, -1), lambda t: (t(5), 0, 4, 2), lambda t: (t(5),), lambda t: (t(5), 0, 7, 9),
         lambda t: (t(5), {"dim": 0, "start": 2}),
     ),
-    **_alike("narrow_copy.default", lambda t: (t(5, 2), 0, -3, 2), lambda t: (t(5), 0, 5, 0)),
-    **_alike("select.int select_copy.int", lambda t: (t(3, 5), 1, -2), lambda t: (t(3, 5), -2, 0),
+    **same_samples("narrow_copy.default", lambda t: (t(5, 2), 0, -3, 2), lambda t: (t(5), 0, 5, 0)),
+    **same_samples("select.int select_copy.int", lambda t: (t(3, 5), 1, -2), lambda t: (t(3, 5), -2, 0),
             lambda t: (t(1), 0, 0)),
-    **_alike("split.Tensor split_copy.Tensor unsafe_split.Tensor", lambda t: (t(7, 2), 3), lambda t: (t(2, 4), 2, -1)),
-    **_alike(
+    **same_samples(
+        "split.Tensor split_copy.Tensor unsafe_split.Tensor", lambda t: (t(7, 2), 3), lambda t: (t(2, 4), 2, -1),
+    ),
+    **same_samples(
         "split_with_sizes.default unsafe_split_with_sizes.default split_with_sizes_copy.default",
         lambda t: (t(7, 2), [3, 0, 4]), lambda t: (t(2, 3), [1, 2], -1),
     ),
-    **_alike("unbind.int unbind_copy.int", lambda t: (t(3, 2),), lambda t: (t(2, 3), -1)),
-    **_alike(
+    **same_samples("unbind.int unbind_copy.int", lambda t: (t(3, 2),), lambda t: (t(2, 3), -1)),
+    **same_samples(
         "diagonal.default diagonal_copy.default", lambda t: (t(3, 4),), lambda t: (t(2, 5, 3), -2, 1, -1),
         lambda t: (t(2, 3, 4), 1, 2, 0), lambda t: (t(3, 3), 3),
     ),
-    **_alike(
+    **same_samples(
         "unfold.default unfold_copy.default", lambda t: (t(2, 9), 1, 3, 2), lambda t: (t(5, 2), 0, 5, 1),
         lambda t: (t(), 0, 1, 1),
     ),
-    **_alike("flip.default", lambda t: (t(2, 3, 4), [0, -1]), lambda t: (t(0, 3), [0]), lambda t: (t(2), [])),
-    **_alike(
+    **same_samples("flip.default", lambda t: (t(2, 3, 4), [0, -1]), lambda t: (t(0, 3), [0]), lambda t: (t(2), [])),
+    **same_samples(
         "roll.default", lambda t: (t(2, 3, 4), [5]), lambda t: (t(3, 5), [1, -7], [0, -1]), lambda t: (t(4), [-1], [0]),
         lambda t: (t(0, 3), [1], [0]), lambda t: (t(5), [1, 1], [0, 0]),
     ),
-    **_alike(
+    **same_samples(
         "rot90.default", lambda t: (t(2, 3),), lambda t: (t(2, 3, 4), -1, [2, 0]), lambda t: (t(2, 3), 2),
         lambda t: (t(2, 3), 4), lambda t: (t(3, 2, 2), 3, [0, -1]),
     ),
-    **_alike("repeat.default", lambda t: (t(2, 3), [2, 1, 3]), lambda t: (t(1), [0]), lambda t: (t(), [3])),
-    **_alike("pixel_shuffle.default", lambda t: (t(2, 12, 3, 1), 2), lambda t: (t(9, 2, 2), 3)),
-    **_alike("pixel_unshuffle.default", lambda t: (t(2, 3, 4, 2), 2), lambda t: (t(1, 3, 6), 3)),
-    **_alike("channel_shuffle.default native_channel_shuffle.default",
+    **same_samples("repeat.default", lambda t: (t(2, 3), [2, 1, 3]), lambda t: (t(1), [0]), lambda t: (t(), [3])),
+    **same_samples("pixel_shuffle.default", lambda t: (t(2, 12, 3, 1), 2), lambda t: (t(9, 2, 2), 3)),
+    **same_samples("pixel_unshuffle.default", lambda t: (t(2, 3, 4, 2), 2), lambda t: (t(1, 3, 6), 3)),
+    **same_samples("channel_shuffle.default native_channel_shuffle.default",
             lambda t: (t(2, 6, 3, 1), 2), lambda t: (t(1, 6, 2), 3)),
 }  # fmt: skip
 
 REARRANGED: dict[str, list[Sample]] = {
-    **_alike(
+    **same_samples(
         "cat.default", lambda t: ([t(2, 3), t(2, 1), t(2, 4)], 1), lambda t: ([t(0), t(2, 3), t(1, 3)],),
         lambda t: ([t(2, 0), t(2, 2)], -1), lambda t: ([t(0), t(0)],), lambda t: ([t(3)],),
         lambda t: ([t(2), torch.arange(3.0)],),
     ),
-    **_alike("stack.default", lambda t: ([t(2, 3)] * 2 + [t(2, 3)], -1), lambda t: ([t(), t()],),
+    **same_samples("stack.default", lambda t: ([t(2, 3)] * 2 + [t(2, 3)], -1), lambda t: ([t(), t()],),
             lambda t: ([t(0, 2)], 1)),
-    **_alike(
+    **same_samples(
         "constant_pad_nd.default", lambda t: (t(2, 3), [1, 2], 1), lambda t: (t(2, 5), [-1, 2, 0, -1]),
         lambda t: (t(5), [-2, -1], 1), lambda t: (t(2, 3, 4), [0, 0, 3, 1], 1), lambda t: (t(0, 2), [0, 0, 1, 1], 1),
         lambda t: (t(3), [-3, 0]),
@@ -107,47 +114,47 @@ REARRANGED: dict[str, list[Sample]] = {
     "aten.replication_pad1d.default": [lambda t: (t(2, 3), [4, 5]), lambda t: (t(2, 5), [-1, -2])],
     "aten.replication_pad2d.default": [lambda t: (t(2, 1, 2), [1, 0, 2, 2])],
     "aten.replication_pad3d.default": [lambda t: (t(1, 2, 3, 2), [3, 1, 2, 0, 0, 4])],
-    **_alike(
+    **same_samples(
         "slice_scatter.default", lambda t: (t(7, 2), t(3, 2), 0, 1, 7, 2), lambda t: (t(2, 5), t(2, 2), -1, -2),
         lambda t: (t(4), t(4)), lambda t: (t(4), t(0), 0, 3, 2),
     ),
-    **_alike(
+    **same_samples(
         "slice_backward.default", lambda t: (t(3, 2), [7, 2], 0, 1, 7, 2), lambda t: (t(2, 2), [2, 5], -1, -2, 9, 1),
     ),
-    **_alike("select_scatter.default", lambda t: (t(3, 4), t(3), 1, -1), lambda t: (t(3), t(), 0, 1)),
-    **_alike("select_backward.default", lambda t: (t(3), [3, 4], 1, -1), lambda t: (t(), [2], 0, 0)),
-    **_alike(
+    **same_samples("select_scatter.default", lambda t: (t(3, 4), t(3), 1, -1), lambda t: (t(3), t(), 0, 1)),
+    **same_samples("select_backward.default", lambda t: (t(3), [3, 4], 1, -1), lambda t: (t(), [2], 0, 0)),
+    **same_samples(
         "diagonal_scatter.default", lambda t: (t(3, 4), t(3)), lambda t: (t(2, 5, 3), t(2, 3), -2, 1, -1),
     ),
-    **_alike("diagonal_backward.default", lambda t: (t(2, 3), [2, 5, 3], -2, 1, 2)),
-    **_alike("diag_embed.default", lambda t: (t(2, 3),), lambda t: (t(2, 3), -1, 0, 2), lambda t: (t(2), 2)),
-    **_alike(
+    **same_samples("diagonal_backward.default", lambda t: (t(2, 3), [2, 5, 3], -2, 1, 2)),
+    **same_samples("diag_embed.default", lambda t: (t(2, 3),), lambda t: (t(2, 3), -1, 0, 2), lambda t: (t(2), 2)),
+    **same_samples(
         "tril.default triu.default", lambda t: (t(3, 4),), lambda t: (t(2, 4, 3), -1), lambda t: (t(3, 3), 5),
         lambda t: (t(0, 3), 1), lambda t: (t(1, 1), 1),
     ),
-    **_alike(
+    **same_samples(
         "unfold_backward.default", lambda t: (t(2, 4, 3), [2, 9], 1, 3, 2), lambda t: (t(2, 2, 2), [6, 2], 0, 2, 3),
         lambda t: (t(1), [], 0, 1, 1),
     ),
-    **_alike(
+    **same_samples(
         "im2col.default", lambda t: (t(2, 3, 5, 4), [3, 2], [1, 2], [1, 1], [2, 1]),
         lambda t: (t(2, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]),
     ),
 }  # fmt: skip
 
 CREATED: dict[str, list[Sample]] = {
-    **_alike("full.default", lambda t: ([2, 3], 2.5), lambda t: ([], 3, _TO_HALF), lambda t: ([2], True)),
-    **_alike("full_like.default", lambda t: (t(2, 3), 1), lambda t: (t(2, 0), 2.5, _TO_HALF)),
-    **_alike("new_full.default", lambda t: (t(2), [3, 1], 1), lambda t: (t(2), [2], 0.1, _TO_HALF)),
-    **_alike("scalar_tensor.default", lambda t: (2.5,), lambda t: (7, {"dtype": torch.int32})),
-    **_alike("zeros.default ones.default", lambda t: ([2, 3],), lambda t: ([0], _TO_HALF)),
-    **_alike("zeros_like.default ones_like.default", lambda t: (t(2, 3),), lambda t: (t(), _TO_HALF)),
-    **_alike("new_zeros.default new_ones.default", lambda t: (t(2), [3, 1])),
-    **_alike("eye.default", lambda t: (3,), lambda t: (0,), lambda t: (2, {"dtype": torch.int64})),
-    **_alike("eye.m", lambda t: (3, 5), lambda t: (4, 2)),
-    **_alike("arange.default", lambda t: (7,), lambda t: (4.5,), lambda t: (0,), lambda t: (5, _TO_HALF)),
-    **_alike("arange.start", lambda t: (-3, 5), lambda t: (0.5, 9), lambda t: (2.0, 4.0, {"dtype": torch.int64})),
-    **_alike(
+    **same_samples("full.default", lambda t: ([2, 3], 2.5), lambda t: ([], 3, _TO_HALF), lambda t: ([2], True)),
+    **same_samples("full_like.default", lambda t: (t(2, 3), 1), lambda t: (t(2, 0), 2.5, _TO_HALF)),
+    **same_samples("new_full.default", lambda t: (t(2), [3, 1], 1), lambda t: (t(2), [2], 0.1, _TO_HALF)),
+    **same_samples("scalar_tensor.default", lambda t: (2.5,), lambda t: (7, {"dtype": torch.int32})),
+    **same_samples("zeros.default ones.default", lambda t: ([2, 3],), lambda t: ([0], _TO_HALF)),
+    **same_samples("zeros_like.default ones_like.default", lambda t: (t(2, 3),), lambda t: (t(), _TO_HALF)),
+    **same_samples("new_zeros.default new_ones.default", lambda t: (t(2), [3, 1])),
+    **same_samples("eye.default", lambda t: (3,), lambda t: (0,), lambda t: (2, {"dtype": torch.int64})),
+    **same_samples("eye.m", lambda t: (3, 5), lambda t: (4, 2)),
+    **same_samples("arange.default", lambda t: (7,), lambda t: (4.5,), lambda t: (0,), lambda t: (5, _TO_HALF)),
+    **same_samples("arange.start", lambda t: (-3, 5), lambda t: (0.5, 9), lambda t: (2.0, 4.0, {"dtype": torch.int64})),
+    **same_samples(
         "arange.start_step", lambda t: (9, -4, -3), lambda t: (0.1, 2.0, 0.3),
         lambda t: (1, 9, 2, {"dtype": torch.int32}),
         lambda t: (0.0, 1.0, 0.001), lambda t: (0, 3, 0.5, _TO_HALF),
@@ -155,7 +162,7 @@ CREATED: dict[str, list[Sample]] = {
     "prims.iota.default": [
         lambda t: (5, _IOTA),
     ],
-    **_alike(
+    **same_samples(
         "linspace.default", lambda t: (0, 1, 7), lambda t: (-2.5, 9.5, 1), lambda t: (3, 3, 0),
         lambda t: (0, 10, 5, {"dtype": torch.int64}), lambda t: (1, 0, 8, {"dtype": torch.float64}),
         lambda t: (0, 1, 9, _TO_HALF),
