@@ -26,12 +26,12 @@ SAMPLES: dict[object, object] = {int: 3, float: 0.25, str: "text", bool: True}
 
 
 def event_classes() -> list[type[Event]]:
-    pending, found = [Event], list[type[Event]]()
+    pending, classes = [Event], list[type[Event]]()
     while pending:
         kind = pending.pop()
-        found.append(kind)
+        classes.append(kind)
         pending += kind.__subclasses__()
-    return [kind for kind in found if kind not in (Event, events.CacheEvent) and kind.__module__ == "fxwrap.events"]
+    return [kind for kind in classes if kind not in (Event, events.CacheEvent) and kind.__module__ == "fxwrap.events"]
 
 
 @pytest.mark.parametrize("kind", event_classes(), ids=lambda kind: kind.__name__)

@@ -291,13 +291,13 @@ class Archive:
         if os.preadv(self._file.fileno(), targets, offset) == size:
             return size
         for target in targets:  # a short read, as on network file systems: one by one
-            done = 0
-            while done < len(target):
-                got = os.preadv(self._file.fileno(), [target[done:]], offset + done)
-                if got == 0:
+            total = 0
+            while total < len(target):
+                count = os.preadv(self._file.fileno(), [target[total:]], offset + total)
+                if count == 0:
                     raise self.error(name, "the file ends in the middle of it", "Copy the file again")
-                done += got
-            offset += done
+                total += count
+            offset += total
         return size
 
     def _read_at(self, name: str, offset: int, size: int) -> bytes:

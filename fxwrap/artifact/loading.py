@@ -189,11 +189,11 @@ def _layout(archive: Archive, program: Program) -> tuple[ConstantLayout, bool]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise archive.error(MANIFEST, f"it does not describe the constants: {error!r}") from None
     check_no_objects(program, str(archive.path))
-    wanted = {item.value.name: item.value.tensor_type for item in program.constants}
-    if [window.name for window in layout.views] != list(wanted):
+    types = {item.value.name: item.value.tensor_type for item in program.constants}
+    if [window.name for window in layout.views] != list(types):
         raise archive.error(MANIFEST, "it describes other constants than the program has")
     for window in layout.views:
-        type_ = wanted[window.name]
+        type_ = types[window.name]
         long = [place for place, size in enumerate(window.sizes) if size > 1]
         strides = [(window.strides[place], type_.strides[place]) for place in long if len(type_.strides) > place]
         if (window.dtype, window.sizes) != (type_.dtype, type_.sizes) or any(a != b for a, b in strides):

@@ -84,8 +84,8 @@ def fuzz_configurations(
             minimal = dict(configuration)
             for name in configuration:
                 fewer = {key: value for key, value in minimal.items() if key != name}
-                if found := _reasons(fn, inputs, fewer, training):
-                    minimal, reasons = fewer, found
+                if fewer_reasons := _reasons(fn, inputs, fewer, training):
+                    minimal, reasons = fewer, fewer_reasons
             failures.append(ConfigurationFailure(configuration, minimal, reasons))
     return tuple(failures)
 

@@ -145,8 +145,8 @@ class _Recording:
         if item.node.op == "output" or (self.nodes is not None and name not in self.nodes):
             return
         if name in self.needed or not self.store.is_full(result):
-            kept = self.store.add(copy_inputs(result) if self.writes else result)
-            self.results.setdefault(name, []).append(kept)
+            stored = self.store.add(copy_inputs(result) if self.writes else result)
+            self.results.setdefault(name, []).append(stored)
 
 
 def run_graph(

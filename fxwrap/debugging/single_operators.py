@@ -40,8 +40,8 @@ def is_lowered_wrong(item: GraphNode, options: Options, eager: GraphRun, exact: 
             results = LoopInterpreter(program).run(list(inputs))
     except Exception:  # noqa: BLE001  it may need its neighbours, and then tells nothing
         return False
-    wanted, truths = (tree_leaves(run.result(item.name, occurrence)) for run in (eager, exact))
-    triples = [parts for parts in zip(results, wanted, truths) if all(isinstance(part, Tensor) for part in parts)]
+    expected, truths = (tree_leaves(run.result(item.name, occurrence)) for run in (eager, exact))
+    triples = [parts for parts in zip(results, expected, truths) if all(isinstance(part, Tensor) for part in parts)]
     return any(a.numel() == b.numel() and not compare_results(a, b, c, _REDUCED).holds for a, b, c in triples)
 
 

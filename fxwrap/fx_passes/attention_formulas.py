@@ -75,7 +75,7 @@ class NearMiss:
 
 def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[AttentionFormula], list[NearMiss]]:
     """Returns the attention formulas of a graph, and what nearly is one."""
-    found: list[AttentionFormula] = []
+    formulas: list[AttentionFormula] = []
     missed: list[NearMiss] = []
     for node in nodes:
         softmax = _softmax_ending_at(node, fakes)
@@ -83,10 +83,10 @@ def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[Atten
             continue
         result = _Search(softmax, fakes).result()
         if isinstance(result, AttentionFormula):
-            found.append(result)
+            formulas.append(result)
         elif result is not None:
             missed.append(NearMiss(node, result))
-    return found, missed
+    return formulas, missed
 
 
 # --- softmax ----------------------------------------------------------------------------------------------------------

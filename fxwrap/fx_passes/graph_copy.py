@@ -256,14 +256,14 @@ class GraphCopy:
         """
         arguments: list[Any] = list(sizes)
         missing = {expression_of(size): size for size in arguments if type(size) is not int}
-        found: dict[Any, Node] = {}
+        nodes: dict[Any, Node] = {}
         for node in self.graph.nodes if missing else ():
             if node is before:
                 break
             fake = self.fakes.get(node)
             if isinstance(fake, torch.SymInt) and expression_of(fake) in missing:
-                found.setdefault(expression_of(fake), node)
-        return [size if type(size) is int else found.get(expression_of(size), size) for size in arguments]
+                nodes.setdefault(expression_of(fake), node)
+        return [size if type(size) is int else nodes.get(expression_of(size), size) for size in arguments]
 
     def inline(self, before: Node, module: GraphModule, operands: Sequence[object], name: str, prefix: str) -> Any:
         """Inserts the calls of a graph before a node of the copy, and returns its results.

@@ -116,8 +116,8 @@ def _line(line: str, position: int, axes: Mapping[str, Axis]) -> Operation:
     operation = _operation(match["operation"], axes)
     has_value = not isinstance(operation, Store | DeviceAssert)
     if (match["position"] is not None) != has_value or (has_value and int(match["position"]) != position):
-        wanted = f"this is operation %{position}" if has_value else "stores and assertions have no value"
-        raise _error(wanted, line.strip())
+        expected = f"this is operation %{position}" if has_value else "stores and assertions have no value"
+        raise _error(expected, line.strip())
     return replace(operation, origin=match["origin"] or "")
 
 

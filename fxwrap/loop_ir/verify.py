@@ -77,8 +77,8 @@ def _violation(
             source = kernel.operations[operation.operation]
             if not isinstance(source, Reduce | Scan) or not 0 <= operation.position < combine_spec(source).results:
                 return "there is no such result"
-            wanted = torch.int64 if (source.kind, operation.position) in POSITION_RESULTS else source.dtype
-            return None if operation.dtype is wanted else f"its result is {wanted}"
+            expected = torch.int64 if (source.kind, operation.position) in POSITION_RESULTS else source.dtype
+            return None if operation.dtype is expected else f"its result is {expected}"
         case Store():
             if operation.buffer not in written or buffers[operation.buffer].dtype is not types[0]:
                 return "there is no output of this name and dtype"
@@ -105,8 +105,8 @@ def _compute_violation(operation: Compute, types: list[torch.dtype]) -> str | No
         return f"its operands have different dtypes: {', '.join(map(str, types))}"
     if not spec.domain.accepts(types[0]):
         return f"it does not take {types[0]}"
-    wanted = {"same": types[0], "bool": torch.bool, "declared": operation.dtype}[spec.result]
-    return None if operation.dtype is wanted else f"its result is {wanted}"
+    expected = {"same": types[0], "bool": torch.bool, "declared": operation.dtype}[spec.result]
+    return None if operation.dtype is expected else f"its result is {expected}"
 
 
 def _combine_violation(kernel: Kernel, operation: Reduce | Scan, types: list[torch.dtype]) -> str | None:

@@ -44,8 +44,8 @@ def launch_mismatch(target: Computes, line: Launch) -> str | None:
         return f"{shown}, which does not compute {missing[0]}" if missing else None
     if calls is None:  # a candidate, which fails for that reason, if it may compute an operator of the pattern
         operators = line.origin.operators if line.origin is not None else ()
-        wanted = [name.removesuffix(".default") for name in _operator_names(target)]
-        may_match = not operators or not set(wanted).isdisjoint(operators)
+        names = [name.removesuffix(".default") for name in _operator_names(target)]
+        may_match = not operators or not set(names).isdisjoint(operators)
         return None if may_match else f"{shown}, which computes {', '.join(operators)}"
     missing = [name for name in map(full_name, target.names) if name not in calls.operators]
     missing += [str(root) for root in target.roots if not any(_may_be(root, call) for call in calls.calls)]

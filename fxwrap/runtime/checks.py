@@ -26,9 +26,9 @@ def check_layout(
     type. Subclasses of torch.Tensor that define how operators act on them are rejected: they must be desugared first.
     """
     if type(tensor) not in PLAIN_CLASSES and not is_plain_class(type(tensor)):
-        got = "None" if tensor is None else type(tensor).__name__
+        actual = "None" if tensor is None else type(tensor).__name__
         expected = _describe(dtype, sizes, strides, device) if tensor is None else "a torch.Tensor"
-        raise InputError(f"input '{name}': expected {expected}, got {got}")
+        raise InputError(f"input '{name}': expected {expected}, got {actual}")
     assert isinstance(tensor, torch.Tensor)
     check_tensor_layout(tensor, name, dtype, sizes, strides, device)
 
@@ -43,7 +43,7 @@ def check_tensor_layout(
 ) -> None:
     """Raises as `check_layout` does, for a tensor of any class."""
     if tensor.layout is not _STRIDED:
-        got = "a tensor of another layout than torch.strided"
+        actual = "a tensor of another layout than torch.strided"
     elif (
         tensor.dtype is dtype
         and tensor.shape == tuple(sizes)
@@ -52,22 +52,22 @@ def check_tensor_layout(
     ):
         return
     else:
-        got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-    raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {got}")
+        actual = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    raise InputError(f"input '{name}': expected {_describe(dtype, sizes, strides, device)}, got {actual}")
 
 
 def check_rank(tensor: object, name: str, rank: int) -> None:
     """Raises InputError unless `tensor` is a plain tensor of this rank."""
     expected = f"a tensor of {rank} dimension{'s' if rank > 1 else ''}"
-    got = "None" if tensor is None else type(tensor).__name__
+    actual = "None" if tensor is None else type(tensor).__name__
     if isinstance(tensor, torch.Tensor) and is_plain_class(type(tensor)):
         if tensor.dim() == rank:
             return
         if tensor.layout is _STRIDED:
-            got = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+            actual = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
     elif tensor is not None:
         expected = "a torch.Tensor"
-    raise InputError(f"input '{name}': expected {expected}, got {got}")
+    raise InputError(f"input '{name}': expected {expected}, got {actual}")
 
 
 def check_number(number: object, name: str, kind: str) -> None:
@@ -99,10 +99,10 @@ def raise_error(error: str, message: str, shown: int | None = None) -> NoReturn:
     raise _ERRORS[error](message if shown is None else f"{message}, got {shown}")
 
 
-def check_input_count(name: str, expected: int, got: int) -> None:
+def check_input_count(name: str, expected: int, actual: int) -> None:
     """Raises InputError unless the program `name` got the expected number of inputs."""
-    if expected != got:
-        raise InputError(f"program '{name}' takes {expected} inputs, got {got}")
+    if expected != actual:
+        raise InputError(f"program '{name}' takes {expected} inputs, got {actual}")
 
 
 def _same_device(expected: torch.device, actual: torch.device) -> bool:

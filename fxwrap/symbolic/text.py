@@ -215,8 +215,8 @@ def _call(stream: TokenStream, name: Token) -> sympy.Basic:
     operands = _operands(stream)
     arity = 2 if spec is None else spec.arity
     if not operands or (arity is not None and len(operands) != arity):
-        wanted = "at least 1 operand" if arity is None else f"{arity} operand{'s' if arity > 1 else ''}"
-        raise stream.error(f"{name.text} takes {wanted}, not {len(operands)}", name)
+        arity_text = "at least 1 operand" if arity is None else f"{arity} operand{'s' if arity > 1 else ''}"
+        raise stream.error(f"{name.text} takes {arity_text}, not {len(operands)}", name)
     if spec is None:
         return ceiling_division(*_numbers(stream, operands, name))
     if spec.name in _CONNECTIVES:

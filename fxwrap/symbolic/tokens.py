@@ -192,8 +192,8 @@ class TokenStream:
         token = self._tokens[self._position]
         if token[0] != kind or (text is not None and token[1] != text):
             quoted = text is not None or kind in PUNCTUATION
-            wanted = f"'{text or kind}'" if quoted else _KIND_DESCRIPTIONS.get(kind, f"a {kind}")
-            raise self.error(f"expected {wanted}, found {token.describe()}")
+            description = f"'{text or kind}'" if quoted else _KIND_DESCRIPTIONS.get(kind, f"a {kind}")
+            raise self.error(f"expected {description}, found {token.describe()}")
         if kind != "end":
             self._position += 1
         return token

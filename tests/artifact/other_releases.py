@@ -91,11 +91,11 @@ def save(folder: Path) -> None:
 def signatures() -> dict[str, str]:
     """Returns the signatures of ATen's operators by their names."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    found = {}
+    texts = {}
     for full in names:
         name, _, overload = full.partition(".")
-        found[full] = str(torch._C._get_schema(name, overload))
-    return found
+        texts[full] = str(torch._C._get_schema(name, overload))
+    return texts
 
 
 def check(folder: Path) -> int:

@@ -256,9 +256,9 @@ def test_values_beyond_the_memory_of_a_store_are_in_its_file(monkeypatch: pytest
     values = [torch.arange(4.0), torch.arange(24.0).reshape(4, 6).t(), torch.tensor(True), torch.empty(0, 2),
               torch.randn(3, dtype=torch.complex64).conj(), torch.randn(5).bfloat16(),
               (torch.ones(2), 3, None)]  # fmt: skip
-    kept = [store.add(value) for value in values]
-    assert kept[0] is values[0] and store.file_bytes == 96 + 1 + 0 + 24 + 10 + 8
-    assert [str(store.load(item)) for item in kept] == [str(value) for value in values]
+    stored = [store.add(value) for value in values]
+    assert stored[0] is values[0] and store.file_bytes == 96 + 1 + 0 + 24 + 10 + 8
+    assert [str(store.load(item)) for item in stored] == [str(value) for value in values]
     with open("/dev/full", "wb") as full, pytest.raises(CompareError, match=r"139 bytes .* fit into .*set TMPDIR"):
         monkeypatch.setattr(store, "_file", full)
         store.add(torch.ones(4096))

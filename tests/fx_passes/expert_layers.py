@@ -77,8 +77,8 @@ class Experts(nn.Module):
         elif self.select == "nonzero":
             token, position = (chosen == number).nonzero().unbind(1)
         elif self.select == "columns":
-            found = torch.eq(chosen, number).nonzero()
-            token, position = found[:, 0], found[:, 1]
+            tokens = torch.eq(chosen, number).nonzero()
+            token, position = tokens[:, 0], tokens[:, 1]
         else:
             token, position = torch.where(chosen == number)
         return (token, position), factors[token, position, None]

@@ -92,18 +92,18 @@ def _operands(rows: int, keys: int) -> list[Tensor]:
 @pytest.mark.parametrize("mask", (*EMPTY, *MEANINGFUL), ids=lambda function: function.__name__)
 def test_library_attention(mask: Callable[[int, int], Tensor]) -> None:
     """A call of the library's attention loses the mask, and stays right for other sizes."""
-    found: list[list[str]] = []
+    rewrites: list[list[str]] = []
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = mask(query.shape[2], key.shape[2])
         return F.scaled_dot_product_attention(query, key, value, seen) @ query.new_ones(8, 2)
 
     def backend(graph_module: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
-        found.append([str(item) for item in find_mask_rewrites(graph_module.graph, Options()).values()])
+        rewrites.append([str(item) for item in find_mask_rewrites(graph_module.graph, Options()).values()])
         return graph_module.forward
 
     torch.compile(attend, backend=backend, fullgraph=True)(*_operands(5, 7))
-    assert found == [["all_true"] if mask in EMPTY else []]
+    assert rewrites == [["all_true"] if mask in EMPTY else []]
 
 
 @pytest.mark.sampled(3)

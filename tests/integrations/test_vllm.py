@@ -166,10 +166,10 @@ def test_single_sizes_are_compiled_for_their_size(tmp_path: Path) -> None:
     symbolic = examples(graph)
     concrete = [4, torch.empty(4, 3)]
     compiler = make_compiler(tmp_path)
-    for values, sizes, given in ((symbolic, Range(2, 64), 7), (concrete, Range(4, 4), 4)):
+    for values, sizes, size in ((symbolic, Range(2, 64), 7), (concrete, Range(4, 4), 4)):
         function, handle = compiler.compile(graph, values, {}, sizes)
-        x = torch.rand(given, 3)
-        torch.testing.assert_close(function(given, x)[0], x.exp().sum(0) * given)
+        x = torch.rand(size, 3)
+        torch.testing.assert_close(function(size, x)[0], x.exp().sum(0) * size)
         assert handle is not None
     assert len(list((tmp_path / "fxwrap").iterdir())) == 2
 

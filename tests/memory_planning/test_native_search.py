@@ -28,9 +28,9 @@ from tests.memory_planning.test_assign_offsets import BUFFER, CAPACITY, read_pro
 
 @pytest.fixture(scope="module")
 def native() -> NativeSearch:
-    found = native_search()
-    assert found is not None, "these tests need a C++ compiler"
-    return found
+    search = native_search()
+    assert search is not None, "these tests need a C++ compiler"
+    return search
 
 
 def limits(steps: int) -> SearchLimits:

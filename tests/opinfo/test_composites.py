@@ -101,5 +101,5 @@ def defects(case: Case) -> Iterator[str]:
 def test_composites_of_the_database_match_eager_and_are_decomposed(group: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = [defect for case in cases((torch.float32,))[group::GROUPS] for defect in defects(case)]
-    assert not found, "\n".join(found)
+        differences = [defect for case in cases((torch.float32,))[group::GROUPS] for defect in defects(case)]
+    assert not differences, "\n".join(differences)

@@ -216,8 +216,8 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_configurations_fit_small_kernels() -> None:
-    found = streaming_configurations(attention_kernel(rows=20, keys=35), int)
-    assert all(item.row_block <= 32 and item.key_block <= 64 for item in found)
+    candidates = streaming_configurations(attention_kernel(rows=20, keys=35), int)
+    assert all(item.row_block <= 32 and item.key_block <= 64 for item in candidates)
 
 
 def test_wide_heads_fit_in_shared_memory() -> None:

@@ -77,9 +77,9 @@ def test_symbolic_sizes() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 12, 100])
 def test_every_configuration_is_correct(rows: int) -> None:
     kernel = matmul(rows, 24, 40, "f16")
-    found = configurations(kernel)
-    assert any(isinstance(item, DotConfiguration) for item in found)
-    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
+    candidates = configurations(kernel)
+    assert any(isinstance(item, DotConfiguration) for item in candidates)
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in candidates]):
         check(kernel, item)
 
 

@@ -83,9 +83,9 @@ def test_programs_go_through_bands_of_rows(rows_first: bool) -> None:
 
 def test_every_configuration_is_correct() -> None:
     kernel = parse_kernel(GROUPED)
-    found = configurations(kernel)
-    assert any(isinstance(item, DotConfiguration) for item in found)
-    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in found]):
+    candidates = configurations(kernel)
+    assert any(isinstance(item, DotConfiguration) for item in candidates)
+    for item in dict.fromkeys([replace(item, num_stages=1, num_warps=4) for item in candidates]):
         check(kernel, item, {"group": GROUPS}, tolerance=1e-3)
 
 

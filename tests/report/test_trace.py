@@ -31,7 +31,7 @@ fxwrap.compile_graph(graph, options=fxwrap.Options(**options), name="two words/c
 def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
     """Returns the metadata and payload of each artifact of fxwrap in torch's trace."""
     (path,) = folder.iterdir()
-    found: list[tuple[dict[str, Any], str]] = []
+    payloads: list[tuple[dict[str, Any], str]] = []
     payload: list[str] = []
     for line in path.read_text().splitlines()[::-1]:
         if line.startswith("\t"):
@@ -39,10 +39,10 @@ def artifacts(folder: Path) -> list[tuple[dict[str, Any], str]]:
             continue
         metadata = json.loads(line[line.index("{") :]) if "{" in line else {}
         if str(metadata.get("artifact", {}).get("name", "")).startswith("fxwrap_"):
-            found.append((metadata, "\n".join(payload[::-1])))
-            assert hashlib.md5(found[-1][1].encode()).hexdigest() == metadata["has_payload"]  # tlparse compares it
+            payloads.append((metadata, "\n".join(payload[::-1])))
+            assert hashlib.md5(payloads[-1][1].encode()).hexdigest() == metadata["has_payload"]  # tlparse compares it
         payload = []
-    return found[::-1]
+    return payloads[::-1]
 
 
 def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> None:
@@ -53,18 +53,18 @@ def test_each_compile_writes_its_texts_with_its_compile_id(tmp_path: Path) -> No
     (tmp_path / "trace").mkdir()
     done = run_python(["-c", RUN, script, tmp_path / "trace"], environment)
     assert done.returncode == 0, done.stderr
-    found = artifacts(tmp_path / "trace")
-    names = [item["artifact"]["name"] for item, _ in found]
+    texts = artifacts(tmp_path / "trace")
+    names = [item["artifact"]["name"] for item, _ in texts]
     for kind in ("forward", "backward"):
         assert {f"fxwrap_{kind}_{part}" for part in ("graph", "program", "source", "provenance", "events")} <= {*names}
         assert f"fxwrap_{kind}_stages_00_lower" in names
-    of_forward = [item for item in found if item[0]["artifact"]["name"] == "fxwrap_forward_program"]
+    of_forward = [item for item in texts if item[0]["artifact"]["name"] == "fxwrap_forward_program"]
     assert len(of_forward) == 2  # the second one came from a cache
     assert all((item["frame_id"], item["frame_compile_id"]) == (0, 0) for item, _ in of_forward)
     assert of_forward[0][1].startswith("program @forward(")
-    events = [item for item in found if item[0]["artifact"]["name"] == "fxwrap_forward_events"]
+    events = [item for item in texts if item[0]["artifact"]["name"] == "fxwrap_forward_events"]
     assert [item["artifact"]["encoding"] for item, _ in events] == ["json", "json"]
     assert {row["event"] for row in json.loads(events[1][1])} & {"CacheHit", "GraphLoaded"}
-    (graph,) = [text for item, text in found if item["artifact"]["name"] == "fxwrap_inference_emitted_graph"]
+    (graph,) = [text for item, text in texts if item["artifact"]["name"] == "fxwrap_inference_emitted_graph"]
     assert f"# File: {script}:" in graph and "torch.relu(" in graph  # the place in the model
-    assert "fxwrap_two-words-caf_program" in names and not any("frame_id" in item for item, _ in found[-3:])
+    assert "fxwrap_two-words-caf_program" in names and not any("frame_id" in item for item, _ in texts[-3:])

@@ -122,8 +122,8 @@ def test_ordinary_kernels_compile_to_the_same_code(function: Callable[[Tensor], 
         ordinary = triton_jit_function(use.kernel.source, use.kernel.signature, use.kernel.options)
         compiled = ptx(ordinary, arguments, constants, options)
         config = tuned.configs[0].kwargs if tuned is not base_function(tuned) else {}
-        given = {name: item for name, item in loaded.constants.items() if name not in LAUNCH_OPTIONS}
-        assert compiled == ptx(base_function(tuned), arguments, {**given, **config}, options)
+        passed = {name: item for name, item in loaded.constants.items() if name not in LAUNCH_OPTIONS}
+        assert compiled == ptx(base_function(tuned), arguments, {**passed, **config}, options)
         assert len(compiled) > 10
 
 
@@ -164,8 +164,8 @@ def compiled_kernels(path: Path) -> list[tuple[str, int, int]]:
 def test_a_native_file_has_compiled_code_of_the_kernel(tmp_path: Path) -> None:
     subject = gpu_program(doubled)
     subject.save(tmp_path / "named.fxw", target="native", architectures=("sm_80", "sm_90"))
-    found = compiled_kernels(tmp_path / "named.fxw")
-    assert [item[1:] for item in found if "double_in_place" in item[0]] == [(80, 64), (90, 64)]
+    kernels = compiled_kernels(tmp_path / "named.fxw")
+    assert [item[1:] for item in kernels if "double_in_place" in item[0]] == [(80, 64), (90, 64)]
     loaded = fxwrap.artifact.read_saved(tmp_path / "named.fxw")
     assert "fxwrap_runtime_launch" not in loaded.source and "launch(f, double_in_place_0, " in loaded.source
     subject.save(tmp_path / "python.fxw")

@@ -292,8 +292,8 @@ def strides_for(builder: Builder, type_: TensorType, declared: TensorType) -> tu
            if isinstance(other, sympy.Symbol) and unknown(other)}  # fmt: skip
     strides = []
     for size, stride, other in zip(type_.sizes, type_.strides, declared.strides):
-        wanted = canonicalize(other.xreplace(own)) if isinstance(other, sympy.Basic) and own else other
-        strides.append(stride if (isinstance(size, int) and size < 2) or unknown(wanted) else wanted)
+        required = canonicalize(other.xreplace(own)) if isinstance(other, sympy.Basic) and own else other
+        strides.append(stride if (isinstance(size, int) and size < 2) or unknown(required) else required)
     return tuple(strides)
 
 
@@ -335,14 +335,14 @@ def check_fits(
     if len(actual) != len(expected):
         counts = f"{len(actual)} ({shown[0]}), {expected_name} has {len(expected)} ({shown[1]})"
         raise node_error(node, f"{function} returns {counts}", remedy)
-    for have, want in zip(actual, expected, strict=True):
-        if not _fits(have, want):
-            reason = f"{function} returns {_describe(have)}, {expected_name} has {_describe(want)}"
+    for result, other in zip(actual, expected, strict=True):
+        if not _fits(result, other):
+            reason = f"{function} returns {_describe(result)}, {expected_name} has {_describe(other)}"
             raise node_error(node, reason, remedy)
 
 
-def _fits(have: TypeOrOperand, want: TypeOrOperand) -> bool:
-    first, second = (item.type if isinstance(item, Value) else item for item in (have, want))
+def _fits(actual: TypeOrOperand, expected: TypeOrOperand) -> bool:
+    first, second = (item.type if isinstance(item, Value) else item for item in (actual, expected))
     if isinstance(first, TensorType) and isinstance(second, TensorType):
         return types_agree(first, second, compare_strides=False)
     if isinstance(first, TensorType) or isinstance(second, TensorType):

@@ -181,9 +181,9 @@ def _run(item: ConformanceCase, device: torch.device, emitter: str) -> tuple[str
     dynamic = bool(item.later_inputs)
     compiled = torch.compile(item.function, backend="fxwrap", options=options, dynamic=dynamic, fullgraph=True)
     for inputs in (item.inputs, *item.later_inputs):
-        wanted = _observe(item.reference or item.function, inputs(), None, item.training)
+        expected = _observe(item.reference or item.function, inputs(), None, item.training)
         results = _observe(compiled, inputs(), device, item.training)
-        reason = _difference(results, wanted)
+        reason = _difference(results, expected)
         if reason:
             return reason, 0
     records = inspect(compiled)
@@ -232,12 +232,12 @@ def _on_cpu(item: object) -> object:
     return item.detach().cpu().clone() if isinstance(item, Tensor) else item
 
 
-def _difference(results: Iterable[tuple[str, object]], wanted: Iterable[tuple[str, object]]) -> str:
+def _difference(results: Iterable[tuple[str, object]], expected: Iterable[tuple[str, object]]) -> str:
     """Returns the first difference between observations, or ""."""
-    results, wanted = list(results), list(wanted)
-    if len(results) != len(wanted):
-        return f"there are {len(results)} results instead of {len(wanted)}"
-    for (name, ours), (_, theirs) in zip(results, wanted):
+    results, expected = list(results), list(expected)
+    if len(results) != len(expected):
+        return f"there are {len(results)} results instead of {len(expected)}"
+    for (name, ours), (_, theirs) in zip(results, expected):
         if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):
             if type(ours) is not type(theirs) or ours != theirs:
                 return f"{name} is {ours}, eager's is {theirs}"

@@ -247,6 +247,6 @@ def test_lists_of_sizes(emitter: str) -> None:
         rows = module.graph.call_function(operator.getitem, (sizes, 0))
     output.args = ((output.args[0], full, rows),)
     module.recompile()
-    taken, full, rows = compile_graph(module, options=Options(emitter=emitter))(X)
-    torch.testing.assert_close((taken, full), (function(X), torch.full((4, 6), 3.0)))
+    selected, full, rows = compile_graph(module, options=Options(emitter=emitter))(X)
+    torch.testing.assert_close((selected, full), (function(X), torch.full((4, 6), 3.0)))
     assert rows == 4

@@ -104,14 +104,14 @@ def test_a_file_has_code_for_every_architecture(tmp_path: Path) -> None:
     with Archive(path) as archive:
         binaries = archive.manifest["binaries"]
         library = archive.read(binaries["native"]["library"])
-        found: dict[str, list[int]] = {}
+        capabilities: dict[str, list[int]] = {}
         for row in [item["variant"] for item in binaries["triton"]]:
-            found.setdefault(row["name"], []).append(row["capability"])
+            capabilities.setdefault(row["name"], []).append(row["capability"])
             cubin, ptx = archive.read(row["cubin"]), archive.read(row["ptx"])
             assert library.count(cubin) == 1 and cubin.startswith(b"\x7fELF")
             assert (b".target sm_80" in ptx and library.count(ptx) == 1) if row["capability"] == 80 else not ptx
     assert "Triton code for: sm_80, sm_90, sm_100\n" in inspection(read_program_file(str(path)))
-    assert len(found) == 2 and list(found.values()) == [[80, 90, 100]] * 2
+    assert len(capabilities) == 2 and list(capabilities.values()) == [[80, 90, 100]] * 2
     subject.save(tmp_path / "again.fxw", target="native", architectures=ARCHITECTURES)
     assert (tmp_path / "again.fxw").read_bytes() == path.read_bytes()
     fxwrap.load(path).save(tmp_path / "loaded.fxw", target="native", architectures=ARCHITECTURES)
