@@ -40,11 +40,11 @@ def run_times(prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], o
             break
         for times, run in zip(seconds, runs):
             arguments = prepare()
-            _synchronise()
+            synchronise()
             start = time.perf_counter()
             run(arguments)
             returned = time.perf_counter()
-            _synchronise()
+            synchronise()
             times.append((time.perf_counter() - start, returned - start))
     medians = [[statistics.median(column) for column in zip(*times)] for times in seconds]
     return [RunTime(total, host) for total, host in medians]
@@ -52,14 +52,14 @@ def run_times(prepare: Callable[[], Inputs], runs: Sequence[Callable[[Inputs], o
 
 def device_activity(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -> tuple[int, float] | None:
     """Returns how many kernels a run launches on a CUDA device, and their seconds there; None if it uses none."""
-    if not _uses_cuda():
+    if not uses_cuda():
         return None
     arguments = prepare()
-    _synchronise()
+    synchronise()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with quiet_profiler(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
         run(arguments)
-        _synchronise()
+        synchronise()
     events = [item for item in profile.events() if item.device_type.name == "CUDA"]
     if not events:
         return None
@@ -74,7 +74,7 @@ def peak_bytes(prepare: Callable[[], Inputs], run: Callable[[Inputs], object]) -
     allocator's reports to torch's profiler, which include native code; CUDA's from the caching allocator's statistics.
     """
     arguments = prepare()
-    on_cuda = _uses_cuda()
+    on_cuda = uses_cuda()
     before = torch.cuda.memory_allocated() if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -94,10 +94,12 @@ def _peak(record: Iterable[int]) -> int:
     return peak
 
 
-def _uses_cuda() -> bool:
+def uses_cuda() -> bool:
+    """Whether this process has used CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _synchronise() -> None:
-    if _uses_cuda():
+def synchronise() -> None:
+    """Waits for all work on the current CUDA device, if this process has used one."""
+    if uses_cuda():
         torch.cuda.synchronize()

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from fxwrap.comparison.measure import synchronise, uses_cuda
 from fxwrap.torch_compat import delay_stream, quiet_profiler, range_profiler
 
 _WARM_UPS = 2
@@ -35,15 +34,15 @@ def range_seconds(
         run()
     totals: list[float] = []
     for _ in range(repeats):
-        _synchronise()
+        synchronise()
         start = time.perf_counter()
         run()
-        _synchronise()
+        synchronise()
         totals.append(time.perf_counter() - start)
     rounds: list[Mapping[str, list[tuple[float, float]]]] = []
     for _ in range(repeats):
-        with quiet_profiler(), range_profiler(cuda=_uses_cuda()) as profiler:
-            if _uses_cuda():
+        with quiet_profiler(), range_profiler(cuda=uses_cuda()) as profiler:
+            if uses_cuda():
                 delay_stream(2 * max(totals))
             run()
         by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -58,12 +57,3 @@ def _median(rounds: Sequence[Sequence[tuple[float, float]]]) -> RangeSeconds:
     host = statistics.median([sum([host for host, _ in events]) for events in rounds])
     device = statistics.median([sum([device for _, device in events]) for events in rounds])
     return RangeSeconds(statistics.mean([len(events) for events in rounds]), host, device)
-
-
-def _uses_cuda() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _synchronise() -> None:
-    if _uses_cuda():
-        torch.cuda.synchronize()
