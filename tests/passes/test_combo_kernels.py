@@ -170,12 +170,12 @@ def test_in_place_writes_stay_ordered() -> None:
 
 
 def test_peak_memory_growth_is_bounded() -> None:
-    """Combining the softmax launches of all eight matmuls would keep all matmul results alive at once."""
+    """Combining the softmax launches of all matmuls would keep all matmul results alive at once."""
 
     def sums(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple([torch.softmax(torch.mm(x, x), -1).square().sum(-1) for x in tensors])
 
-    inputs = [torch.rand(size, size) for size in range(17, 25)]
+    inputs = [torch.rand(size, size) for size in range(17, 21)]
     program = lowered(sums, *inputs)
     bounded = combined(program, max_extra_peak_bytes=0)
     assert live_bytes(bounded).peak <= live_bytes(program).peak
