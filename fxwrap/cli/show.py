@@ -38,7 +38,7 @@ def add_show_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _check_form(chosen: argparse.Namespace) -> None:
-    """Raises CommandError for flags of a text that have no meaning for what is shown."""
+    """Raises CommandError for flags of a text that have no effect on the target."""
     if chosen.dot:
         refuse_flags(chosen, ("origins", "json", "color"), "a drawing has a form of its own")
     elif chosen.coverage:

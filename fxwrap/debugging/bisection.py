@@ -145,7 +145,7 @@ class _Bisector:
         return emit(program, "interpreter").boxed
 
     def _run(self, program: Program, entry: BoxedCallable, observer: Observer) -> tuple[object, ...]:
-        """Runs a program once on copies of the inputs, and restores what it wrote besides."""
+        """Runs a program once on copies of the inputs, and restores all other memory that it wrote."""
         self.runs += 1
         names = {item.value.name for item in program.constants if item.mutable}
         constants = TensorState({name: item for name, item in program.store.tensors.items() if name in names})

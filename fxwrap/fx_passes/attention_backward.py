@@ -284,7 +284,7 @@ class _Search:
         return name_of(user) in ELEMENTWISE and same_size and fakes[user].dtype.is_floating_point
 
     def _add_sides(self, node: Node, before: Node) -> None:
-        """Adds what a node reads besides the path, as far as it is computed from scores."""
+        """Adds the operands of a node besides the path, as far as they are computed from scores."""
         for item in node.all_input_nodes:
             if item is not before:
                 self._computed_from_scores(item, 0)

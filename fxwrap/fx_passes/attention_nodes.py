@@ -1,4 +1,4 @@
-"""What a node of an attention formula does to the elements of its operands."""
+"""The operators of attention formulas: how the elements of a result depend on those of its operands."""
 
 from __future__ import annotations
 

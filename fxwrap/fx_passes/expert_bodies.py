@@ -61,7 +61,7 @@ class ExpertBody:
         return self.terminal.args[0]  # type: ignore[return-value]
 
     def reads_result(self, node: Node, item: object) -> bool:
-        """Whether an operand of a call is what the experts before have added up to."""
+        """Whether an operand of a call is the result of the earlier experts."""
         return item is self.result and (node is self.terminal or not self.reads_base)
 
     def outer_users(self, node: Node, stacks: Collection[Node]) -> list[Node]:
@@ -192,7 +192,7 @@ class _Collector:
         body.nodes[node] = len(body.nodes)
 
     def _is_gradient(self, body: ExpertBody, node: Node) -> bool:
-        """Whether a call adds rows to zeros of the body's own, or returns the gradient of what a slice was of."""
+        """Whether a call adds rows to zeros of the body's own, or returns the gradient of the base of a slice."""
         if name_of(node) == "select_backward":
             return not depends_on_rows(self._fakes[node], body)
         return name_of(node) in _TERMINALS and node.args[0] in body.nodes
@@ -206,7 +206,7 @@ class _Collector:
         return has_effect(node) or not all(item in body.nodes for item in tensors)
 
     def _is_trivial(self, body: ExpertBody, node: Node) -> bool:
-        """Whether a call asserts what is true of the number of rows: it is between 0 and the number of indices."""
+        """Whether a call asserts that the number of rows is from 0 to the number of indices, which is always true."""
         if name_of(node) in _COMPARISONS:
             return True
         if name_of(node) == "sym_numel":

@@ -216,7 +216,7 @@ def _has_aligned_strides(fake: torch.Tensor) -> bool:
 
 
 def _terminals(loop: ExpertLoop, fakes: NodeValues) -> dict[Node, Terminal] | None:
-    """Returns what the last calls of the first body add or write, and where: of the result and of gradients of rows."""
+    """Returns the writes of the first body's last calls: to the result, and to gradients of rows."""
     body = loop.bodies[0]
     terminals: dict[Node, Terminal] = {}
     for node in (loop.last_call, *body.gradients):
@@ -233,7 +233,7 @@ def _terminals(loop: ExpertLoop, fakes: NodeValues) -> dict[Node, Terminal] | No
 
 
 def _terminal(node: Node, body: ExpertBody, fakes: NodeValues) -> Terminal | None:
-    """Returns what a call adds or writes, and where."""
+    """Returns the rows that a call adds or writes, with their positions."""
     match name_of(node), node.args:
         case "index_add", (_, 0, Node() as index, Node() as rows) if not node.kwargs:
             positions: Sequence[Any] = [index]
@@ -253,7 +253,7 @@ def _terminal(node: Node, body: ExpertBody, fakes: NodeValues) -> Terminal | Non
 def _with_leading_dimensions(
     body: ExpertBody, positions: Sequence[Any], rows: Node, fakes: NodeValues
 ) -> Terminal | None:
-    """Returns what `index_put` adds after dimensions of size 1, as `tokens[None, index]` has them."""
+    """Returns the rows that `index_put` adds after dimensions of size 1, as `tokens[None, index]` has them."""
     indices = [item for item in positions if item is not None]
     leading = len(positions) - len(indices)
     axes = _axes(body, indices, fakes) if positions[leading:] == indices else None
@@ -287,7 +287,7 @@ def _stored(body: ExpertBody, positions: Sequence[Any], rows: Node, adds: bool, 
 def _accumulated(
     body: ExpertBody, positions: Sequence[Any], stored: Node, axes: tuple[int, ...], fakes: NodeValues
 ) -> Terminal | None:
-    """Returns what is added where a body reads elements of the result, adds rows, and stores the sums there.
+    """Returns the summands where a body reads elements of the result, adds rows, and stores the sums there.
 
     The sum may be computed in another dtype than the result's.
     """

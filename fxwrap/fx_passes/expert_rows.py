@@ -1,4 +1,4 @@
-"""What the calls of an expert's body do: each computes rows from the rows of the same token and expert.
+"""The check of an expert's body: each call computes rows from the rows of the same token and expert.
 
 In training, some calls sum over the rows of an expert. Their results, the gradients of its weights, have no rows.
 """

@@ -100,7 +100,7 @@ def check_example_inputs(graph_module: GraphModule, example_inputs: Sequence[obj
 
 
 def _kind(value: object) -> str:
-    """Returns what an example input and a placeholder's fake value have in common; "" for no tensor and no number."""
+    """Returns the kind of an example input, which its placeholder's fake value has too; "" for other objects."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} with {value.dim()} dimensions"
     return "a number" if isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool) else ""

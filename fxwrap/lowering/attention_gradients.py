@@ -176,7 +176,7 @@ def _emit_zeros(builder: Builder, request: LoweringRequest, node: Node, value: V
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """What the gradients of a row's scores have in common, as tensors of (batch, heads, rows).
+    """The statistics that the gradients of a row's scores share, as tensors of (batch, heads, rows).
 
     Fields:
         terms: the sum of the output times its gradient, less the gradient of the log-sum-exp.

@@ -1,4 +1,4 @@
-"""Partial placements of the search for offsets: floors, what they imply, and how they are undone."""
+"""Partial placements of the search for offsets: floors, their consequences, and undoing them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Placement:
         return self._propagate()
 
     def undo(self, length: int) -> None:
-        """Undoes what was done since the trail had a length."""
+        """Undoes all changes since the trail had a length."""
         trail = self.trail
         while len(trail) > length:
             values, index, value = trail.pop()

@@ -254,8 +254,10 @@ class _Sweep:
         return mix(mix(last) ^ size)
 
     def _foresee(self, tree: Tree, section: int) -> Tree | None:
-        """Makes buffers consecutive that one exchange will end, now that the last of them has started: what is between
-        them must end there, too."""
+        """Makes the buffers that one exchange will end consecutive, now that the last of them has started.
+
+        Buffers between them must end there, too.
+        """
         for ended in self._whole[section]:
             gathered = gather(tree, frozenset(ended), None)
             if gathered is None:

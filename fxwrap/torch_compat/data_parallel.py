@@ -1,4 +1,4 @@
-"""What a traced step reads of DDP and FSDP2 modules.
+"""The state of DDP and FSDP2 modules that a traced step reads.
 
 Why: the process groups, policies and parameters of these modules, and limits of theirs, have no public accessors.
 """

@@ -1,4 +1,4 @@
-"""What the CPU can do."""
+"""Properties of the processor."""
 
 from __future__ import annotations
 

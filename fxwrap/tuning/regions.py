@@ -121,7 +121,7 @@ def _reads_numbers(line: Launch) -> bool:
 def region_graph(
     graph: Graph, fakes: Callable[[Node], object], names: Collection[str], internal: Collection[str] = ()
 ) -> GraphModule | None:
-    """Returns the part of a graph that computes the named nodes, as a graph whose inputs are what it reads.
+    """Returns the part of a graph that computes the named nodes, as a graph whose inputs are the tensors that it reads.
 
     Views between the nodes are part of it. It returns what other nodes use, except `internal` nodes. None if it reads
     anything but tensors of static sizes, or a node is missing.

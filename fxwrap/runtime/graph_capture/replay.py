@@ -161,7 +161,7 @@ class _OperandCopy:
     view: torch.Tensor
 
     def source(self, arguments: Sequence[Any]) -> torch.Tensor:
-        """Returns what is copied to the destination for these arguments of the function."""
+        """Returns the tensor that is copied to the destination, for these arguments of the function."""
         item: torch.Tensor = arguments[self.position]
         return item if self.destination is self.view else strided_view(item, tuple(self.destination.shape), (1,))
 
