@@ -137,8 +137,8 @@ def _make_temporary_folder() -> Path:
 def _check_folder(folder: Path) -> None:
     """Raises CacheError for a folder that another user owns or can write. A missing folder is valid."""
     if reason := distrust_reason(folder):
-        remedy = f"make it yours alone (chown, chmod go-w), delete it, or set {FOLDER_ENV} to another folder"
-        raise CacheError(str(folder), f"compiled code is loaded from it, and {reason}", remedy.capitalize())
+        remedy = f"Make it yours alone (chown, chmod go-w), delete it, or set {FOLDER_ENV} to another folder"
+        raise CacheError(str(folder), f"compiled code is loaded from it, and {reason}", remedy)
 
 
 def distrust_reason(folder: Path) -> str:
@@ -191,26 +191,28 @@ def read_cache_file(path: Path) -> bytes | None:
     return None
 
 
-def write_cache_file(root: Path, name: str, content: bytes) -> Path:
+def write_cache_file(root: Path, name: str, content: bytes, *, replaces: bool = True) -> Path:
     """Writes the file `name`, "kind/name", of the cache folder `root` atomically and returns its path.
 
     A folder in its place is deleted. The file is not synced, which takes milliseconds of a compile for each kernel: a
-    machine that stops may leave an empty one, so its readers check the content. Raises OSError.
+    machine that stops may leave an empty one, so its readers check the content. Raises OSError, and FileExistsError for
+    a file that exists unless it `replaces` that.
     """
     path = _make_folder(root, os.path.dirname(name)) / os.path.basename(name)
     if path.is_dir():
         remove_path(path)
-    write_file(path, lambda file: file.write(content), 0o600, synced=False)
+    write_file(path, lambda file: file.write(content), 0o600, synced=False, replaces=replaces)
     return path
 
 
 def write_file(
-    path: Path, write: Callable[[IO[bytes]], object], mode: int | None = None, *, synced: bool = True
-) -> None:
+    path: Path, write: Callable[[IO[bytes]], object], mode: int | None = None, *, synced: bool = True,
+    replaces: bool = True,
+) -> None:  # fmt: skip
     """Writes a file atomically, also when several processes write it at once, and if synced when the machine stops.
 
     `mode` are the file's permissions, by default those of a new file. Raises OSError; then, and when `write` raises,
-    the previous file remains.
+    the previous file remains. Unless it `replaces` that, it is FileExistsError: the first of several processes writes.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
     try:
@@ -220,10 +222,23 @@ def write_file(
             os.fchmod(file.fileno(), 0o666 & ~_umask() if mode is None else mode)
             if synced:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if replaces or not _link(temporary, path):
+            os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _link(temporary: str, path: Path) -> bool:
+    """Moves a file to a path that must not exist; returns whether the file system can. Raises FileExistsError."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
+    os.unlink(temporary)
+    return True
 
 
 def _umask() -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +16,7 @@ import torch
 from fxwrap.devices import CUDA
 from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel, Load, Store, find_grouped_contraction
 from fxwrap.printers import KernelRequest, PrintedKernel
-from fxwrap.runtime.cache_folder import read_cache_file
+from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.kernels import compile_kernels, load_kernel
 from fxwrap.runtime.triton.compile import KernelUse
@@ -165,32 +163,17 @@ class TuningRecords:
     def commit(self, key: str, record: TuningRecord, replacing: bool = False) -> TuningRecord:
         """Writes a record and returns the valid one: another process's if it was first.
 
-        `replacing` overwrites an existing record, which is stale. A read-only folder is not an error.
+        `replacing` overwrites an existing record, which is stale. A folder that cannot be written is not an error.
         """
+        content = json.dumps(asdict(record)).encode()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-        except OSError:
-            return record
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(record), file)
-                file.flush()
-                os.fsync(file.fileno())
-            if not replacing:
-                try:
-                    os.link(temporary, self._path(key))
-                    return record
-                except FileExistsError:
-                    existing = self.read(key)
-                    if existing is not None:
-                        return existing
-            os.replace(temporary, self._path(key))
-            return record
-        except OSError:  # a full disk, or a folder in the record's place
-            return record
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+            write_cache_file(self.folder.parent, f"{self.folder.name}/{key}.json", content, replaces=replacing)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and not replacing:
+                existing = self.read(key)
+                return self.commit(key, record, replacing=True) if existing is None else existing
+            log.warning("a choice is not recorded, and later processes time it again: %s", error)
+        return record
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"

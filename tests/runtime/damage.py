@@ -253,11 +253,11 @@ def main() -> int:
     parser.add_argument("--only", choices=tuple(FUZZERS))
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
-    bad = 0
+    bad, temporary = 0, tempfile.gettempdir()  # `prepare` sets another one
     for name, fuzz in FUZZERS.items():
         if chosen.only not in (None, name):
             continue
-        with tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory(dir=temporary) as root:
             cases = fuzz(chosen.count, chosen.seed, Path(root))
         bad += sum(map(is_bad, cases))
         print(name, chosen.seed, dict(Counter(case.outcome for case in cases)), flush=True)

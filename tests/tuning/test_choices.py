@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,6 +226,31 @@ def test_concurrent_writers_agree_on_one_tuning_record(tmp_path: Path) -> None:
     assert len(set(settled)) == 1
     assert records.read("key") == settled[0]
     assert [path.name for path in tmp_path.iterdir()] == ["key.json"]
+
+
+def test_a_record_is_read_whatever_the_umask_and_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask of many systems lets the group write new folders; some file systems have no hard links."""
+    record = TuningRecord("kernel", 1.0, 2.0)
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    before = os.umask(0o002)
+    try:
+        for name in ("links", "none"):
+            records = TuningRecords(tmp_path / name / "tuning")
+            assert records.commit("key", record) == record == records.read("key")
+            monkeypatch.setattr(os, "link", no_links)
+    finally:
+        os.umask(before)
+
+
+def test_a_folder_in_a_records_place_is_replaced(tmp_path: Path) -> None:
+    records, record = TuningRecords(tmp_path), TuningRecord("kernel", 1.0, 2.0)
+    (tmp_path / "key.json").mkdir()
+    assert records.commit("key", record) == record == records.read("key")
 
 
 def test_another_processs_choice_is_used(tmp_path: Path) -> None:
