@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fxwrap.artifact.tensor_file import SAFETENSORS_DTYPES, header_bytes, tensor
 from fxwrap.cli.flags import check_input_file, refuse_flags
 from fxwrap.cli.target import random_input
 from fxwrap.comparison.report import bytes_text
-from fxwrap.errors import ArtifactError, CommandError
+from fxwrap.errors import CommandError
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.signature import ProgramInput
 from fxwrap.symbolic import Number, SymbolInfo, evaluate, symbol_kind
@@ -48,9 +47,8 @@ def sign_saved(chosen: argparse.Namespace) -> int:
     """Creates a private key, signs a file, prints the public key. Raises CommandError for a key file that exists."""
     try:
         if chosen.new:
-            handle = os.open(chosen.key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                file.write(make_signing_key() + "\n")
+            content = f"{make_signing_key()}\n".encode("ascii")
+            write_file(Path(chosen.key), lambda file: file.write(content), 0o600, replaces=False)
         key = Path(chosen.key).read_text(encoding="ascii")
     except (OSError, UnicodeError) as error:
         raise CommandError(f"the key file '{chosen.key}': {error}") from error
@@ -163,7 +161,9 @@ def _read_values(path: Path) -> Mapping[str, object] | Sequence[object]:
         raise CommandError(f"'{path}' is not one of {', '.join(f'*{suffix}' for suffix in _READERS)}")
     try:
         values = read(path)
-    except (ArtifactError, OSError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+    except CommandError:
+        raise
+    except Exception as error:  # what readers raise for damaged files has no common class
         raise CommandError(f"'{path}' cannot be read: {error}") from error
     if isinstance(values, torch.Tensor):
         return [values]
@@ -229,14 +229,13 @@ def _write_values(path: Path, outputs: Mapping[str, object]) -> None:
     if path.suffix not in _READERS:
         raise CommandError(f"'{path}' is not one of {', '.join(f'*{suffix}' for suffix in _READERS)}")
     if path.suffix == ".pt":
-        torch.save(dict(outputs), path)
+        _write_file(path, lambda file: torch.save(dict(outputs), file))
         return
     items = {name: item for name, item in outputs.items() if isinstance(item, torch.Tensor)}
     tensors = {name: item.detach().cpu().contiguous() for name, item in items.items()}
     if path.suffix == ".npz":
-        numpy = _numpy()
-        with path.open("wb") as file:
-            numpy.savez(file, **{name: tensor.numpy() for name, tensor in tensors.items()})
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        _write_file(path, lambda file: _numpy().savez(file, **arrays))
         return
     unknown = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_DTYPES]
     if unknown:
@@ -244,3 +243,10 @@ def _write_values(path: Path, outputs: Mapping[str, object]) -> None:
     header = header_bytes([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     content = [header, *[bytes(tensor_bytes(tensor)) for tensor in tensors.values()]]
     write_file(path, lambda file: file.writelines(content))
+
+
+def _write_file(path: Path, write: Callable[[BytesIO], object]) -> None:
+    """Writes a file atomically, by a function whose writer cannot handle a full disk."""
+    content = BytesIO()
+    write(content)
+    write_file(path, lambda file: file.write(content.getbuffer()))

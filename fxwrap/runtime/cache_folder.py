@@ -224,8 +224,10 @@ def write_file(
                 os.fsync(file.fileno())
         if replaces or not _link(temporary, path):
             os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # that of a full disk names no file
         raise
 
 
