@@ -60,13 +60,15 @@ class Index:
     `terms` are pairs (monomial, coefficient), none with coefficient 0, in a fixed order; the empty monomial is 1.
     """
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_atoms", "_axes", "_hash", "terms")
     terms: tuple[tuple[Monomial, int], ...]
     _hash: int | None
+    _atoms: frozenset[Atom] | None
+    _axes: frozenset[Axis] | None
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]) -> None:
         self.terms = terms
-        self._hash = None
+        self._hash = self._atoms = self._axes = None
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -153,19 +155,23 @@ class Index:
                 return monomial[0]
         return None
 
-    def atoms(self) -> set[Atom]:
+    def atoms(self) -> frozenset[Atom]:
         """Returns all atoms, those inside divisions and remainders included."""
-        result: set[Atom] = set()
-        for monomial, _ in self.terms:
-            for atom in monomial:
-                result.add(atom)
-                if isinstance(atom, FloorDivide | Modulo):
-                    result |= atom.base.atoms() | atom.divisor.atoms()
-        return result
+        if self._atoms is None:
+            result: set[Atom] = set()
+            for monomial, _ in self.terms:
+                for atom in monomial:
+                    result.add(atom)
+                    if isinstance(atom, FloorDivide | Modulo):
+                        result |= atom.base.atoms() | atom.divisor.atoms()
+            self._atoms = frozenset(result)
+        return self._atoms
 
-    def axes(self) -> set[Axis]:
+    def axes(self) -> frozenset[Axis]:
         """Returns the axes that this depends on."""
-        return {atom for atom in self.atoms() if isinstance(atom, Axis)}
+        if self._axes is None:
+            self._axes = frozenset([atom for atom in self.atoms() if isinstance(atom, Axis)])
+        return self._axes
 
     def stride(self, axis: Axis) -> Index | None:
         """Returns the change per step of the axis, or None when it is not constant."""
