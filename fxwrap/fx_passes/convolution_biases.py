@@ -14,7 +14,15 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, fake_call, same_layout
+from fxwrap.fx_passes.graph_copy import (
+    GraphCopy,
+    StorageAliases,
+    fake_call,
+    fresh_like,
+    is_dense,
+    layout_text,
+    same_layout,
+)
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.torch_compat import FakeTensor
 
@@ -64,7 +72,12 @@ def _adds_bias_in_kernel(node: Node, aliases: StorageAliases) -> bool:
 
 
 def _keeps_layout(result: FakeTensor, bias: FakeTensor) -> bool:
-    """Whether the sum of a convolution and its bias has the strides of the convolution."""
+    """Whether the sum of a convolution and its bias has the strides of the convolution.
+
+    The first operand alone decides them if they leave no choice: no dimension of size 1 and no gap.
+    """
+    if all(type(size) is int and size > 1 for size in result.shape) and is_dense(result):
+        return True
     shaped = fake_call(_aten.view.default, (bias, _bias_shape(result)))
     return same_layout(fake_call(_aten.add.Tensor, (result, shaped)), result)
 
@@ -76,9 +89,16 @@ def _bias_shape(result: FakeTensor) -> list[int]:
 def _unfuse_bias(copy: GraphCopy, node: Node) -> None:
     before, name = copy.node_map[node], node.name
     image, weight, bias, *others = before.args
-    plain = copy.call(before, _FORWARD, (image, weight, None, *others), f"{name}_plain")
-    shaped = copy.call(before, _aten.view.default, (bias, _bias_shape(copy.fakes[before])), f"{name}_bias")
-    copy.substitute(node, copy.call(before, _aten.add.Tensor, (plain, shaped), f"{name}_biased"), "fused")
+    result = copy.fakes[before]
+    plain = copy.call(before, _FORWARD, (image, weight, None, *others), f"{name}_plain", fake=_like(result))
+    shaped = copy.call(before, _aten.view.default, (bias, _bias_shape(result)), f"{name}_bias")
+    total = copy.call(before, _aten.add.Tensor, (plain, shaped), f"{name}_biased", fake=_like(result))
+    copy.substitute(node, total, "fused")
+
+
+def _like(result: FakeTensor) -> object:
+    """Returns a new tensor like a result of static layout, else None: then a call infers it."""
+    return None if layout_text(result) is None else fresh_like(result.fake_mode, result)
 
 
 def _bias_gradient(node: Node) -> Node | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
@@ -69,12 +70,13 @@ def _decompose(
 ) -> GraphModule:
     excluded = operators_of_options(options)
     row_sums: dict[Node, Node] = {}
+    results = CallResults()
     specs = options.device_specs()
     returned = joint.graph.output_node().all_input_nodes
     replaced: list[FakeTensor] = []
     for node in list(joint.graph.nodes):
         if node.target is operator.getitem and str(node.args[0].target) not in excluded:
-            if (computed := _norm_result(joint.graph, node)) is not None:
+            if (computed := _norm_result(joint.graph, node, results)) is not None:
                 replaced.append(node.meta["val"])
                 node.replace_all_uses_with(computed)
                 joint.graph.erase_node(node)
@@ -88,7 +90,7 @@ def _decompose(
         if decomposition is None or str(node.target) in excluded or not _is_plain(node):
             continue
         spec = specs.get(node.meta["val"].device.type)
-        builder = _NodeBuilder(joint.graph, node, row_sums, spec is not None and spec.massively_parallel)
+        builder = _NodeBuilder(joint.graph, node, results, row_sums, spec is not None and spec.massively_parallel)
         result = decomposition(builder, *node.args)
         result = None if result is None else builder.with_strides(result)
         if result is not None:
@@ -140,13 +142,17 @@ class _NodeBuilder:
 
     Attributes:
         replaced: the node's fake value.
+        results: the fake results of calls.
         row_sums: nodes of the row sums of some matrices, for sums that need no reduction.
         gathers_pool_gradients: whether the backward of a pooling gathers gradients on the node's device.
     """
 
-    def __init__(self, graph: Graph, node: Node, row_sums: dict[Node, Node], gathers_pool_gradients: bool) -> None:
+    def __init__(
+        self, graph: Graph, node: Node, results: CallResults, row_sums: dict[Node, Node], gathers_pool_gradients: bool
+    ) -> None:
         self._graph = graph
         self._node = node
+        self.results = results
         self.replaced: FakeTensor = node.meta["val"]
         self.row_sums = row_sums
         self.gathers_pool_gradients = gathers_pool_gradients
@@ -156,7 +162,7 @@ class _NodeBuilder:
         with self._graph.inserting_before(self._node):
             call = self._graph.call_function(target, arguments, keywords)
         fakes = {operand: operand.meta["val"] for operand in call.all_input_nodes}
-        call.meta = {**self._node.meta, "val": run_on_fakes(call, fakes, self.replaced)}
+        call.meta = {**self._node.meta, "val": self.results.run(call, fakes, self.replaced)}
         return call
 
     @property
@@ -346,7 +352,7 @@ def _max_pool_backward(
 _MAX_INT8_WINDOW = 128
 
 
-def _norm_result(graph: Graph, result: Node) -> Node | None:
+def _norm_result(graph: Graph, result: Node, results: CallResults) -> Node | None:
     """Returns a result of a batch norm in training or a group norm, computed from its statistics; None if it stays.
 
     The backward of an activation then computes normalized elements again from the norm's input, which is saved anyway.
@@ -361,7 +367,7 @@ def _norm_result(graph: Graph, result: Node) -> Node | None:
         return None
     if is_group_norm and type(x.meta["val"].shape[1]) is not int:
         return None  # how many channels a group has is known at run time only
-    builder = _NodeBuilder(graph, result, {}, False)
+    builder = _NodeBuilder(graph, result, results, {}, False)
     if is_group_norm and result.meta["val"].dtype in _HALF:
         statistics = _float32_group_statistics(builder, norm)
     else:
