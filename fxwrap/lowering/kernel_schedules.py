@@ -12,8 +12,10 @@ from torch.fx import Node
 from fxwrap.caching import bounded_cache
 from fxwrap.devices import DeviceSpec, language_traits
 from fxwrap.loop_ir import (
+    ONE,
     Kernel,
     SplitKernel,
+    Store,
     as_index,
     find_rows_and_columns,
     hoist_expressions,
@@ -89,11 +91,13 @@ class KernelSchedules:
         return {item for item in members if item in self.plan.external or not self._readers[item] <= members}
 
     def has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
-        """Whether a kernel that also computes a definition is split into contiguous parts, which store all elements."""
+        """Whether a kernel that also computes a definition is split into parts, which load and store whole rows."""
         members = {plan.definition, *[member.definition for member in kernel.members]}
         built = self._built(joined_plan(kernel, mapping, plan, trace), self._stored(members), self.plan)
         split = self.split(built, kernel.device_type)
-        return split is not None and len(split.kernels) == 2 and not reduces_columns(split.kernels[0])
+        if split is None or len(split.kernels) != 2:
+            return False
+        return not reduces_columns(split.kernels[0]) and _stores_rows(split.kernels[0])
 
     def parts(self, kernel: KernelPlan) -> list[KernelPlan]:
         """Returns the kernels that compute a planned kernel: on massively parallel devices, matmuls by themselves.
@@ -169,6 +173,13 @@ class KernelSchedules:
         if kernel.symbols:
             return _split(kernel, spec, self.hint)
         return _split_cached(kernel, kernel.uncompared_fields, spec)
+
+
+def _stores_rows(kernel: Kernel) -> bool:
+    """Whether elements are stored beside each other along the reduced axes, not in a transposed layout."""
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    stores = [item.index for item, axes in pairs if isinstance(item, Store) and not axes.isdisjoint(kernel.reduced)]
+    return all(any(index.stride(axis) == ONE for axis in kernel.reduced) for index in stores)
 
 
 def _split(kernel: Kernel, spec: DeviceSpec, hint: Callable[[Size], int]) -> SplitKernel | None:

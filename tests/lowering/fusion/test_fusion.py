@@ -371,6 +371,17 @@ def test_columns_do_not_write_elements() -> None:
     assert _launch_count(lambda x, y: _masked_channels(x.mT, y.mT), (66, 784, 128)) == 3
 
 
+def test_parts_of_rows_do_not_store_in_a_transposed_layout() -> None:
+    """A channels-last copy, as a convolution's backward reads, is stored by a kernel of tiles."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        masked, total = _masked_channels(x, y)
+        return torch.ops.aten.clone(masked.view(66, 128, 28, 28), memory_format=torch.channels_last), total
+
+    *parts, copy = _launches(function, (66, 128, 784))
+    assert len(parts) == 2 and [out.type.strides[1] for out in copy.outs] == [1]
+
+
 def test_equal_parts_of_split_reductions_are_one_kernel() -> None:
     """The second parts are named after the sums that they compute, not after what the first parts compute too."""
 
