@@ -258,23 +258,27 @@ def _activation_backward(builder: _NodeBuilder, gradient: Node, output: Node, is
 def _threshold_backward(builder: _NodeBuilder, gradient: Node, output: Node, threshold: float) -> Node | None:
     """Which elements are zero is a byte for each, which may be saved instead of a wider result of a relu.
 
-    Results that the graph returns, and those of its inputs, are in memory anyway: there a mask would be more to store.
+    Results that the graph returns, and inputs of relus, are in memory anyway: there a mask would be more to store, and
+    takes fewer bytes to write and read again only than an input of more than `_MASK_BYTES`.
     """
     operand = output.args[0] if output.target is _aten.relu.default else None
     while isinstance(operand, Node) and operand.target in _ELEMENT_COPIES:
         operand = operand.args[0]
-    is_input = isinstance(operand, Node) and operand.op == "placeholder"
+    fake = gradient.meta["val"]
+    is_input = isinstance(operand, Node) and operand.op == "placeholder" and fake.dtype.itemsize <= _MASK_BYTES
     if is_input or any(user.op == "output" for user in output.users):
         return None
-    fake = gradient.meta["val"]
     zero = builder.call(_aten.full.default, [], 0.0, dtype=fake.dtype, device=fake.device)
     is_below = builder.call(_aten.le.Scalar, output, threshold)
     return builder.result(builder.call(_aten.where.self, is_below, zero, gradient))
 
 
+_MASK_BYTES = 2
+"""The bytes of an element of a mask that the forward writes and the backward reads."""
+
 _ELEMENT_COPIES: frozenset[Target] = frozenset({
-    _aten._to_copy.default, _aten.view.default, _aten.permute.default, _aten.transpose.int, _aten.clone.default,
-    _aten.pixel_shuffle.default,
+    _aten._to_copy.default, _aten.view.default, _aten.permute.default, _aten.transpose.int, _aten.t.default,
+    _aten.clone.default, _aten.pixel_shuffle.default,
 })  # fmt: skip
 """Views and copies of all elements."""
 
@@ -433,8 +437,11 @@ _FUSIBLE = frozenset({
 })  # fmt: skip
 """Operators whose kernels compute operands too, beside those that torch's partitioner knows."""
 
-_RECOMPUTABLE = frozenset({_aten.hardswish})
-"""Pointwise operators beside those that torch's partitioner knows."""
+_RECOMPUTABLE = frozenset({
+    _aten.hardswish, _aten.roll, _aten.flip, _aten.tril, _aten.pixel_shuffle, _aten.pixel_unshuffle,
+    _aten.constant_pad_nd,
+})  # fmt: skip
+"""Pointwise operators, and those that move elements, beside those that torch's partitioner knows."""
 
 _VIEWS = frozenset({_aten.transpose, _aten.unbind, _aten.split_with_sizes})
 """Views that TorchInductor decomposes into those that torch's partitioner knows."""

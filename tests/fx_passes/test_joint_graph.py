@@ -172,21 +172,39 @@ HALF: dict[Callable[..., Tensor], torch.dtype] = {
 """The dtype of the one tensor as large as the product that the forward saves."""
 
 
-def test_masks_of_relus_are_saved_where_they_save_memory() -> None:
-    """Not of a relu of an input, nor of one that is returned: these tensors are in memory anyway."""
+@pytest.mark.parametrize(("dtype", "masks"), [(torch.bfloat16, 1), (torch.float32, 2)])
+def test_masks_of_relus_are_saved_where_they_save_bytes(dtype: torch.dtype, masks: int) -> None:
+    """Not of a relu of a narrow input, nor of one that is returned: these tensors are in memory anyway."""
 
-    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    def step(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         returned = torch.relu(x * y)
-        return returned, torch.relu(x.t()).exp() * 2, torch.relu(x @ y) * 3
+        return returned, torch.relu(z.t()).clone(), torch.relu(x @ y) * 3
+
+    programs: list[fxwrap.Program] = []
+    x, y, z = [torch.randn(4, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
+    torch._dynamo.reset()
+    options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
+    results = torch.compile(step, backend="fxwrap", options=options)(x, y, z)
+    assert [type_.dtype for type_ in returned_types(programs[0])].count(torch.bool) == masks
+    actual = torch.autograd.grad([item.sum() for item in results], [x, y, z])
+    expected = torch.autograd.grad([item.sum() for item in step(x, y, z)], [x, y, z])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_elements_that_are_moved_are_not_saved() -> None:
+    """The backward reads them where they were: a graph returns its results and its inputs."""
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        pad = torch.nn.functional.pad(y.exp(), (1, -1))
+        return x.roll(1, -1) * y.roll(2, -1) * torch.tril(x) * y.flip(0) + pad * x.roll(-1, 0)
 
     programs: list[fxwrap.Program] = []
     x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     torch._dynamo.reset()
     options = {"emitter": "interpreter", "fuse": False, "passes": (collecting_pass(programs),)}
-    results = torch.compile(step, backend="fxwrap", options=options)(x, y)
-    assert [type_.dtype for type_ in returned_types(programs[0])].count(torch.bool) == 1
-    actual = torch.autograd.grad([item.sum() for item in results], [x, y])
-    expected = torch.autograd.grad([item.sum() for item in step(x, y)], [x, y])
+    result = torch.compile(step, backend="fxwrap", options=options)(x, y)
+    assert len(returned_types(programs[0])) == 3, str(programs[0])
+    actual, expected = [torch.autograd.grad(item.sum(), [x, y]) for item in (result, step(x, y))]
     torch.testing.assert_close(actual, expected)
 
 
