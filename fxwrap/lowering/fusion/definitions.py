@@ -165,6 +165,13 @@ class Scattered(Definition):
 
 
 @dataclass(frozen=True, eq=False)
+class RoundedScatter(Pointwise):
+    """The elements of a scatter, combined in a wider dtype than their own."""
+
+    scatter: Scattered
+
+
+@dataclass(frozen=True, eq=False)
 class InPlaceScatter(Scattered):
     """A scatter into the existing tensor `target`, which is its initial tensor, and not into a copy.
 
@@ -195,6 +202,14 @@ def pointwise(
 def view(base: Definition, sizes: Sequence[Size], index_map: Callable[[Indices], Indices]) -> Viewed:
     """Returns a view of another tensor."""
     return Viewed(tuple(sizes), base.dtype, base.device, base, index_map)
+
+
+def rounded_scatter(scatter: Scattered, dtype: torch.dtype) -> Scattered | RoundedScatter:
+    """Returns a scatter in a dtype, which may be narrower than that in which it is combined."""
+    if scatter.dtype is dtype:
+        return scatter
+    copy = copy_definition(scatter, dtype)
+    return RoundedScatter(copy.sizes, copy.dtype, copy.device, copy.body, scatter)
 
 
 def copy_definition(source: Definition, dtype: torch.dtype | None = None) -> Pointwise:

@@ -9,7 +9,16 @@ import sympy
 import torch
 
 from fxwrap.loop_ir import HALF_PRECISION, INTEGERS, STORAGE_ONLY, Scalar
-from fxwrap.lowering.fusion.definitions import Definition, ElementReader, Indices, Scattered, fills_a_copy
+from fxwrap.lowering.fusion.definitions import (
+    Definition,
+    ElementReader,
+    Indices,
+    RoundedScatter,
+    Scattered,
+    fills_a_copy,
+    pointwise,
+    rounded_scatter,
+)
 from fxwrap.lowering.rules.pointwise import (
     NumberRounding,
     Parameter,
@@ -46,20 +55,25 @@ def _add(x: Scalar, y: Scalar, alpha: Parameter) -> Scalar:
     return x + _scaled(y, alpha)
 
 
-def _scattered_sum(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> Scattered | None:
+def _scattered_sum(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> Definition | None:
     """Returns the sum of two scatters that add over one index space, as one that adds the values of both.
 
-    Gradients of a resampled image are sums of such scatters into zeros, one for each neighbour of an element. Where
-    floats are rounded as on a CPU, eager's order of additions stays.
+    Gradients of a resampled image are sums of such scatters into zeros, one for each neighbour of an element, and so
+    are those of nodes at both ends of edges. Where floats are rounded as on a CPU, eager's order of additions stays.
     """
+    if not isinstance(x, Definition) or not isinstance(y, Definition) or not x.dtype == y.dtype == call.dtype:
+        return None
+    x, y = [item.scatter if isinstance(item, RoundedScatter) else item for item in (x, y)]
     if not fills_a_copy(x) or not fills_a_copy(y) or not x.mode == y.mode == "add" or x.space != y.space:
         return None
-    if not x.sizes == y.sizes == call.sizes or not x.dtype == y.dtype == call.dtype:
+    if not x.sizes == y.sizes == call.sizes or x.dtype != y.dtype:
         return None
     if call.dtype.is_floating_point and call.spec.cpu_rounding:
         return None
-    first = call.define(lambda reader, at: reader.load(x.initial, at) + reader.load(y.initial, at))
-    return Scattered(x.sizes, x.dtype, x.device, first, x.space, x.mode, (*x.bodies, *y.bodies))
+    left, right = x.initial, y.initial
+    first = pointwise(x.sizes, x.dtype, x.device, lambda reader, at: reader.load(left, at) + reader.load(right, at))
+    scatter = Scattered(x.sizes, x.dtype, x.device, first, x.space, x.mode, (*x.bodies, *y.bodies))
+    return rounded_scatter(scatter, call.dtype)
 
 
 def _register_sum(operator: str, formula: Callable[[Scalar, Scalar, Parameter], Scalar], dtypes: DtypeDomain) -> None:

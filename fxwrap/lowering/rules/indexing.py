@@ -30,6 +30,7 @@ from fxwrap.lowering.fusion.definitions import (
     broadcast_indices,
     copy_definition,
     pointwise,
+    rounded_scatter,
 )
 from fxwrap.lowering.rules.indexing_common import (
     broadcast_sizes,
@@ -258,7 +259,7 @@ def lower_scatter(
     if (mode, dtype) in _DOMINANT_NAN_BITS:
         first = _canonicalize_nans(first, mode)
     scattered = Scattered(call.sizes, dtype, call.device, first, tuple(space), mode, (body,))
-    return scattered if dtype is call.dtype else copy_definition(scattered, call.dtype)
+    return rounded_scatter(scattered, call.dtype)
 
 
 def is_larger(sizes: Sequence[Size], space: Sequence[Size]) -> bool:

@@ -360,6 +360,24 @@ def test_compact_sums_in_triton(padding: int) -> None:
     torch.testing.assert_close(result, call(grad.double(), index).bfloat16(), rtol=2**-7, atol=0)
 
 
+def test_sums_of_scatters_in_half_precision_are_one_scatter_in_float32() -> None:
+    """Gradients of the nodes at both ends of edges; their sum is rounded once."""
+    spec = dataclasses.replace(CPU, massively_parallel=True, cpu_rounding=False)
+    options = fxwrap.Options(devices=(spec,), cpu_kernels="triton")
+    ends = [torch.randint(9, (40,)) for _ in range(2)]
+    values = [torch.randn(40, 24, dtype=torch.bfloat16) for _ in range(2)]
+
+    def call(left: torch.Tensor, right: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        zeros = x.new_zeros(9, 24)
+        return zeros.index_put((left,), x, accumulate=True) + zeros.index_put((right,), y, accumulate=True)
+
+    compiled = fxwrap.compile_graph(make_fx(call)(*ends, *values), [*ends, *values], options=options)
+    types = [line.result.tensor_type for line in compiled.program.lines() if isinstance(line, Alloc)]
+    assert sorted([str(item.dtype) for item in types]) == ["torch.bfloat16", "torch.float32"], str(compiled.program)
+    expected = call(*ends, *[item.double() for item in values])
+    torch.testing.assert_close(compiled(*ends, *values)[0], expected.bfloat16(), rtol=2**-7, atol=2**-6)
+
+
 def test_gpus_have_no_atomic_multiply() -> None:
     for dtype in (torch.float32, torch.int64):
         for name in ("aten.scatter.reduce", "aten.scatter.value_reduce", "aten.scatter_reduce.two"):
