@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 
 from fxwrap.loop_ir import Kernel, find_contraction, parse_kernel
 from fxwrap.printers.triton import FragmentConfiguration, configurations, print_triton
+from fxwrap.printers.triton.tiling import BatchedDotConfiguration
 from tests.loop_ir.test_group_sums import int8
 from tests.printers.test_triton_group_sums import COMPUTED_ROW, ROW, large, replaced
 from tests.printers.test_triton_printer_compile import SPILLED, compiled
@@ -128,3 +129,11 @@ def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
     moves = [item.start() for item in re.finditer(r"bar\.sync|ld\.shared|st\.shared|shfl|ldmatrix", ptx)]
     assert len(products) == (32 if rows else 40) and moves and min(moves) > max(products)
     assert not SPILLED.search(ptx) and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
+
+
+@pytest.mark.parametrize(("groups", "step"), [(64, 16), (172, 16), (28, 4), (20, 4), (14, 2), (7, 8)])
+def test_steps_of_groups_are_filled(groups: int, step: int) -> None:
+    """A last step of few groups takes as long as the others: 20 groups in steps of 16 took a third longer."""
+    kernel = parse_kernel(str(large(3)).replace("g: 64", f"g: {groups}"))
+    first = next(item for item in configurations(kernel) if isinstance(item, BatchedDotConfiguration))
+    assert first.p_block == step

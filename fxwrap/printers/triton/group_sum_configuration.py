@@ -85,12 +85,14 @@ _FRAGMENT_TILES = (
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
+_HALF_STEP_FULL_FRAGMENT_TILE = FragmentTile(16, 2, 2, False, 128)
 _FEW_COLUMNS_FULL_FRAGMENT_TILE = FragmentTile(16, 8, 4, True, 128)
-"""The best tiles of 5 to 8 rows: of many columns, and of few columns."""
+"""The best tiles of 5 to 8 rows: of many columns, also where the first's last step would be half empty, and of few."""
 
 _FULL_FRAGMENT_TILES = (
-    _FULL_FRAGMENT_TILE, _FEW_COLUMNS_FULL_FRAGMENT_TILE, FragmentTile(16, 4, 4, False, 128),
-    FragmentTile(16, 8, 8, False, 128), FragmentTile(16, 1, 4, False, 128), FragmentTile(32, 2, 4, False, 0),
+    _FULL_FRAGMENT_TILE, _FEW_COLUMNS_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE,
+    FragmentTile(16, 4, 4, False, 128), FragmentTile(16, 8, 8, False, 128), FragmentTile(16, 1, 4, False, 128),
+    FragmentTile(32, 2, 4, False, 0), FragmentTile(16, 4, 2, False, 128),
 )  # fmt: skip
 
 _SPLIT_SUM_TILE = _Tile(16, 8, 4, 3)
@@ -104,6 +106,9 @@ _SPLIT_SUM_TILES = (
 
 _SPLIT_SUM_PRODUCTS = 64
 """The number of products in a part."""
+
+_MOST_PADDED = 1.125
+"""The groups of all steps for each group, beyond which steps are shorter."""
 
 _ROW_BYTES = 2
 """The bytes of an element of the rows of such matmuls."""
@@ -157,10 +162,20 @@ def _best_group_sum_tile(contraction: ContractionForm, padded_rows: int, hint: H
 def _groups_of_step(tile: _Tile, size: int, count: int, may_be_fewer: bool = False) -> int:
     """Returns the number of groups of `size` bytes that have the bytes of the tile's, and divide all `count`.
 
-    Where the last step may have fewer, they need not divide these.
+    Where the last step may have fewer, they need not divide these if steps are filled: each takes as long as another.
     """
     groups = max(tile.groups * _MIN_GROUP_BYTES // size, 1)
-    return min(groups, next_power_of_2(count)) if may_be_fewer else math.gcd(groups, count)
+    if not may_be_fewer:
+        return math.gcd(groups, count)
+    groups = min(groups, next_power_of_2(count))
+    sizes = [groups >> number for number in range(groups.bit_length() - 1)] or [1]  # two groups at least
+    filled = [size for size in sizes if _padded(count, size) <= _MOST_PADDED * count]
+    return filled[0] if filled else min(sizes, key=lambda size: _padded(count, size))
+
+
+def _padded(count: int, groups: int) -> int:
+    """Returns the groups of all steps of so many."""
+    return -(-count // groups) * groups
 
 
 def _batched_dots(
@@ -178,10 +193,22 @@ def _fragment_configurations(
 ) -> list[FragmentConfiguration]:
     """Returns configurations of fragments."""
     if hint(contraction.row_count) > MIN_PADDED_ROWS // 2:
-        best = _FULL_FRAGMENT_TILE if is_wide(contraction, hint) else _FEW_COLUMNS_FULL_FRAGMENT_TILE
+        best = _best_full_fragment_tile(contraction, form, hint)
         return fragment_configurations(contraction, form, preferred_first(_FULL_FRAGMENT_TILES, best))
     best = _best_fragment_tile(contraction, form, hint, spec)
     return fragment_configurations(contraction, form, preferred_first(_FRAGMENT_TILES, best))
+
+
+def _best_full_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: Hint) -> FragmentTile:
+    """Returns the best tile of 5 to 8 rows."""
+    if not is_wide(contraction, hint):
+        return _FEW_COLUMNS_FULL_FRAGMENT_TILE
+    count = hint(product([axis.size for axis in form.groups]))
+    tiles = (_FULL_FRAGMENT_TILE, _HALF_STEP_FULL_FRAGMENT_TILE)
+    steps = [item.p_block for tile in tiles for item in fragment_configurations(contraction, form, [tile])]
+    if len(steps) == len(tiles) and _padded(count, steps[0]) > max(_MOST_PADDED * count, _padded(count, steps[1])):
+        return _HALF_STEP_FULL_FRAGMENT_TILE
+    return _FULL_FRAGMENT_TILE
 
 
 def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: Hint, spec: DeviceSpec) -> FragmentTile:
