@@ -33,8 +33,11 @@ _FEW_ROWS = 8
 _MANY_ROWS = 128
 """The rows of a column from which on a loop over them is faster than a block of all."""
 
-_MAX_NARROW_ROWS = 1024
-"""The most rows that a program of few columns has at once."""
+_SUMMED_ELEMENTS = 32
+"""The elements of a thread that only sums columns of many rows: more warps would combine more sums."""
+
+_MIN_NARROW_ROWS, _MAX_NARROW_ROWS = 64, 1024
+"""The fewest and the most rows that a program of few columns has at once."""
 
 _FEW_COLUMNS = 64
 """The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
@@ -66,7 +69,7 @@ def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> 
     rows, width = kernel.reduced_count, min(_NARROW_BLOCK, next_power_of_2(hint(inner.size)))
     height = next_power_of_2(hint(rows))
     has_few = hint(kernel.count) <= _FEW_COLUMNS * spec.multiprocessors
-    if not has_few or not _MANY_ROWS < height <= _MAX_NARROW_ROWS or kernel.is_multi_pass:
+    if not has_few or not _MIN_NARROW_ROWS <= height <= _MAX_NARROW_ROWS or kernel.is_multi_pass:
         return []
     warps = warps_of_tile(height * width, 16)
     looped = not isinstance(rows, int)
@@ -89,7 +92,8 @@ def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> l
             tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
     if height * width <= MAX_PERSISTENT_ELEMENTS:
-        warps = warps_of_tile(height * width, 16)
+        has_sums_alone = height >= _MIN_NARROW_ROWS and not kernel.is_multi_pass and not _stores_elements(kernel)
+        warps = warps_of_tile(height * width, _SUMMED_ELEMENTS if has_sums_alone else 16)
         tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     return tiles
 
