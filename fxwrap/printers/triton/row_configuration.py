@@ -35,6 +35,9 @@ _ROW_TILE = 1024
 _SHORT_ROW = 2048
 """The elements of the rows of a program of several rows, and of the longest row that is never read in a loop."""
 
+_WARP_ROW = 256
+"""The elements of a row that a warp by itself reduces in least time, and up to twice as many."""
+
 STEP_ELEMENTS = 8
 """The elements of a thread in a step of a loop that loads them one by one: more masks do not fit predicates."""
 
@@ -96,9 +99,11 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileC
     whole = TileConfiguration(y=kernel.axes, y_block=rows, r_block=block, num_warps=warps)
     candidates = []
     vector = vector_elements(kernel, kernel.reduced[-1])
-    if rows > 1 and vector is not None and LANES * vector < block:
-        # Warps would share out each row, and combine their sums in shared memory.
-        elements = _ROW_TILE if _bytes_of_row_elements(kernel) * _ROW_TILE >= spec.min_program_bytes else 2 * _ROW_TILE
+    is_split = vector is not None and LANES * vector < block
+    fills_program = _bytes_of_row_elements(kernel) * _ROW_TILE >= spec.min_program_bytes
+    if rows > 1 and (is_split or (fills_program and _WARP_ROW <= block <= 2 * _WARP_ROW)):
+        # Warps would share out each row, and combine their sums in shared memory; or wait for each other in a program.
+        elements = _ROW_TILE if fills_program else 2 * _ROW_TILE
         candidates.append(replace(whole, y_block=min(rows, max(elements // block, 1)), num_warps=1))
     candidates.append(whole)
     candidates += [replace(whole, num_warps=other) for other in (warps * 2, max(warps // 2, 1)) if other <= _MOST_WARPS]
