@@ -55,7 +55,7 @@ def access_bytes(
     accesses are one contiguous access if their number is a power of two, as GPUs' vectors are, or if their elements are
     within `near_bytes`. An axis that is rotated counts as the axis itself. `hint` returns a typical value of a size.
     """
-    kernel = replace_indices(kernel, _without_rotations)
+    kernel = replace_indices(kernel, without_rotations)
     interleaved = {kernel.operations[at]: item for item in interleaved_accesses(kernel) for at in item.positions}
     loaded = stored = 0.0
     for position, share in shares.items():
@@ -97,7 +97,7 @@ def _itemsize(kernel: Kernel, position: int) -> int:
     return next(item.dtype.itemsize for item in (*kernel.inputs, *kernel.outputs) if item.name == access.buffer)
 
 
-def _without_rotations(index: Index) -> Index:
+def without_rotations(index: Index) -> Index:
     """Returns an index with axes in place of their rotations, which reach the same elements."""
     rotations: dict[Atom, IndexLike] = {}
     for atom in [item for item in index.atoms() if isinstance(item, Modulo)]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from fxwrap.loop_ir import Axis, Index, Kernel, KernelBuilder, as_index, linearize_index
 from fxwrap.printers.triton import TileConfiguration, configurations
@@ -35,20 +38,19 @@ def test_steps_of_loops_over_rows_are_filled(size: int, rows: int, tensors: int)
         assert -(-size // item.r_block) * item.r_block <= 1.25 * size
 
 
-def rotated(count: int, length: int) -> Kernel:
-    """The product of each element of a row and others at a distance in it."""
+def products(count: int, other: Callable[[Index, Axis], Index]) -> Kernel:
+    """The products of each element of rows of `count` and others, at a position that follows from its own."""
     rows, inner = Axis("a", 1 << 20), Axis("b", count)
-    other: Index = (as_index(inner) + length) % count
     position = linearize_index([rows, inner], [1 << 20, count])
 
     def write(body: KernelBuilder) -> None:
         product = body.load("x", position, BF16).to(F32)
         for name in "xyz":
-            product = product * body.load(name, position - inner + other, BF16).to(F32)
+            product = product * body.load(name, other(position, inner), BF16).to(F32)
         body.store("out", position, product.to(BF16))
 
     elements = count << 20
-    inputs = dict.fromkeys("xyz", (BF16, elements))
+    inputs = dict.fromkeys("xyz", (BF16, 3 * elements))
     return build([rows, inner], [], inputs, {"out": (BF16, elements)}, write)
 
 
@@ -66,4 +68,50 @@ def test_a_thread_has_few_elements_that_are_accessed_one_by_one() -> None:
 
     whole = build([p], [], {"x": (BF16, 1 << 22)}, {"out": (BF16, 1 << 22)}, copy)
     assert elements_of_a_thread(whole) == 8, "a vector"
-    assert elements_of_a_thread(rotated(5, 2)) == 4
+    assert elements_of_a_thread(products(5, lambda position, _: position * 3 + 1)) == 4
+    rotated = products(5, lambda position, inner: position - inner + (as_index(inner) + 2) % 5)
+    assert elements_of_a_thread(rotated) == 8, "rotated elements are beside each other"
+
+
+@pytest.mark.parametrize(
+    ("count", "stride", "offsets", "dtype", "elements"),
+    [
+        (1, 3, (0, 1, 2), BF16, 1),  # the elements of a cross product
+        (10, 20, (0, 10), F32, 2),  # halves of a short row
+        (12, 24, (0, 12), F32, 4),
+        (16, 32, (0, 16), F32, 4),  # whole sectors
+        (1, 4, (0, 1, 2, 3), BF16, 2),  # one vector of four
+    ],
+)
+def test_a_thread_has_one_vector_of_stores_to_one_sector(
+    count: int, stride: int, offsets: tuple[int, ...], dtype: torch.dtype, elements: int
+) -> None:
+    """They follow each other, so that the cache combines them."""
+    rows, inner = Axis("a", 1 << 20), Axis("b", count)
+    axes = [rows, inner] if count > 1 else [rows]
+    position = as_index(rows) * stride + (as_index(inner) if count > 1 else 0)
+
+    def write(body: KernelBuilder) -> None:
+        loads = [body.load("x", position + offset, dtype) for offset in offsets]
+        for offset, value in zip(offsets, reversed(loads), strict=True):
+            body.store("out", position + offset, value)
+
+    whole = (dtype, stride << 20)
+    assert elements_of_a_thread(build(axes, [], {"x": whole}, {"out": whole}, write)) == elements
+
+
+@pytest.mark.parametrize(("rows", "columns", "tile"), [(128, 256, (16, 128, 4)), (64, 1 << 16, (64, 64, 4))])
+def test_programs_of_column_sums_are_many_or_have_few_warps(rows: int, columns: int, tile: tuple[int, ...]) -> None:
+    """Few columns are those of many programs; of many, fewer warps combine fewer sums."""
+    column, row = Axis("p0", columns), Axis("r0", rows)
+    position = linearize_index([row, column], [rows, columns])
+
+    def write(body: KernelBuilder) -> None:
+        x, y = [body.load(name, position, F32) for name in "xy"]
+        for name, value in (("sum", x), ("product", x * y)):
+            body.store(name, as_index(column), body.reduce("sum", value)[0])
+
+    inputs, outputs = dict.fromkeys("xy", (F32, rows * columns)), dict.fromkeys(("sum", "product"), (F32, columns))
+    first = configurations(build([column], [row], inputs, outputs, write))[0]
+    assert isinstance(first, TileConfiguration)
+    assert (first.x_block, first.r_block, first.num_warps) == tile

@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     as_index,
     indices,
     interleaved_accesses,
+    without_rotations,
 )
 from fxwrap.symbolic import Size
 
@@ -119,7 +120,7 @@ def has_vectors(kernel: Kernel, axes: Sequence[Axis], joined: Collection[int]) -
     are accessed one by one. For atomic ones they would be copied to other threads. `joined` are the positions of
     accesses that are printed as one with others.
     """
-    if len(axes) == 1:
+    if len(axes) == 1 and not joined:
         return True
     inner, vectors, others = axes[-1], 0, 0
     for position, (access, varying) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
@@ -132,10 +133,13 @@ def has_vectors(kernel: Kernel, axes: Sequence[Axis], joined: Collection[int]) -
 
 
 def _is_vector(access: Load | Store, axes: Sequence[Axis]) -> bool:
-    """Whether threads access whole vectors: along all axes of a dimension without a mask, or along an even last one."""
-    if access.mask is None and row_step(access.index, axes) == ONE:
+    """Whether threads access whole vectors: along all axes of a dimension without a mask, or along an even last one.
+
+    The elements of a rotated vector are beside each other, too.
+    """
+    inner, index = axes[-1], without_rotations(access.index)
+    if access.mask is None and row_step(index, axes) == ONE:
         return True
-    inner, index = axes[-1], access.index
     strides = [index.stride(axis) for axis in index.axes() - {inner}]
     lengths = [inner.size, *[None if stride is None else stride.constant for stride in strides]]
     return index.stride(inner) == ONE and all(isinstance(item, int) and item % 2 == 0 for item in lengths)

@@ -5,13 +5,27 @@ The heuristics come from sweeps over memory-bound kernels on an H200.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import ONE, OPERATIONS, Axis, Compute, IndirectIndex, Kernel, Load, Store
+from fxwrap.loop_ir import (
+    ONE,
+    OPERATIONS,
+    TRANSFER_BYTES,
+    Axis,
+    Compute,
+    Index,
+    IndirectIndex,
+    Kernel,
+    Load,
+    Store,
+    as_index,
+)
 from fxwrap.printers.triton.accesses import (
     LANES,
     MIN_TILE_SIDE,
+    VECTOR_BYTES,
     Hint,
     contiguous_axes,
     has_vectors,
@@ -37,6 +51,9 @@ _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 
+_CACHE_LINE_BYTES = 128
+"""The bytes of a run of stores from which on few of them share a sector with others."""
+
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
@@ -51,6 +68,8 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
         block = min(block, LANES * warps * _SINGLE_ELEMENTS)
+    if vector := _vector_of_shared_sectors(kernel, inner):
+        block = min(block, LANES * warps * vector)
     rows = _broadcast_rows(kernel, inner, hint)
     shared = [_pointwise_tile(kernel, inner, hint, block // 4, warps, 8)] if rows >= 8 and block >= 1024 else []
     sizes = [(block, warps), (2 * block, warps), (2 * block, 2 * warps), (max(block // 2, 32), warps)]
@@ -62,6 +81,33 @@ def _has_single_elements(kernel: Kernel, tile: TileConfiguration) -> bool:
     """Whether threads access elements of several axes one by one, except at indirect indices."""
     joined = {at for item in joined_accesses(kernel, tile.x[-1]) for at in item.positions}
     return not any(map(_is_gather, _accesses(kernel))) and not has_vectors(kernel, tile.x, joined)
+
+
+def _vector_of_shared_sectors(kernel: Kernel, inner: Axis) -> int:
+    """Returns the elements of a vector of stores to the same sectors of memory; 0 if no sector has several stores.
+
+    A thread has one vector of each, so that they follow each other: then the cache combines them. Parts of more vectors
+    would be written one by one, as the elements of a cross product or the halves of a short row.
+    """
+    joined = {at for item in joined_accesses(kernel, inner) for at in item.positions}
+    buffers: dict[str, list[Index]] = {}
+    for position, store in enumerate(kernel.operations):
+        if isinstance(store, Store) and position not in joined and store.mask is None and inner in store.index.axes():
+            buffers.setdefault(store.buffer, []).append(store.index)
+    vectors = []
+    for buffer in kernel.outputs:
+        first, *others = buffers.get(buffer.name, [as_index(0)])
+        distances = [(index - first).constant for index in others]
+        strides = [first.stride(axis) for axis in first.axes()]
+        numbers = [None if stride is None else stride.constant for stride in strides]
+        run = inner.size if first.stride(inner) == ONE else 1
+        if not distances or None in (*distances, *numbers) or not isinstance(run, int):
+            continue
+        run_bytes = run * buffer.dtype.itemsize
+        if run_bytes % TRANSFER_BYTES and run_bytes < _CACHE_LINE_BYTES:
+            lengths = [abs(int(number)) for number in (*distances, *numbers) if number not in (None, 0, 1)]
+            vectors.append(math.gcd(max(VECTOR_BYTES // buffer.dtype.itemsize, 1), run, *lengths))
+    return min(vectors, default=0)
 
 
 def _broadcast_rows(kernel: Kernel, inner: Axis, hint: Hint) -> int:
