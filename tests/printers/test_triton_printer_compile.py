@@ -28,7 +28,7 @@ from fxwrap.printers.triton import Configuration, TileConfiguration, configurati
 from fxwrap.runtime.triton.compile import load_jit_function
 from fxwrap.symbolic import make_symbol
 from tests.printers.test_triton_printer import layer_norm_kernel
-from tests.printers.triton_kernels import BF16, F32, F64, I64, build, softmax_kernel, squares_kernel
+from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check, softmax_kernel, squares_kernel
 
 ROWS, COLUMNS = 8192, 4096
 SPILLED = re.compile(r"st\.local|ld\.local")
@@ -295,3 +295,16 @@ def test_axes_of_odd_sizes_are_contiguous_together(windows: int, is_vector: bool
     kernel = build([i, j], [], inputs, {"out": (F32, 1024 * 1025)}, write)
     text = instructions(kernel, TileConfiguration(x=(i, j), x_block=512))
     assert len(re.findall(r"(?:ld|st)\.global\S*\.v4\.b32", text)) == (2 if is_vector else 0)
+
+
+def test_rotations_need_no_division() -> None:
+    """A remainder of less than twice the divisor is a comparison and a difference."""
+    row, column = Axis("p0", 40), Axis("p1", 3)
+
+    def write(body: KernelBuilder) -> None:
+        loads = [body.load("x", as_index(row) * 3 + (as_index(column) + number) % 3, F32) for number in (1, 2)]
+        body.store("out", as_index(row) * 3 + column, loads[0] - loads[1])
+
+    kernel = build([row, column], [], {"x": (F32, 120)}, {"out": (F32, 120)}, write)
+    for tile in (TileConfiguration(x=(row, column), x_block=64), TileConfiguration(x=(row,), x_block=32)):
+        assert check(kernel, tile).count("%") == 1, "only the position of the tile is divided"

@@ -158,9 +158,18 @@ class TritonIndexPrinter:
             case FloorDivide():
                 return self._division("//", "floor_quotient", atom)
             case Modulo():
-                return self._division("%", "floor_modulo", atom)
+                return self._rotation(atom) or self._division("%", "floor_modulo", atom)
             case _:
                 assert_never(atom)
+
+    def _rotation(self, atom: Modulo) -> str:
+        """Returns a remainder of less than twice the divisor, as in a roll, without a division; "" for others."""
+        limits, divisor = atom.base.bounds(), atom.divisor.constant
+        highest = None if limits is None or not atom.base.is_nonnegative() else limits[1].constant
+        if divisor is None or highest is None or highest >= 2 * divisor:
+            return ""
+        base, rest = self(atom.base), self(atom.base - divisor)
+        return f"tl.where({base} < {self.integer(divisor)}, {base}, {rest})"
 
     def _division(self, sign: str, helper: str, atom: FloorDivide | Modulo) -> str:
         base, divisor = self(atom.base), self(atom.divisor)
