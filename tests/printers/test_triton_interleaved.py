@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -83,3 +84,24 @@ def test_positions_are_as_aligned_as_their_mask(size: int, alignment: int) -> No
     assert ("tl.multiple_of(" in check(kernel, tile)) == (alignment < 16)
     loads = re.findall(r"ld\.global[.\w]*", instructions(kernel, tile))
     assert loads and all(item.endswith({1: ".b16", 4: ".v2.b32", 16: ".v4.b32"}[alignment]) for item in loads)
+
+
+def test_pairs_beside_more_gathers_are_vectors_of_their_own() -> None:
+    """Vectors of four stores would exchange indices and masks through shared memory."""
+    axis, size = Axis("i", 9600), 4096
+
+    def write(body: KernelBuilder) -> None:
+        pair = [body.load("pairs", as_index(axis) * 2 + number, torch.int32) for number in range(2)]
+        total = body.constant(0.0, F32)
+        for left, right in itertools.product((0, 1), repeat=2):
+            row, column = (pair[0] + left).to(torch.int64), (pair[1] + right).to(torch.int64)
+            inside = (row >= 0) & (row < size) & (column >= 0) & (column < size)
+            at = [body.indirect_index(item, size, inside) for item in (row, column)]
+            total = total + inside.where(body.load("x", at[0] * size + at[1], F32), 0.0)
+        body.store("out", as_index(axis), total)
+
+    inputs = {"pairs": (torch.int32, 2 * 9600), "x": (F32, size * size)}
+    kernel = build([axis], [], inputs, {"out": (F32, 9600)}, write)
+    text = instructions(kernel, TileConfiguration(x=(axis,), x_block=512))
+    assert len(re.findall(r"ld\.global\S*\.v2\.b32", text)) == 4
+    assert "bar.sync" not in text

@@ -6,6 +6,7 @@ from fxwrap.lowering.rules import copies as copies
 from fxwrap.lowering.rules import creation as creation
 from fxwrap.lowering.rules import embedding_gradients as embedding_gradients
 from fxwrap.lowering.rules import functions as functions
+from fxwrap.lowering.rules import grid_samples as grid_samples
 from fxwrap.lowering.rules import indexing as indexing
 from fxwrap.lowering.rules import matmuls as matmuls
 from fxwrap.lowering.rules import norms as norms

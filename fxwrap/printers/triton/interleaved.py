@@ -51,7 +51,7 @@ class InterleavedPrinter(TilePrinter):
         return self._aligned(dimension, text, 1)
 
     def _aligned(self, dimension: Dimension, text: str, count: int) -> str:
-        """Returns the positions of a block with the alignment of the end of the dimension, or 1 for no vectors.
+        """Returns the positions of a block with the alignment of the end of the dimension, or `count` for no vectors.
 
         Triton chooses the elements of a thread by the alignment of addresses alone. Where a mask may change between
         them, it accesses them one by one, far from those of the next thread.
@@ -61,7 +61,7 @@ class InterleavedPrinter(TilePrinter):
             return text
         alignment = MAX_VECTOR_ELEMENTS
         if not has_vectors(self.kernel, dimension.axes, self.joined):
-            alignment = 1
+            alignment = count
         elif dimension.masked and isinstance(size, int):
             alignment = math.gcd(size * count, MAX_VECTOR_ELEMENTS)
         alignments = [1] * (len(self.tile.dimensions) - 1) + [alignment]
