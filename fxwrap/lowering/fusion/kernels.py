@@ -25,6 +25,7 @@ from fxwrap.loop_ir import (
     merge_complementary_loads,
     reinplace_output,
     strided_index,
+    unroll_short_rows,
 )
 from fxwrap.lowering.fusion.definitions import Definition, Reduced, ReductionSource, Scanned, ScanSource, Scattered
 from fxwrap.lowering.fusion.iteration_mappings import KernelPlan, Member, axes_of, substituted
@@ -118,11 +119,10 @@ class _PlannedKernelBuilder:
                 self._store(member)
         inputs, outputs = [buffer for buffer, _ in self.inputs], [buffer for buffer, _ in self.outputs]
         kernel = self.reader.body.finish(self.plan.axes, self.plan.reduced, inputs, outputs)
-        near_bytes = NEAR_BYTES if spec.massively_parallel else CACHE_LINE_BYTES
         if kernel.symbols:
-            kernel = _canonicalize_axes(kernel, hint, near_bytes)
+            kernel = _canonicalize_axes(kernel, hint, spec.massively_parallel)
         else:
-            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields, near_bytes)
+            kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields, spec.massively_parallel)
         used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
         loaded = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
         kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in loaded]))
@@ -189,15 +189,20 @@ class _PlannedKernelBuilder:
 
 
 @bounded_cache(1024)
-def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...], near_bytes: int) -> Kernel:
+def _canonicalize_static_axes(kernel: Kernel, uncompared_fields: tuple[str, ...], is_parallel: bool) -> Kernel:
     """Canonicalises the axes of a kernel of static sizes, once for all equal layers of a model."""
-    return _canonicalize_axes(kernel, int, near_bytes)
+    return _canonicalize_axes(kernel, int, is_parallel)
 
 
-def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], near_bytes: int) -> Kernel:
-    """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations."""
+def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel: bool) -> Kernel:
+    """Returns the kernel over its canonical index space, in which the parts of concatenations share iterations.
+
+    On massively parallel devices, an iteration has a row of a few elements too; on others, vectors have those of rows.
+    """
     kernel = canonicalize_axes(kernel, hint)
-    fused = fuse_segments(kernel, hint, near_bytes)
+    if is_parallel:
+        kernel = unroll_short_rows(kernel)
+    fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
     return merge_complementary_loads(kernel) if fused is kernel else canonicalize_axes(fused, hint)
 
 
