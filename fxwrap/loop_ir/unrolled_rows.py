@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product as cartesian
 
-from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.builder import eliminate_dead_operations
 from fxwrap.loop_ir.contraction import find_contraction
 from fxwrap.loop_ir.index import Atom, IndexLike
@@ -43,7 +42,7 @@ def unroll_short_rows(kernel: Kernel) -> Kernel:
     if not _has_short_rows(kernel) or reduces_columns(kernel) or find_contraction(kernel) is not None:
         return kernel
     sizes = [range(int(axis.size)) for axis in kernel.reduced]
-    points = [dict(zip(kernel.reduced, point, strict=True)) for point in cartesian(*sizes)]
+    points: list[dict[Atom, IndexLike]] = [dict(zip(kernel.reduced, at, strict=True)) for at in cartesian(*sizes)]
     operations: list[Operation] = []
     numbers: dict[Operation, int] = {}
     stores: list[Store] = []
@@ -68,8 +67,8 @@ def unroll_short_rows(kernel: Kernel) -> Kernel:
             continue
         copies = []
         for number, point in enumerate(points if varies else points[:1]):
-            position, values = partial(element, number), _values(point) if varies else {}
-            copy = map_operation(operation, position, partial(renumber_index, position, values))
+            position = partial(element, number)
+            copy = map_operation(operation, position, partial(renumber_index, position, point if varies else {}))
             if isinstance(copy, Store):
                 stores.append(copy)
             else:
@@ -79,10 +78,6 @@ def unroll_short_rows(kernel: Kernel) -> Kernel:
     stores.sort(key=lambda store: buffers.index(store.buffer))
     unrolled = replace(kernel, reduced=(), operations=(*operations, *stores))
     return verify_kernel(eliminate_dead_operations(unrolled))
-
-
-def _values(point: Mapping[Axis, int]) -> dict[Atom, IndexLike]:
-    return dict(point)
 
 
 def _has_short_rows(kernel: Kernel) -> bool:
