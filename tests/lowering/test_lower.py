@@ -436,9 +436,9 @@ def test_a_tensor_subclass_is_rejected() -> None:
 
 
 def test_an_argument_type_outside_the_ir_is_rejected() -> None:
-    target = aten.set_.source_Storage
+    target = aten.set.source_Storage
     graph_module = hand_written(lambda graph, x: graph.call_function(target, (x,)), "x")
     (call,) = graph_module.graph.find_nodes(op="call_function", target=target)
     call.args = (*call.args, torch.UntypedStorage(8, device="meta"))
-    with pytest.raises(GraphError, match="node 'set__source_storage': an argument is a UntypedStorage"):
+    with pytest.raises(GraphError, match="node 'set_source_storage': an argument is a UntypedStorage"):
         fxwrap.lower(graph_module, [torch.randn(2)])
