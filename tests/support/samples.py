@@ -375,6 +375,31 @@ program @while_loops(%i: borrowed i64[]@cpu, %x: borrowed f32[4]@cpu, %w: borrow
 }
 """,
     ),
+    Sample(  # values have the names that blocks may have in the emitted text
+        "names_of_blocks",
+        """
+program @else_3(%i: borrowed i64[]@cpu, %body_1: borrowed f32[4]@cpu, %flag: borrowed bool[]@cpu) {
+  %end, %cond_0 = control.while(%i, %body_1) : i64[]@cpu, f32[4]@cpu {
+  ^cond(%c0: i64[]@cpu, %c1: f32[4]@cpu):
+    %go = extern.call @aten.lt.Scalar(%c0, 11) : bool[]@cpu
+    control.yield(%go)
+  ^body(%b0: i64[]@cpu, %b1: f32[4]@cpu):
+    %next = extern.call @aten.add.Scalar(%b0, 1) : i64[]@cpu
+    %half = extern.call @aten.mul.Scalar(%b1, 0.5) : f32[4]@cpu
+    control.yield(%next, %half)
+  }
+  %then_2 = control.cond(%flag, %cond_0) : f32[4]@cpu {
+  ^then(%t: f32[4]@cpu):
+    %t1 = extern.call @aten.sin.default(%t) : f32[4]@cpu
+    control.yield(%t1)
+  ^else(%e: f32[4]@cpu):
+    %e1 = extern.call @aten.cos.default(%e) : f32[4]@cpu
+    control.yield(%e1)
+  }
+  control.return(%end, %cond_0, %then_2)
+}
+""",
+    ),
     Sample(
         "scan_and_map",
         """

@@ -59,7 +59,7 @@ def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedP
     a line that Python cannot express, and ArgumentError for another object than a program.
     """
     ir.check_program("fxwrap.to_python", program)
-    module = PythonModule(dict(program.functions))
+    module = PythonModule(dict(program.functions), {program.name, *ir.value_names(program)})
     writer = PythonConverter(program, module, handlers)
     constants = [constant.value for constant in program.constants]
     for value in ir.program_arguments(program):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import sympy
 import torch
@@ -15,6 +15,7 @@ from fxwrap.devices import language_traits
 from fxwrap.devices.kernel_names import DEPENDENT
 from fxwrap.lines import CallFunction
 from fxwrap.lines.operands import block_device, communicating_groups
+from fxwrap.names import NameAllocator
 from fxwrap.symbolic import PYTHON_IMPORTS, PythonPrinter, expression_kind
 from fxwrap.wrapper_ir import Block, KernelDefinition, Operand, TensorType, Value, captured_symbols
 
@@ -38,10 +39,11 @@ _WIDTH = 100
 class PythonModule:
     """Collects the imports, global definitions and nested functions of an emitted module."""
 
-    def __init__(self, functions: Mapping[str, Block]) -> None:
-        """`functions` are the functions of the program, by name."""
+    def __init__(self, functions: Mapping[str, Block], names: Collection[str]) -> None:
+        """`functions` are those of the program, by name; `names` those that no nested one may have."""
         self.printer = PythonPrinter()
         self._program_functions = functions
+        self._names = NameAllocator(set(names))
         self.imports: set[str] = set()
         self.external_imports: set[str] = set()
         self.definitions: dict[str, str] = {}
@@ -105,7 +107,7 @@ class PythonModule:
         """Returns the name of the function of a nested block, which is written at the first call for the block."""
         if id(block) in self._function_of:
             return self._function_of[id(block)][0]
-        name = f"{label}_{len(self._function_of)}"
+        name = self._names.create_from_legal(f"{label}_{len(self._function_of)}")
         self._function_of[id(block)] = (name, block)
         statements = write(block)
         signature = f"{name}(arguments{self.captured_symbols(block)})"
