@@ -15,12 +15,14 @@ any.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import math
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,7 +44,7 @@ import fxwrap
 from benchmarks.results import add_record_option, environment, result_path, write_result
 from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.devices import CPU, CUDA, TRITON, scoped_registration
-from fxwrap.errors import GraphError, InputError
+from fxwrap.errors import GraphError, InputError, UnsupportedError
 from fxwrap.lowering.fusion import fusion
 from fxwrap.options import PLANNERS, Options
 from fxwrap.printers import KernelRequest, PrintedKernel, triton_configurations
@@ -57,6 +59,7 @@ from tests.support.strategies.attention import attention, attention_functions
 from tests.support.strategies.control_graphs import control_graphs
 from tests.support.strategies.dynamic_graphs import LETTERS, DynamicGraph, Run, dynamic_graphs
 from tests.support.strategies.experts import experts
+from tests.support.strategies.exported import EXPORTED, ROUTES, SAVED, exported_modules
 from tests.support.strategies.functions import Compile, RandomFunction, gradients
 from tests.support.strategies.graphs import FAMILIES, graphs
 from tests.support.strategies.layers import layers
@@ -96,6 +99,7 @@ VARIANTS = {
     "norms": 2,
     "optimizers": 1,
     "attention in training": 1,
+    "exported": 3,
 }
 """Compiles of each graph. Dynamo traces a graph for each training compile, which then shares nothing with others."""
 
@@ -106,6 +110,7 @@ KERNELS = ("abacus", "cpp", "triton", "graphs")
 KERNEL_SHARES = {
     "layers": (2, 1, 2, 0), "layers in training": (2, 1, 2, 0), "attention": (1, 2, 2, 0),
     "attention in training": (1, 2, 2, 0), "experts": (2, 1, 2, 0), "norms": (1, 1, 4, 0), "optimizers": (4, 1, 4, 3),
+    "exported": (3, 1, 2, 0),
 }  # fmt: skip
 OTHER_KERNEL_SHARES = (48, 1, 1, 0)
 """How many graphs have kernels of each of these kinds: C++ takes a compiler, Triton's interpreter is slow.
@@ -152,13 +157,13 @@ TRACED = ("training", "layers in training", "experts", "norms", "optimizers", "a
 
 SHARES = {
     "static": 12, "dynamic": 4, "control": 2, "training": 2, "layers": 2, "layers in training": 1, "attention": 1,
-    "experts": 1, "norms": 1, "optimizers": 1, "attention in training": 1,
+    "experts": 1, "norms": 1, "optimizers": 1, "attention in training": 1, "exported": 2,
 }  # fmt: skip
 STRATEGIES = {
     "static": graphs(), "dynamic": dynamic_graphs(), "control": control_graphs(), "training": TRAINING,
     "layers": layers(), "layers in training": layers(), "attention": attention(),
     "experts": experts(), "norms": norms(), "optimizers": optimizers(),
-    "attention in training": attention_functions(),
+    "attention in training": attention_functions(), "exported": exported_modules(),
 }  # fmt: skip
 
 
@@ -340,8 +345,9 @@ def run_case(case: Case, subject: Subject) -> CaseResult:
         return _discarded("make_fx fails on slices of slices of unbacked lengths (torch 2.11)")
     try:
         settings = {**DYNAMO_SETTINGS, "specialize_float": case.kind == "attention in training"}
+        run = _train if subject.is_traced else _run_exported if case.kind == "exported" else _infer
         with _kernel_scope(case), torch._dynamo.config.patch(settings):
-            result = _train(case, subject) if subject.is_traced else _infer(case, subject)
+            result = run(case, subject)
     except Exception as error:
         raise AssertionError(f"{case}\n{graph}") from error
     if case.variant:
@@ -409,6 +415,38 @@ def _infer(case: Case, subject: Subject) -> CaseResult:
         _check(wanted, (*results, *actual), set() if case.options["output_strides"] == "any" else laid_out)
     refused = _check_refused(case, subject, compiled) if dynamic else 0
     return CaseResult(len(pairs), sum(isinstance(wanted, Exception) for _, wanted in pairs), refused)
+
+
+def _run_exported(case: Case, subject: Subject) -> CaseResult:
+    """Compares results, mutated inputs, containers and aliases of an exported program; later runs show its buffers."""
+    graph = subject.graph
+    try:
+        program = copy.deepcopy(graph.program)
+        wanted = graph.outcomes(copy.deepcopy(graph.program).module())
+    except Exception as error:  # noqa: BLE001 - torch.export refuses it, or runs it with other sizes only
+        return _discarded(f"torch.export: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}")
+    try:
+        compiled: Any = fxwrap.compile_graph(program, options=case.make_options())
+    except UnsupportedError as error:
+        if "'text'" not in str(error):
+            raise
+        return _discarded("C++ returns no text")
+    route = random.Random(f"{case.seed}.{case.variant}.route").choice(ROUTES)
+    if route == SAVED:
+        with tempfile.TemporaryDirectory() as folder:
+            compiled.save(f"{folder}/program.fxw")
+            compiled = fxwrap.load(f"{folder}/program.fxw", emitter=case.emitter, mmap=False)
+    if route == EXPORTED:
+        compiled = fxwrap.fx.export(compiled).module()
+    for number, (actual, expected) in enumerate(zip(graph.outcomes(compiled), wanted, strict=True)):
+        if isinstance(actual, InputError) and graph.rows[number] < 2:
+            return CaseResult(number, refused=1)  # the states of buffers differ from now on
+        assert type(actual) is type(expected), f"{route}, run {number}: {actual!r} is not {expected!r}"
+        for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            where = f"{route}, run {number}, item {position}:\n{one}\nis not\n{other}"
+            same = close(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+            assert same and type(one) is type(other), where
+    return CaseResult(len(wanted))
 
 
 def _check_refused(case: Case, subject: Subject, compiled: Callable[..., Any]) -> int:
