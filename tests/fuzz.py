@@ -443,7 +443,7 @@ def _run_exported(case: Case, subject: Subject) -> CaseResult:
             return CaseResult(number, refused=1)  # the states of buffers differ from now on
         assert type(actual) is type(expected), f"{route}, run {number}: {actual!r} is not {expected!r}"
         for position, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            where = f"{route}, run {number}, item {position}:\n{one}\nis not\n{other}"
+            where = f"result {position} of run {number}, {route}:\n{one}\nis not\n{other}"
             same = close(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
             assert same and type(one) is type(other), where
     return CaseResult(len(wanted))

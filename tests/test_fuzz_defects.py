@@ -17,6 +17,7 @@ from tests import fuzz
 from tests.fuzz import Subject, run_case
 from tests.support.agreement import Agreement
 from tests.support.defects import DEFECTS, Defect
+from tests.support.long_form import long_only
 from tests.support.strategies.graphs import INDEXING, POINTWISE, VIEWS, _extremum, _sum, graphs
 
 SEEDS = 60
@@ -59,7 +60,7 @@ def test_a_defect_is_reported(defect: Defect) -> None:
         assert next(_reports(_subject(defect.graphs, seed) for seed in range(SEEDS)), None)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "control", "training"])
+@pytest.mark.parametrize("kind", ["dynamic", "control", "training", long_only("exported")])
 def test_a_defect_is_reported_in_other_kinds_of_graphs(kind: str) -> None:
     (defect,) = [defect for defect in DEFECTS if defect.name == "float term dropped"]
     with defect.planted():
