@@ -40,8 +40,10 @@ def greedy_by_duration(buffers: Sequence[Buffer], max_stored_pairs: int = MAX_ST
 
 
 def squeaky_wheel(buffers: Sequence[Buffer]) -> list[int]:
-    """Repeats `greedy_by_duration`, with buffers that ended above the lower bound earlier in the order (Joslin and
-    Clements, 1999); returns the best placement. The number of rounds is limited by the number of overlapping pairs.
+    """Returns the best of repeated placements by `greedy_by_duration` (Joslin and Clements, 1999).
+
+    Buffers that ended above the lower bound come earlier in the next order. The number of rounds is limited by the
+    number of overlapping pairs.
     """
     bound = max_live_bytes(buffers)
     neighbours = _neighbours(buffers, MAX_STORED_PAIRS)

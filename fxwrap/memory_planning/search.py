@@ -145,8 +145,9 @@ def _independent(buffers: Sequence[Buffer]) -> list[list[int]]:
 def _search_dependent(
     buffers: list[Buffer], capacity: int, limits: SearchLimits, functions: SearchFunctions
 ) -> SearchResult:
-    """Searches in rounds: with blocks of equal sizes and of similar ones, if that leaves few of them, and without,
-    until a limit."""
+    """Searches in rounds until a limit.
+
+    Rounds have blocks of equal sizes and of similar ones, if that leaves few of them, and no blocks."""
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:

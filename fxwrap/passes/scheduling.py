@@ -30,8 +30,10 @@ class SchedulingUnit:
 
 
 def split_regions(lines: Sequence[ir.LineBase]) -> Iterator[Sequence[ir.LineBase]]:
-    """Yields the regions in which lines may be reordered. Brackets, the terminator, and inputs' symbols and checks are
-    fixed: nothing reads or writes an input before its layout is checked.
+    """Yields the regions in which lines may be reordered.
+
+    Brackets, the terminator, and inputs' symbols and checks are fixed: nothing reads or writes an input before its
+    layout is checked.
     """
     start = next((index for index, line in enumerate(lines) if not _is_about_inputs(line)), len(lines))
     if start:

@@ -1,5 +1,7 @@
-"""Operators in place of `torch.ops.higher_order.print` and `call_torchbind`, whose calls no schema describes, and the
-operator with which a program shows the value of a line to an observer."""
+"""Operators in place of higher-order ones whose calls no schema describes, and the operator that observes values.
+
+The former are `torch.ops.higher_order.print` and `call_torchbind`; the latter shows the value of a line to an observer.
+"""
 
 from __future__ import annotations
 

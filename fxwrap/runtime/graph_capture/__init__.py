@@ -1,0 +1,1 @@
+"""Capture and replay of a program's functions, with a capturer for CUDA graphs."""

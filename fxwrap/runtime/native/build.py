@@ -34,8 +34,14 @@ from fxwrap.runtime.native.precompiled_headers import include_flags
 
 @dataclass(frozen=True, slots=True)
 class NativeSource:
-    """An additional translation unit of a program: text, compiler flags (by default those of CPU kernels), files that
-    it includes by name, and the number of kernels that it defines."""
+    """An additional translation unit of a program.
+
+    Fields:
+        text: its source.
+        flags: compiler flags, by default those of CPU kernels.
+        files: the files that it includes, by name.
+        kernels: the number of kernels that it defines.
+    """
 
     text: str
     flags: tuple[str, ...] = KERNEL_FLAGS
@@ -140,8 +146,9 @@ def _compile_counted_unit(compiler: Compiler, source: NativeSource, path: Path) 
 
 
 def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
-    """Compiles a translation unit to an object file beside it. Objects of CPU kernels are cached: the programs of all
-    emitters link the same ones."""
+    """Compiles a translation unit to an object file beside it.
+
+    Objects of CPU kernels are cached: the programs of all emitters link the same ones."""
     if source.flags != KERNEL_FLAGS or source.files:
         return run_compiler(_unit_command(compiler, source, path), path.parent)
     flags = (*KERNEL_FLAGS, *user_kernel_flags())

@@ -28,8 +28,11 @@ _BUILD_CONFIGURATION = "include/torch/headeronly/macros/cmake_macros.h"
 
 @dataclass
 class _Installation:
-    """The folder of this installation's entries, which a source checkout lacks, and the names of those that were
-    reported as missing, damaged or not loadable: each is reported once a process."""
+    """The folder of this installation's entries, which a source checkout lacks.
+
+    It has the names of entries that were reported as missing, damaged or not loadable: each is reported once a
+    process.
+    """
 
     folder: Path = Path(__file__).parent / "compiled"
     unusable: set[str] = field(default_factory=set)

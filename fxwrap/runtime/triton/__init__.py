@@ -1,0 +1,1 @@
+"""Compilation and launches of Triton kernels, fxwrap's and the user's."""

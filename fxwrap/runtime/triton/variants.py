@@ -95,8 +95,7 @@ def variant_of(compiled: Any, constants: Collection[str]) -> TritonVariant | Non
 def make_source(
     function: Any, arguments: Sequence[torch.dtype | int | float | bool], constants: Mapping[str, object]
 ) -> Any:
-    """Returns Triton's source of a kernel for arguments of the classes that a launch has: dtypes for aligned tensors,
-    and scalars."""
+    """Returns Triton's source of a kernel for arguments of these classes: dtypes of aligned tensors, and scalars."""
     names = [name for name in function.arg_names if name not in constants]
     declared = {parameter.name: parameter.annotation_type for parameter in function.params}
     kinds = {name: declared[name] or _kind(item) for name, item in zip(names, arguments, strict=True)}
