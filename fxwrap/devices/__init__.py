@@ -1,4 +1,6 @@
-"""Device types and kernel languages. A vendor's package registers a device type like fxwrap does CPU and CUDA:
+"""Device types and kernel languages.
+
+A vendor's package registers a device type like fxwrap does CPU and CUDA:
 
     fxwrap.devices.register(DeviceSpec("npu", "npu_c", ...), printer=print_kernel, runtime=DeviceRuntime(...))
 

@@ -224,7 +224,8 @@ class Blocks:
     def _merge_all(self, changed: Iterable[int]) -> None:
         """Merges stacks of items with equal live ranges, else other blocks, until none is left.
 
-        It looks near the times that changed."""
+        It looks near the times that changed.
+        """
         while changed:
             self._update_exchanges(changed)
             near = {time for changed_at in changed for index in (*self._started[changed_at], *self._ended[changed_at])

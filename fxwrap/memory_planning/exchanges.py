@@ -76,7 +76,8 @@ def margin(size: int, tolerance: int) -> int:
 def find_exchanges(query: ExchangeQuery) -> list[Exchange]:
     """Returns exchanges with the first pending buffer, the cheapest first.
 
-    They are of few free or pending buffers, or of all but few."""
+    They are of few free or pending buffers, or of all but few.
+    """
     return _Finder(query).run()
 
 

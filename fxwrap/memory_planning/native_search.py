@@ -123,7 +123,8 @@ class NativeBlocks:
 def native_search(builds: bool = True) -> NativeSearch | None:
     """Returns the native search, which is compiled now if it is not yet.
 
-    None where it cannot be compiled, and without `builds` where it would have to be."""
+    None where it cannot be compiled, and without `builds` where it would have to be.
+    """
     library = load_planner(builds)
     return None if library is None else NativeSearch(library)
 

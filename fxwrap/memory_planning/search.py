@@ -147,7 +147,8 @@ def _search_dependent(
 ) -> SearchResult:
     """Searches in rounds until a limit.
 
-    Rounds have blocks of equal sizes and of similar ones, if that leaves few of them, and no blocks."""
+    Rounds have blocks of equal sizes and of similar ones, if that leaves few of them, and no blocks.
+    """
     if max_live_bytes(buffers) > capacity:
         return SearchResult(SearchStatus.INFEASIBLE, (), 0)
     if len(buffers) == 1:

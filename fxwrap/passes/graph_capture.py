@@ -59,8 +59,10 @@ class CaptureChecker:
         excluded: Collection[str] = (),
         collective_device_types: Collection[str] = (),
     ) -> None:
-        """`device_types` support capture, and `collective_device_types` that of collectives; `excluded` are names of
-        operators ("aten.mm.default") and kernels."""
+        """`device_types` support capture, and `collective_device_types` that of collectives.
+
+        `excluded` are names of operators ("aten.mm.default") and kernels.
+        """
         self.device_types = frozenset(device_types)
         self.collective_device_types = frozenset(collective_device_types)
         self.excluded = frozenset(excluded)

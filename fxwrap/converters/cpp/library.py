@@ -47,8 +47,10 @@ class EmittedCpp(EmittedProgram):
         engine: str,
         emit: Callable[[Program], EmittedCpp],
     ) -> None:
-        """`kernels` are the launched kernels, `replayed_calls` the calls of captured functions, `operators` the called
-        operators as "namespace.name.overload", `engine` the engine of the C runtime that they need: "cpu" or "torch".
+        """`kernels` are the launched kernels, and `replayed_calls` the calls of captured functions.
+
+        `operators` are the called operators as "namespace.name.overload", `engine` is the engine of the C runtime that
+        they need: "cpu" or "torch".
         """
         load = cache(self._load)
         super().__init__(source, lambda: load().boxed, load)  # native code runs below autograd

@@ -121,7 +121,8 @@ def _compile_bridge_units(compiler: Compiler, in_background: bool = False) -> li
     """Returns the object files of `_BRIDGE_UNITS` and `_BINDING_UNITS`.
 
     Each is cached, so that a build that ends early is continued by the next one, and threads and processes that build
-    the bridge at once share the work."""
+    the bridge at once share the work.
+    """
     units = (*_BRIDGE_UNITS, *_BINDING_UNITS)
     subject = f"the C++ bridge for torch {torch.__version__}"
     with report_build(subject, len(units), on_terminal=not in_background) as finish_file:

@@ -148,7 +148,8 @@ def _compile_counted_unit(compiler: Compiler, source: NativeSource, path: Path) 
 def _compile_unit(compiler: Compiler, source: NativeSource, path: Path) -> str:
     """Compiles a translation unit to an object file beside it.
 
-    Objects of CPU kernels are cached: the programs of all emitters link the same ones."""
+    Objects of CPU kernels are cached: the programs of all emitters link the same ones.
+    """
     if source.flags != KERNEL_FLAGS or source.files:
         return run_compiler(_unit_command(compiler, source, path), path.parent)
     flags = (*KERNEL_FLAGS, *user_kernel_flags())

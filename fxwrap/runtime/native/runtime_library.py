@@ -95,7 +95,8 @@ def runtime_sources() -> list[Path]:
 def write_runtime_target(folder: Path) -> None:
     """Writes the file that the runtime reads in its folder.
 
-    It has the headers and the machine that programs must be compiled for, and the folder of libtorch."""
+    It has the headers and the machine that programs must be compiled for, and the folder of libtorch.
+    """
     target = binary_target()
     lines = [*[str(target[name]) for name in ("interface", "machine")], f"{_torch_folder()}/lib"]
     (folder / RUNTIME_TARGET).write_text("".join([f"{line}\n" for line in lines]), encoding="utf-8")

@@ -59,7 +59,8 @@ def _function(path: str, name: str) -> Any:
 class _TorchHider:
     """A finder without torch, which Triton 3.6 and 3.7 import for their first kernel, but do not need.
 
-    Importing it takes longer than compiling ten kernels."""
+    Importing it takes longer than compiling ten kernels.
+    """
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
         if name == "torch":
