@@ -137,3 +137,11 @@ def test_steps_of_groups_are_filled(groups: int, step: int) -> None:
     kernel = parse_kernel(str(large(3)).replace("g: 64", f"g: {groups}"))
     first = next(item for item in configurations(kernel) if isinstance(item, BatchedDotConfiguration))
     assert first.p_block == step
+
+
+@pytest.mark.parametrize(("groups", "step"), [(64, 8), (24, 8), (20, 4), (28, 4), (14, 8)])
+def test_steps_of_fragments_of_eight_rows_are_filled(groups: int, step: int) -> None:
+    """Of many columns, whose programs occupy the device: those of few wait for loads, which are more in a long step."""
+    kernel = parse_kernel(replaced(str(large(8)), {"g: 64": f"g: {groups}", "j: 4096": "j: 16384"}))
+    first = next(item for item in configurations(kernel) if isinstance(item, FragmentConfiguration))
+    assert (first.p_block, first.num_warps) == (step, 2)
