@@ -19,6 +19,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,6 @@ class Routed(nn.Module):
         return result
 
 
-def step(layer: nn.Module, inputs: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:
-    """Returns the result and the gradients of the inputs and the parameters."""
-    leaves = [*inputs, *layer.parameters()]
-    result = layer(*inputs)
-    return [result.detach(), *torch.autograd.grad(result, leaves, upstream)]
-
-
 def stacked(gradients: list[Tensor], layer: Experts) -> list[Tensor]:
     """Returns the result and the gradients of a step in the order of a layer with stacked weights."""
     if not isinstance(layer, ModuleExperts) or len(gradients) == 1:
@@ -173,77 +167,115 @@ def layers(model: str, form: str, divisor: int, dtype: torch.dtype, device: str)
     return Routed(layer, of_token), Routed(grouped, of_token)
 
 
-def measure(model: str, form: str, count: int, training: bool, chosen: argparse.Namespace, report: Report) -> None:
-    """Measures all sides of a case and adds their rows."""
+@dataclass(frozen=True)
+class Case:
+    """A layer in one form, and a number of tokens, in inference or in a training step."""
+
+    model: str
+    form: str
+    training: bool
+    count: int
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of a row that say what it measures, but for the side."""
+        what = "step" if self.training else "inference"
+        return {"case": f"{self.model}-{self.form}", "what": what, "tokens": self.count}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a row of an earlier run has in common with this case."""
+        return tuple(self.columns.values())
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The inputs of a layer, and the gradient of its result in a training step."""
+
+    inputs: tuple[Tensor, ...]
+    upstream: Tensor
+    training: bool
+
+    def results(self, module: nn.Module, run: Callable[..., Tensor]) -> list[Tensor]:
+        """Returns the result of a module's call, in a step also the gradients of the inputs and the parameters."""
+        if not self.training:
+            with torch.no_grad():
+                return [run(*self.inputs)]
+        result = run(*self.inputs)
+        leaves = [*self.inputs, *module.parameters()]
+        return [result.detach(), *torch.autograd.grad(result, leaves, self.upstream)]
+
+    def double(self) -> Operands:
+        """Returns the operands in float64."""
+        inputs = tuple([item.detach().double().requires_grad_(self.training) for item in self.inputs])
+        return Operands(inputs, self.upstream.double(), self.training)
+
+
+def operands(case: Case, chosen: argparse.Namespace) -> Operands:
+    """Returns random tokens and scores of experts."""
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    experts, _, width, *_ = MODELS[case.model]
+    tokens = torch.randn(case.count, width // chosen.divisor, device=device, dtype=dtype)
+    scores = torch.randn(case.count, experts, device=device)
+    inputs = (tokens.requires_grad_(case.training), scores.requires_grad_(case.training))
+    return Operands(inputs, torch.randn(tokens.shape, device=device, dtype=dtype), case.training)
+
+
+def reference(grouped: Routed, tensors: Operands) -> list[Tensor]:
+    """Returns the results of the loop in float64, on stacked weights."""
+    module = copy.deepcopy(grouped).double()
+    module.layer.routed = Experts.routed.__get__(module.layer)  # type: ignore[method-assign]
+    return tensors.double().results(module, module)
+
+
+def compiled(module: nn.Module, side: str, form: str) -> Callable[..., Tensor]:
+    """Returns a module as a side compiles it."""
+    backend = side.partition(" ")[0]
+    freezing = {"fxwrap": ("fxwrap", {"freeze": True}), "inductor": ("inductor:freezing", {})}
+    backend, options = freezing.get(backend, (backend, {})) if form == "frozen" else (backend, {})
+    return compile_with(backend, module, options)
+
+
+def measure(case: Case, chosen: argparse.Namespace, report: Report) -> None:
+    """Measures all sides of a case and adds their rows."""
+    device = torch.device(chosen.device)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    layer, grouped = layers(model, form, chosen.divisor, dtype, chosen.device)
-    width = MODELS[model][2] // chosen.divisor
-    inputs = (
-        torch.randn(count, width, device=device, dtype=dtype),
-        torch.randn(count, MODELS[model][0], device=device),
-    )
-    upstream = torch.randn(count, width, device=device, dtype=dtype)
-    for item in inputs:
-        item.requires_grad_(training)
-
-    def call(module: nn.Module, run: Callable[..., Tensor], drawn: tuple[Tensor, ...], above: Tensor) -> list[Tensor]:
-        if not training:
-            with torch.no_grad():
-                return [run(*drawn)]
-        result = run(*drawn)
-        return [result.detach(), *torch.autograd.grad(result, [*drawn, *module.parameters()], above)]
-
-    def reference() -> list[Tensor]:
-        module = copy.deepcopy(grouped).double()
-        loop = Experts.routed.__get__(module.layer)
-        module.layer.routed = loop  # type: ignore[method-assign]
-        doubles = tuple([item.detach().double().requires_grad_(training) for item in inputs])
-        return call(module, module, doubles, upstream.double())
-
-    expected = reference()
-    errors: dict[str, float] = {}
-    seconds: dict[str, float] = {}
-    peaks: dict[str, float] = {}
+    layer, grouped = layers(case.model, case.form, chosen.divisor, getattr(torch, chosen.dtype), chosen.device)
+    tensors = operands(case, chosen)
+    expected = reference(grouped, tensors)
+    rows: dict[str, Row] = {}
     contenders: dict[str, Contender] = {}
     for side in chosen.sides:
         module = grouped if side == "inductor grouped" else layer
-        backend = side.partition(" ")[0]
-        freezing = {"fxwrap": ("fxwrap", {"freeze": True}), "inductor": ("inductor:freezing", {})}
-        backend, options = freezing.get(backend, (backend, {})) if form == "frozen" else (backend, {})
-        run = partial(call, module, compile_with(backend, module, options), inputs, upstream)
+        run = partial(tensors.results, module, compiled(module, side, case.form))
         start = time.perf_counter()
         try:
             with torch._dynamo.config.patch(recompile_limit=64):
                 results = run()
             synchronize(device)
-            seconds[side] = time.perf_counter() - start
-            errors[side] = relative_error(stacked(results, module.layer), expected)
+            seconds = time.perf_counter() - start
+            error = relative_error(stacked(results, module.layer), expected)
             del results
             run()
-            peaks[side] = peak_of(run, device)[1] / 1e6
-        except Exception as error:  # noqa: BLE001 - a side that cannot run a case is a row of the table
-            print(f"  {side}: {first_line(error)}", flush=True)
-            report.add({**_case(model, form, count, training, side), "ms": None, "note": type(error).__name__})
+            peak = peak_of(run, device)[1] / 1e6
+        except Exception as failure:  # noqa: BLE001 - a side that cannot run a case is a row of the table
+            print(f"  {side}: {first_line(failure)}", flush=True)
+            report.add({**case.columns, "side": side, "ms": None, "note": type(failure).__name__})
             continue
+        rows[side] = {"peak MB": round(peak, 1), "first call s": round(seconds, 1), "error": error}
         contenders[side] = Contender(partial(repeat, run, chosen.calls), chosen.calls)
     times = interleaved_host_times(contenders, chosen.rounds, device)
-    for side in contenders:
+    for side, row in rows.items():
         median = times[side].median
         ratios = {
             f"/ {other}": round(median / times[other].median, 3) if other in times else None
             for other in ("inductor", "inductor grouped")
         }
-        row: Row = {
-            **_case(model, form, count, training, side), "ms": round(1e3 * median, 3), **ratios,
-            "peak MB": round(peaks[side], 1), "first call s": round(seconds[side], 1), "error": errors[side],
-        }  # fmt: skip
-        report.add(row, {"seconds": times[side].samples})
-
-
-def _case(model: str, form: str, count: int, training: bool, side: str) -> dict[str, Any]:
-    return {"case": f"{model}-{form}", "what": "step" if training else "inference", "tokens": count, "side": side}
+        report.add(
+            {**case.columns, "side": side, "ms": round(1e3 * median, 3), **ratios, **row},
+            {"seconds": times[side].samples},
+        )
 
 
 def main() -> None:
@@ -272,11 +304,11 @@ def main() -> None:
         for what in chosen.what:
             for count in chosen.tokens:
                 for form in chosen.forms:
-                    key = (f"{model}-{form}", what, count)
-                    is_skipped = (form == "frozen" and what == "step") or key in measured
+                    case = Case(model, form, what == "step", count)
+                    is_skipped = (form == "frozen" and case.training) or case.key in measured
                     if is_skipped or time.perf_counter() - start > chosen.seconds:
                         continue
-                    measure(model, form, count, what == "step", chosen, report)
+                    measure(case, chosen, report)
 
 
 if __name__ == "__main__":
