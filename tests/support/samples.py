@@ -6,11 +6,11 @@ for those that a CPU can run now.
 
 from __future__ import annotations
 
-from fxwrap.wrapper_ir import KernelDefinition, Program
+from fxwrap.wrapper_ir import KernelDefinition
 from tests.support.opaque import COUNTER
 from tests.support.sample import EXTENSIONS, DmaCopy, Sample, random_tensor
 
-__all__ = ["EXTENSIONS", "SAMPLES", "DmaCopy", "Sample", "random_tensor", "sample_programs"]
+__all__ = ["EXTENSIONS", "SAMPLES", "DmaCopy", "Sample", "random_tensor"]
 
 _RELU = KernelDefinition(
     "relu",
@@ -698,8 +698,3 @@ communicate("0"), output(), assert()) : f16[2, 2 | 1, 2]@cpu
 
 SAMPLES: dict[str, Sample] = {sample.name: sample for sample in _TABLE}
 """Every sample by name."""
-
-
-def sample_programs() -> dict[str, Program]:
-    """Returns every sample's program by name."""
-    return {name: sample.program() for name, sample in SAMPLES.items()}
