@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, expressions_of, has_static_strides, is_contiguous
+from fxwrap.fx_passes.graph_copy import GraphCopy, expressions_of, has_static_strides, is_contiguous
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})

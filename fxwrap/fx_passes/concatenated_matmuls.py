@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases
+from fxwrap.fx_passes.graph_copy import GraphCopy
 from fxwrap.fx_passes.matmuls import MATMULS
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten

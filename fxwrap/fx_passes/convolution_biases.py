@@ -14,16 +14,9 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    StorageAliases,
-    fake_call,
-    fresh_like,
-    is_dense,
-    layout_text,
-    same_layout,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call, fresh_like, is_dense, layout_text, same_layout
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten

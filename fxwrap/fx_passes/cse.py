@@ -12,16 +12,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    can_propagate_fake,
-    items_of,
-    nodes_by_storage,
-    same_strides,
-    storages_of,
-    written_storages,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, items_of, same_strides, storages_of
 from fxwrap.fx_passes.prepared_graph import RECOMPUTED, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import nodes_by_storage, written_storages
 from fxwrap.torch_compat import OpOverload, symbol_expression
 from fxwrap.wrapper_ir.operators import operator_schema
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention_scores import biased_score_functions, computed_bias_functions
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
-from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
 from fxwrap.fx_passes.library_attention import (
     WHOLE,
     bias_of,
@@ -26,6 +26,7 @@ from fxwrap.fx_passes.library_attention import (
     without_broadcasts,
 )
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor, flex_attention_operator
 
 _MAX_ROWS = 16

@@ -20,10 +20,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.decompositions import Decomposition
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.graph_copy import items_of, layout_text
+from fxwrap.fx_passes.graph_copy import CallResults, items_of, layout_text
 from fxwrap.fx_passes.layout_changes import changes_layout, replace_layout_changes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues
 from fxwrap.torch_compat import (

@@ -26,17 +26,11 @@ from fxwrap.fx_passes.expert_gradients import GradientSum
 from fxwrap.fx_passes.expert_masks import encode_masks_of_experts, selects_by_mask
 from fxwrap.fx_passes.expert_rows import MATMULS, RowCheck, StackedOperand, coordinate, stacked_operand, sums_rows
 from fxwrap.fx_passes.expert_writes import simplify_gradients_of_writes
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    bytes_of,
-    expressions_of,
-    is_contiguous,
-    storages_of,
-    written_storages,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, expressions_of, is_contiguous, storages_of
 from fxwrap.fx_passes.grouped_rows import MATRIX_ALIGNMENT, GroupedLoop, GroupedMethod, GroupedRows, Terminal
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.options import Options
 from fxwrap.torch_compat import sums_empty_groups
 

@@ -19,8 +19,9 @@ from fxwrap.fx_passes.attention_nodes import is_tensor
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.expert_conditions import ExpertCondition, are_distinct, are_in_range, expert_condition
 from fxwrap.fx_passes.expert_rows import coordinate, is_zero
-from fxwrap.fx_passes.graph_copy import GraphCopy, same_layout, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, same_layout, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 
 _aten = torch.ops.aten
 

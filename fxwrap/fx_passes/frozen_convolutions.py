@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, same_layout
+from fxwrap.fx_passes.graph_copy import GraphCopy, same_layout
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten

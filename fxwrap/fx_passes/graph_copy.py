@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -13,8 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.effects import attribute_of, mutated_operands
-from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
+from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -26,9 +27,9 @@ from fxwrap.torch_compat import (
     storage_identity,
     symbol_expression,
     symbol_hint,
+    tree_map,
 )
 from fxwrap.wrapper_ir import contiguous_strides
-from fxwrap.wrapper_ir.operators import operator_schema
 
 
 def items_of(fake: object) -> Sequence[Any]:
@@ -137,7 +138,7 @@ def run_on_fakes(node: Node, fakes: NodeValues, like: object = None) -> Any:
     return result
 
 
-def fresh_like(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> object:
+def fresh_like(mode: FakeTensorMode, item: object, strides: tuple[int, ...] | None = None) -> Any:
     """Returns a tensor like a fake one on a new storage, with other strides if some are named; other objects as is."""
     if not isinstance(item, FakeTensor):
         return item
@@ -186,21 +187,57 @@ def can_propagate_fake(node: Node) -> bool:
     return isinstance(node.target, OpOverload) or node.target is operator.getitem
 
 
-def written_storages(nodes: Sequence[Node], fakes: NodeValues) -> set[int]:
-    """Returns the identities of the storages that calls of a graph write."""
-    return {
-        storage for node in nodes if node.op == "call_function"
-        for operand in mutated_operands(node, fakes) for storage in storages_of(fakes.get(operand))
-    }  # fmt: skip
+class CallResults:
+    """Fake results of calls: those of calls with equal operators, arguments and layouts of operands are inferred once.
+
+    Models repeat their layers, and a new fake tensor of known layout takes a tenth of the time of a call on fakes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _CallResult] = {}
+
+    def run(self, node: Node, fakes: NodeValues, like: object = None) -> Any:
+        """Returns the fake result of a call, as `run_on_fakes` does."""
+        text = call_text(node, fakes)
+        if text is None:
+            return run_on_fakes(node, fakes, like)
+        operands = [fakes[operand] for operand in node.all_input_nodes]
+        known = self._known.get(text)
+        result = None if known is None else known.of(operands)
+        if result is None:
+            result = run_on_fakes(node, fakes, like)
+            self._known[text] = _CallResult(result, operands, _mode_of_new_tensors(result, operands))
+        return result
 
 
-def nodes_by_storage(nodes: Sequence[Node], fakes: NodeValues) -> dict[int, list[Node]]:
-    """Returns the nodes whose tensors share each storage."""
-    nodes_of: dict[int, list[Node]] = {}
-    for node in nodes:
-        for storage in storages_of(fakes.get(node)):
-            nodes_of.setdefault(storage, []).append(node)
-    return nodes_of
+@dataclass(frozen=True)
+class _CallResult:
+    """The fake result of a call with some operands; `mode` is its mode if it consists of new tensors."""
+
+    result: Any
+    operands: Sequence[Any]
+    mode: FakeTensorMode | None
+
+    def of(self, operands: Sequence[Any]) -> Any:
+        """Returns the result for operands of the same layouts: new tensors or a view; None where it is neither."""
+        if self.mode is not None:
+            return tree_map(partial(fresh_like, self.mode), self.result)
+        own = storages_of(self.result)
+        bases = [position for position, operand in enumerate(self.operands) if storages_of(operand) & own]
+        return rebased(self.result, self.operands[bases[0]], operands[bases[0]]) if len(bases) == 1 else None
+
+
+def _mode_of_new_tensors(result: object, operands: Sequence[Any]) -> FakeTensorMode | None:
+    """Returns the mode of a result that consists of tensors of static layouts, each on a storage of its own."""
+    tensors = [item for item in items_of(result) if isinstance(item, torch.Tensor)]
+    storages = [storage_identity(item) for item in tensors]
+    read = {storage for operand in operands for storage in storages_of(operand)}
+    are_new = (
+        all(layout_text(item) is not None and item.storage_offset() == 0 for item in tensors)
+        and len(set(storages)) == len(storages)
+        and read.isdisjoint(storages)
+    )
+    return fake_mode_of(operands) if are_new else None
 
 
 class GraphCopy:
@@ -220,6 +257,7 @@ class GraphCopy:
         self.graph = Graph()
         self.node_map: dict[Node, Node] = {}
         self.fakes: dict[Node, Any] = {}
+        self._results = CallResults()
         for node in source.nodes:
             copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
             if node in source.fakes:
@@ -243,7 +281,7 @@ class GraphCopy:
             warnings.filterwarnings("ignore", "Raw SymInt")  # lowering reads sizes that are symbols, not nodes
             call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
         if fake is None:
-            fake = run_on_fakes(call, self.fakes, self.fakes.get(before))
+            fake = self._results.run(call, self.fakes, self.fakes.get(before))
         call.meta = {**(origin or before).meta, "val": fake}
         call.meta.pop("unbacked_bindings", None)
         self.fakes[call] = fake
@@ -336,14 +374,14 @@ class GraphCopy:
                 moved.add(node)
                 view, base = self.node_map[node], bases[0]
                 fake = rebased(fakes[node], fakes[base], self.fakes[self.node_map[base]])
-                self.fakes[view] = view.meta["val"] = run_on_fakes(view, self.fakes) if fake is None else fake
+                self.fakes[view] = view.meta["val"] = self._results.run(view, self.fakes) if fake is None else fake
         output = self.graph.output_node()
         for node, name in self._output_clones:
             returned = self.node_map[node]
             keywords: dict[str, Any] = {"memory_format": torch.contiguous_format}
             with self.graph.inserting_before(output):
                 clone = self.graph.create_node("call_function", _CLONE, (returned,), keywords, name)
-            self.fakes[clone] = run_on_fakes(clone, self.fakes)
+            self.fakes[clone] = self._results.run(clone, self.fakes)
             clone.meta = {**returned.meta, "val": self.fakes[clone]}
             output.replace_input_with(returned, clone)
         positions = {node: position for position, node in enumerate(nodes)}
@@ -363,90 +401,3 @@ class GraphCopy:
 
 
 _CLONE: Callable[..., object] = torch.ops.aten.clone.default
-
-
-_ROW_STRIDE_AGNOSTIC = frozenset({
-    "aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default",
-    "aten._addmm_activation.default",
-    "aten._scaled_dot_product_cudnn_attention.default", "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-})  # fmt: skip
-"""Operators without a lowering rule that read rows with any stride without copying them."""
-
-
-class StorageAliases:
-    """The nodes of a graph, grouped by the storage of their tensors."""
-
-    def __init__(self, graph: PreparedGraph, context: FxPassContext) -> None:
-        nodes, self.fakes = graph.nodes, graph.fakes
-        self.fused_operators, self.extern_operators = context.fused_operators, context.extern_operators
-        self._written = written_storages(nodes, self.fakes)
-        self._returned = {
-            storage for node in graph.output.all_input_nodes for storage in storages_of(self.fakes.get(node))
-        }
-        self._on_storage = nodes_by_storage(nodes, self.fakes)
-        self._layouts: dict[str, Any] = {}
-
-    def aliases(self, node: Node) -> list[Node]:
-        """Returns the nodes whose tensors share a node's storage, in the graph's order, the node included."""
-        return list({item: None for storage in storages_of(self.fakes.get(node)) for item in self._on_storage[storage]})
-
-    def is_mutated(self, node: Node) -> bool:
-        """Whether a call writes the storage of a node's tensor."""
-        return not self._written.isdisjoint(storages_of(self.fakes.get(node)))
-
-    def is_returned(self, node: Node) -> bool:
-        """Whether the graph returns a tensor on the storage of a node's tensor."""
-        return not self._returned.isdisjoint(storages_of(self.fakes.get(node)))
-
-    def readers(self, node: Node) -> list[Node]:
-        """Returns the nodes that read a tensor or a view of it, without the graph's output."""
-        aliases = self.aliases(node)
-        users = {user: None for item in aliases for user in item.users}
-        return [user for user in users if user not in aliases and user.op != "output"]
-
-    def has_kernels_as_readers(self, node: Node) -> bool:
-        """Whether generated kernels alone read a tensor and its views, but for the graph's output."""
-        targets = {str(user.target) for user in self.readers(node)}
-        return targets.issubset(self.fused_operators) and targets.isdisjoint(self.extern_operators)
-
-    def accepts_layout(self, node: Node, fake: FakeTensor) -> bool:
-        """Whether a tensor can have the strides of `fake`: its views stay views, and its readers' results are equal.
-
-        The graph's outputs are not checked: the caller knows whether their strides are fixed.
-        """
-        aliases, readers = self.aliases(node), self.readers(node)
-        if not all(can_propagate_fake(item) and "as_strided" not in str(item.target) for item in aliases):
-            return False
-        if not all(self._accepts_any_row_stride(reader) for reader in readers):
-            return False
-        fakes = {**self.fakes, node: fake}
-        try:
-            for item in (*[item for item in aliases if item is not node], *readers):
-                fakes[item] = self._result_layout(item, fakes)
-        except (RuntimeError, ValueError):  # a view that needs contiguous rows
-            return False
-        return all(same_layouts(fakes[reader], self.fakes[reader]) for reader in readers)
-
-    def _result_layout(self, node: Node, fakes: NodeValues) -> Any:
-        """Returns a fake value with the layout of a call's result; those of equal layers are computed once."""
-        text = call_text(node, fakes)
-        if text is None:
-            return run_on_fakes(node, fakes)
-        if text not in self._layouts:
-            self._layouts[text] = run_on_fakes(node, fakes)
-        return self._layouts[text]
-
-    def _accepts_any_row_stride(self, node: Node) -> bool:
-        """Whether a call reads rows with any stride without a copy."""
-        name = operator_schema(node.target).name if isinstance(node.target, OpOverload) else ""
-        return name in _ROW_STRIDE_AGNOSTIC or name in self.fused_operators
-
-
-def same_layouts(one: object, other: object) -> bool:
-    """Whether the tensors of two fake values have equal sizes and strides, pair by pair."""
-    pairs = zip(items_of(one), items_of(other), strict=True)
-    return all(
-        same_layout(first, second) for first, second in pairs
-        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-    )  # fmt: skip

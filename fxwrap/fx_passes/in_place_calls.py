@@ -14,15 +14,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    can_propagate_fake,
-    fake_call,
-    nodes_by_storage,
-    same_layout,
-    storages_of,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, can_propagate_fake, fake_call, same_layout, storages_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import nodes_by_storage
 from fxwrap.torch_compat import OpOverload, functional_of_in_place
 from fxwrap.wrapper_ir.operators import operator_name
 

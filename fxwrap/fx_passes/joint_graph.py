@@ -16,11 +16,17 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
-from fxwrap.fx_passes.graph_copy import can_propagate_fake, expressions_of, is_contiguous, run_on_fakes, storages_of
+from fxwrap.fx_passes.graph_copy import (
+    CallResults,
+    can_propagate_fake,
+    expressions_of,
+    is_contiguous,
+    run_on_fakes,
+    storages_of,
+)
 from fxwrap.fx_passes.joint_backward import operators_of_options
 from fxwrap.fx_passes.matmuls import is_outer_product
 from fxwrap.fx_passes.prepared_graph import Target

@@ -12,7 +12,6 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.devices import ConvolutionLayoutCosts
-from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.convolution_layouts import (
     STRIDE_AND_GROUPS,
     convolution_operands,
@@ -20,6 +19,7 @@ from fxwrap.fx_passes.convolution_layouts import (
     is_channels_last,
 )
 from fxwrap.fx_passes.graph_copy import (
+    CallResults,
     GraphCopy,
     expression_of,
     fake_call,
@@ -28,13 +28,13 @@ from fxwrap.fx_passes.graph_copy import (
     same_strides,
     size_hint,
     storages_of,
-    written_storages,
 )
 from fxwrap.fx_passes.layout_costs import LayoutCost, convolution_saving, copy_cost
 from fxwrap.fx_passes.patch_convolutions import PatchConvolution, PatchMatmulWriter
 from fxwrap.fx_passes.pointwise_results import pointwise_results
 from fxwrap.fx_passes.prepacked_weights import frozen_nodes
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph, Target
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor, OpOverload
 from fxwrap.wrapper_ir.operators import operator_schema
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch.fx import Node
 
 from fxwrap.errors import GraphError
-from fxwrap.fx_passes.call_results import CallResults
 from fxwrap.fx_passes.convolution_layouts import is_channels_last_convolution
 from fxwrap.fx_passes.effects import mutated_operands
-from fxwrap.fx_passes.graph_copy import same_strides, storages_of
+from fxwrap.fx_passes.graph_copy import CallResults, same_strides, storages_of
 from fxwrap.fx_passes.layout_costs import LayoutCost
 from fxwrap.fx_passes.layout_rewriter import LayoutNotRestorable, LayoutRewriter
 from fxwrap.fx_passes.patch_convolutions import PatchConvolution, patch_convolutions

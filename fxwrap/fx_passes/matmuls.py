@@ -20,8 +20,9 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, bytes_of, fake_call, same_layout, same_layouts
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, fresh_like, same_layout
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
+from fxwrap.fx_passes.storage_aliases import StorageAliases, same_layouts
 from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 
@@ -401,9 +402,8 @@ def _may_be_slice(views: StorageAliases, node: Node) -> bool:
     fake = views.fakes[node]
     if views.is_mutated(node) or views.is_returned(node) or not fake.is_contiguous():
         return False
-    rows, columns = fake.shape
-    strides = [2 * columns, 1]
-    return views.accepts_layout(node, fake_call(_aten.new_empty_strided.default, (fake, [rows, columns], strides)))
+    strides = (2 * fake.shape[1], 1)
+    return views.accepts_layout(node, fresh_like(fake.fake_mode, fake, strides))
 
 
 def _pack(copy: GraphCopy, members: Sequence[_PackableMatmul]) -> None:

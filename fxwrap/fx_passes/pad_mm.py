@@ -16,17 +16,10 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, GemmPaddingCosts
-from fxwrap.fx_passes.graph_copy import (
-    GraphCopy,
-    StorageAliases,
-    bytes_of,
-    fake_call,
-    has_static_strides,
-    is_contiguous,
-    size_hint,
-)
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, has_static_strides, is_contiguous, size_hint
 from fxwrap.fx_passes.matmuls import MATMULS, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor, tree_flatten
 
 _aten = torch.ops.aten

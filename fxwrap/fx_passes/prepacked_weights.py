@@ -13,9 +13,10 @@ import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, storages_of
 from fxwrap.fx_passes.matmuls import Matmul, matmuls_of, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import FakeTensor
 
 _LEAST_OPERATIONS = 1 << 23

@@ -17,8 +17,9 @@ from fxwrap.fx_passes.attention_formulas import find_attention
 from fxwrap.fx_passes.attention_operands import AttentionOperands, attention_operands
 from fxwrap.fx_passes.biased_attention import replace_biased_attention
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
-from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.options import Options
 
 log = logging.getLogger("fxwrap.compile")

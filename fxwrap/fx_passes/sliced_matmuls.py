@@ -15,9 +15,10 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, StorageAliases, fake_call
+from fxwrap.fx_passes.graph_copy import GraphCopy, fake_call
 from fxwrap.fx_passes.matmuls import Matmul, matmuls_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 
 _aten = torch.ops.aten
 _VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, is_sum, storages_of, written_storages
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, is_sum, storages_of
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
+from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.torch_compat import OpOverload
 
 _ADD = torch.ops.aten.add.Tensor

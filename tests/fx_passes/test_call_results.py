@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap.fx_passes import call_results, graph_copy
-from fxwrap.fx_passes.call_results import CallResults
+from fxwrap import Options
+from fxwrap.devices import CPU
+from fxwrap.fx_passes import convolution_biases, graph_copy, matmuls
+from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
-from fxwrap.fx_passes.graph_copy import same_layout
-from fxwrap.fx_passes.prepared_graph import PreparedGraph
+from fxwrap.fx_passes.graph_copy import CallResults, same_layout
+from fxwrap.fx_passes.joint_graph import decompose_for_recomputation
+from fxwrap.fx_passes.matmuls import pack_matmuls
+from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
 from fxwrap.torch_compat import FakeTensorMode, storage_identity
 
 aten = torch.ops.aten
@@ -21,13 +28,13 @@ aten = torch.ops.aten
 
 def test_equal_calls_are_inferred_once_and_have_storages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     inferred: list[Node] = []
-    infer = call_results.run_on_fakes
+    infer = graph_copy.run_on_fakes
 
     def count(node: Node, *arguments: Any) -> Any:
         inferred.append(node)
         return infer(node, *arguments)
 
-    monkeypatch.setattr(call_results, "run_on_fakes", count)
+    monkeypatch.setattr(graph_copy, "run_on_fakes", count)
     graph, results = Graph(), CallResults()
     with FakeTensorMode():
         fakes: dict[Node, Any] = {graph.placeholder(name): torch.empty(4, 6)[:, 1:5] for name in ("x", "y")}
@@ -48,7 +55,7 @@ def test_equal_calls_are_inferred_once_and_have_storages_of_their_own(monkeypatc
 
 
 def test_symbolic_views_of_replaced_tensors_are_not_inferred_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
         return x.exp().view(-1).cos(), x.exp().t().sin()
 
     traced = make_fx(function, tracing_mode="symbolic")(torch.ones(5, 7))
@@ -64,3 +71,68 @@ def test_symbolic_views_of_replaced_tensors_are_not_inferred_again(monkeypatch: 
     (view,) = result.graph_module.graph.find_nodes(op="call_function", target=aten.t.default)
     assert storage_identity(result.fakes[view]) == storage_identity(result.fakes[exp])
     assert same_layout(result.fakes[view], fakes[transposed])
+
+
+LIKE_A_GPU = dataclasses.replace(
+    CPU,
+    matmuls=dataclasses.replace(CPU.matmuls, packed_bytes=1 << 20),
+    convolutions=dataclasses.replace(CPU.convolutions, unfused_bias_dtypes=frozenset({torch.float32})),
+)
+
+
+def heads(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return ((x @ first.t()).view(2, 2, 4).sin() + (x @ second.t()).view(2, 2, 4)).view(4, 4)
+
+
+def convolution(x: Tensor, weight: Tensor, biases: Tensor) -> Tensor:
+    return torch.conv2d(x.view(2, 2, 2, 2), weight[:2, :2, None, None], biases[0, :2]).sin().view(4, 4)
+
+
+def batch_norm(x: Tensor, weights: Tensor, biases: Tensor) -> Tensor:
+    normalized: Tensor = aten._native_batch_norm_legit.no_stats(x, weights[0], biases[0], True, 0.1, 1e-5)[0]
+    return normalized.sin()
+
+
+def _edited(graph: GraphModule) -> None:
+    """Runs the passes."""
+    fakes = {node: node.meta["val"] for node in graph.graph.nodes if "val" in node.meta}
+    options = Options(devices=(LIKE_A_GPU,)).resolve_devices()
+    context = FxPassContext(options, frozenset({"aten.sin.default", "aten.add.Tensor"}))
+    unfuse_convolution_biases(pack_matmuls(PreparedGraph(graph, "program", fakes=fakes), context), context)
+
+
+@pytest.mark.parametrize(
+    ("layer", "edit"),
+    [(heads, _edited), (convolution, _edited),
+     (batch_norm, lambda graph: decompose_for_recomputation(graph, Options().resolve_devices()))],
+    ids=["pack_matmuls", "unfuse_convolution_biases", "joint graph"],
+)  # fmt: skip
+def test_passes_infer_equal_layers_once(
+    layer: Callable[..., Tensor], edit: Callable[[GraphModule], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many calls run on fakes for three layers as for two; the first has other operands than those after it."""
+    infer = graph_copy.fake_call
+    inferred: list[object] = []
+
+    def count(target: Callable[..., object], *arguments: Any) -> Any:
+        inferred.append(target)
+        return infer(target, *arguments)  # type: ignore[arg-type]
+
+    for module in (graph_copy, convolution_biases, matmuls):
+        monkeypatch.setattr(module, "fake_call", count)
+    counts = []
+    for layers in (2, 3):
+        graph = make_fx(_repeated(layer, layers), tracing_mode="fake")(*torch.randn(3, 4, 4))
+        inferred.clear()
+        edit(graph)
+        counts.append(list(inferred))
+    assert counts[0] == counts[1] and counts[0]
+
+
+def _repeated(layer: Callable[..., Tensor], layers: int) -> Callable[..., Tensor]:
+    def function(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        for _ in range(layers):
+            x = layer(x, first, second)
+        return x
+
+    return function

@@ -19,8 +19,9 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.fx_passes import graph_copy, prepare_graph
-from fxwrap.fx_passes.graph_copy import StorageAliases, run_on_fakes
+from fxwrap.fx_passes.graph_copy import run_on_fakes
 from fxwrap.fx_passes.prepared_graph import FxPassContext
+from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.lines import ExternCall, Launch
 
 aten = torch.ops.aten
