@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxwrap.fx_passes.vectorised_calls import VectorisedCalls
-from fxwrap.torch_compat import bounded_item, is_flex_default_block
+from fxwrap.torch_compat import FLEX_DEFAULT_BLOCK, bounded_item, is_flex_default_block
 
 Size: TypeAlias = Any
 """An int or a torch.SymInt, which torch's annotations do not accept."""
@@ -189,6 +189,8 @@ class FlexAttention:
         """Returns the operands of a call of `flex_attention`."""
         *_, q_block_size, kv_block_size, mask_mod = block_mask
         _, _, counts, indices, full_counts, full_indices, *_ = block_mask
+        if counts is None:  # without lists, all blocks are visited
+            q_block_size = kv_block_size = FLEX_DEFAULT_BLOCK
         blocks = BlockStructure(counts, indices, full_counts, full_indices, q_block_size, kv_block_size)
         unit = 1.0 if kernel_options.get("BACKEND") == "FLASH" else math.log(2)
         buffers = tuple(score_buffers), tuple(mask_buffers)

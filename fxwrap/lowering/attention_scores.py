@@ -29,7 +29,7 @@ from fxwrap.lowering.rules.indexing_common import all_of, index_less
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
 from fxwrap.symbolic import Number, Size, ceiling_divide, floor_divide, minimum, product
 from fxwrap.symbolic import total as total_size
-from fxwrap.torch_compat import is_flex_default_block
+from fxwrap.torch_compat import FLEX_DEFAULT_BLOCK, is_flex_default_block
 from fxwrap.wrapper_ir import Operand, Value
 
 
@@ -88,6 +88,8 @@ class AttentionCall:
         lists: tuple[Any, ...] = literals(builder, block_mask[:-1], node)
         _, _, counts, indices, full_counts, full_indices, query_counts, query_indices, *others = lists
         full_query_counts, full_query_indices, *_, rows, keys = others
+        if counts is None:  # without lists, all blocks are visited
+            rows = keys = FLEX_DEFAULT_BLOCK
         key_blocks = BlockLists(counts, indices, full_counts, full_indices, rows, keys)
         query_blocks = None
         if key_blocks.is_trivial or query_counts is not None:

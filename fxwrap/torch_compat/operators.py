@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C import FunctionSchema as FunctionSchema
@@ -40,12 +40,16 @@ while_loop_stack_output: HigherOrderOperator = while_loop_stack_output_op
 """The while loop that stacks the values of all iterations; torch.ops lacks it until its module is imported."""
 
 
-def is_flex_default_block(size: object) -> bool:
-    """Whether a block size is the one of FlexAttention without a block mask, which has one block.
+FLEX_DEFAULT_BLOCK: Final = 1 << 30
+"""The block size of FlexAttention without a block mask, which has one block.
 
-    Why: the constant has no public name, and its module is slow to import.
-    """
-    return type(size) is int and size == 1 << 30
+Why: the constant has no public name, and its module is slow to import.
+"""
+
+
+def is_flex_default_block(size: object) -> bool:
+    """Whether a block size is the one of FlexAttention without a block mask."""
+    return type(size) is int and size == FLEX_DEFAULT_BLOCK
 
 
 def is_vectorised(tensor: torch.Tensor) -> bool:

@@ -311,6 +311,19 @@ def test_a_block_mask_of_another_length() -> None:
     torch.testing.assert_close(result, formula(*operands(), alibi, causal)[0].float(), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["kernel", "formula"])
+def test_a_block_mask_without_lists(fuse: bool) -> None:
+    """All blocks are visited, whatever their sizes are: the function alone masks."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        block_mask = (LENGTH, LENGTH, *[None] * 8, 64, 32, causal)
+        return torch.ops.higher_order.flex_attention(q, k, v, alibi, block_mask, 0.25, {})[0]
+
+    graph_module = make_fx(attention)(*operands())
+    (result,) = fxwrap.compile_graph(graph_module, operands(), options=fxwrap.Options(fuse=fuse))(*operands())
+    torch.testing.assert_close(result, formula(*operands(), alibi, causal)[0].float(), rtol=1e-5, atol=2e-6)
+
+
 def test_empty_operands() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, alibi)
