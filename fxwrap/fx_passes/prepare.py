@@ -31,7 +31,7 @@ from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weig
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.recognize_attention import recognize_attention
 from fxwrap.fx_passes.sliced_matmuls import slice_matmuls
-from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls
+from fxwrap.fx_passes.source import graph_source, inline_subgraph_calls, remove_inert_calls
 from fxwrap.fx_passes.sums_of_collectives import reduce_sums_once
 from fxwrap.fx_passes.tensor_metadata import check_tensor_metadata, expand_out_dtype
 from fxwrap.options import Options, Step, enabled_steps
@@ -196,7 +196,8 @@ def prepare_subgraph(
     fused_operators: Collection[str] = frozenset(),
 ) -> PreparedGraph:
     """Propagates fake tensors through the graph of a higher-order operator, and runs the necessary passes."""
-    prepared = _with_fakes(GraphSource(replace_layout_changes(inline_subgraph_calls(module)), name), example_inputs)
+    module = replace_layout_changes(inline_subgraph_calls(remove_inert_calls(module)))
+    prepared = _with_fakes(GraphSource(module, name), example_inputs)
     prepared = check_tensor_metadata(resolve_negative_views(prepared))
     prepared = expand_associative_scans(expand_out_dtype(expand_flex_attention(prepared, options)))
     return decompose_inserted(prepared, FxPassContext(options, fused_operators, example_inputs))

@@ -104,7 +104,7 @@ def graph_source(
     """
     if isinstance(graph, ExportedProgram):
         return _exported_source(graph, options, name, fused_operators)
-    check_graph(remove_inert_calls(graph))
+    check_graph(graph)
     context = FxPassContext(options, fused_operators, example_inputs)
     return GraphSource(_run_source_passes(graph, context), name, graph_id=id(graph.graph))
 
@@ -200,6 +200,8 @@ def check_graph(graph_module: GraphModule) -> None:
     for node in graph_module.graph.nodes:
         later = next((operand for operand in node.all_input_nodes if operand not in before), None)
         before.add(node)
+        if _is_inert(node):
+            continue
         if later is not None:
             raise _error(
                 node,

@@ -87,14 +87,24 @@ def test_all_branches_of_a_call_are_compared() -> None:
         call_on_fakes(mode, branching(4), [x], {})
 
 
-def test_a_graph_traced_before_dispatch_may_switch_the_gradient_mode() -> None:
-    def function(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = x * 2
-        return torch.cov(x) + y.sum()
+def switched(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x * 2
+    return torch.cov(x) + y.sum()
 
+
+def switched_in_a_branch(x: Tensor) -> Tensor:
+    def branch(z: Tensor) -> Tensor:
+        with torch.no_grad():
+            return z * 2
+
+    return torch.cond(x.sum() > 0, branch, lambda z: z + 1, (x,))
+
+
+@pytest.mark.parametrize("function", [switched, switched_in_a_branch])
+def test_a_graph_traced_before_dispatch_may_switch_the_gradient_mode(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(3, 4)
     graph = make_fx(function, pre_dispatch=True)(x)
-    assert "_set_grad_enabled" in graph.code
+    assert any("_set_grad_enabled" in part.code for part in graph.modules() if isinstance(part, GraphModule))
     (result,) = fxwrap.run(fxwrap.lower(graph, [x], options=OPTIONS), [x])
     torch.testing.assert_close(result, function(x))

@@ -188,7 +188,8 @@ class ExportedModule:
         return [run[0][0].shape[0] for run in self.runs]
 
     def outcomes(self, function: Callable[..., Any]) -> list[Any]:
-        """Returns, for each run, the flat results of a function, its inputs after the run, and what shares memory.
+        """Returns, for each run, the flat results of a function, its inputs after the run, and which inputs its
+        results share memory with.
 
         An InputError is an outcome, too.
         """
@@ -201,15 +202,22 @@ class ExportedModule:
                 outcomes.append(error)
                 continue
             leaves, tree = tree_flatten(result)
-            inputs = [item for item in tree_leaves(args) if isinstance(item, Tensor)]
-            storages = [item.untyped_storage().data_ptr() for item in inputs]
-            aliases = [
-                storages.index(item.untyped_storage().data_ptr())
-                if isinstance(item, Tensor) and item.numel() and item.untyped_storage().data_ptr() in storages else None
-                for item in leaves
-            ]  # fmt: skip
+            inputs = _tensors(args)
+            pairs = zip(inputs, _tensors(self.runs[len(outcomes)][0]), strict=True)
+            # Of inputs that are written, functional programs return no views: ExportedProgram.run_decompositions.
+            addresses = [_address(item) if torch.equal(item, before) else 0 for item, before in pairs]
+            aliases = [addresses.index(_address(item)) if _address(item) in addresses else None for item in leaves]
             outcomes.append([tree, *map(_snapshot, leaves), *map(_snapshot, inputs), aliases])
         return outcomes
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [item for item in tree_leaves(tree) if isinstance(item, Tensor)]
+
+
+def _address(item: Any) -> int:
+    """Returns the address of a tensor's storage, and -1 for other objects and tensors without elements."""
+    return item.untyped_storage().data_ptr() if isinstance(item, Tensor) and item.numel() else -1
 
 
 def _snapshot(item: Any) -> Any:
