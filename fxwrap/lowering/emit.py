@@ -181,7 +181,8 @@ class LineEmitter:
             else:
                 reused = self._reuse_input(definition, output, built, self._dead_inputs(item, kernel.reads))
                 built = reused or self._allocate_output(definition, output, built)
-        self._launch(kernel, built, stored)
+        if built.kernel.operations:  # nothing may be left of values that only unread parts of a concatenation have
+            self._launch(kernel, built, stored)
 
     def _value_of(self, definition: Definition) -> Value:
         value = self.values.get(definition)

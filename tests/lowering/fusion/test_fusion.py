@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxwrap import Options, lower
+from fxwrap import Options, compile_graph, lower
 from fxwrap.devices import CPU
 from fxwrap.lines import Alloc, Launch
 from fxwrap.torch_compat import FakeTensorMode
@@ -601,3 +601,16 @@ def _gru(steps: int) -> GraphModule:
 
     shapes = [(steps, 2, 8), (2, 8), (8, 24), (8, 24)]
     return make_fx(function, tracing_mode="fake")(*[torch.empty(shape) for shape in shapes])
+
+
+def test_nothing_is_launched_for_unread_parts_of_a_concatenation() -> None:
+    """The mean of the unread part is a kernel of its own, of which nothing is left."""
+
+    def function(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return torch.cat([z, x - x.mean(0, keepdim=True)])[: z.shape[0]] * 0.5
+
+    inputs = [torch.randn(5, 4), torch.randn(7, 4)]
+    graph = make_fx(function, tracing_mode="symbolic")(*inputs)
+    compiled = compile_graph(graph, inputs, options=Options(compile_cache=False, fallback="error"))
+    torch.testing.assert_close(compiled(*inputs)[0], function(*inputs))
+    assert [line.kernel for line in compiled.program.lines() if isinstance(line, Launch)] == ["cat_mul_0"]
