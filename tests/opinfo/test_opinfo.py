@@ -132,7 +132,7 @@ def test_the_sweep_runs_each_row_in_a_process() -> None:
 def test_every_rules_module_is_covered() -> None:
     modules = {module.name for module in pkgutil.iter_modules(rules.__path__)}
     serves_others = {"indexing_common", "normalization", "picked_columns", "registry"}
-    only_for_gpus = {"quantised_matmuls"}  # in the database; tests/lowering has those of CPUs
+    only_for_gpus = {"grid_samples", "quantised_matmuls"}  # in the database; tests/lowering has those of CPUs
     only_of_gradients = {"embedding_gradients"}  # which GRADIENTS has
     of_functions = modules - serves_others - only_for_gpus - only_of_gradients
     assert of_functions == {re.split(r"\W", name)[0] for name in FUNCTIONS}
