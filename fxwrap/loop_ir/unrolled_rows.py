@@ -36,6 +36,7 @@ _COMBINATIONS: Mapping[str, str] = {
 def unroll_short_rows(kernel: Kernel) -> Kernel:
     """Returns a kernel that reduces contiguous rows of up to MAX_UNROLLED elements as a pointwise kernel of rows.
 
+    Rows of a power of two are whole vectors, which stay reductions.
     Its stores of the elements of a row follow all loads. Other kernels are returned unchanged, also those with
     reductions that are no combinations of two elements, and matmuls.
     """
@@ -83,7 +84,7 @@ def unroll_short_rows(kernel: Kernel) -> Kernel:
 def _has_short_rows(kernel: Kernel) -> bool:
     """Whether rows are short, and all their reductions combine elements one after another."""
     count = kernel.reduced_count
-    if not isinstance(count, int) or not 1 < count <= MAX_UNROLLED or not kernel.axes:
+    if not isinstance(count, int) or count & (count - 1) == 0 or count > MAX_UNROLLED or not kernel.axes:
         return False
     if kernel.scans or kernel.reduces_in_steps or any(store.mode != "set" for store in kernel.stores):
         return False

@@ -383,8 +383,8 @@ def test_a_warp_has_whole_rows_that_are_not_aligned(dtype: torch.dtype) -> None:
     for size in (131, 197, 501, 1001):
         first = configurations(layer_norm_kernel(65536, size, dtype))[0]
         assert first.num_warps == 1 and first.y_block * first.r_block <= 1024, size
-    for size, warps in ((64, 4), (256, 1), (384, 1), (1000, 4)):
-        assert configurations(layer_norm_kernel(65536, size, dtype))[0].num_warps == warps, size
+    for rows, size, warps in ((65536, 64, 4), (65536, 256, 4), (4096, 256, 1), (2048, 384, 1), (4096, 1000, 4)):
+        assert configurations(layer_norm_kernel(rows, size, dtype))[0].num_warps == warps, (rows, size)
     for size, warps, tile in ((257, 1, 2048), (256, 4, 2048)):
         first = configurations(distance_kernel(3000, 77, size, dtype))[0]
         assert (first.num_warps, first.y_block * first.r_block) == (warps, tile), "rows of two tensors"

@@ -101,8 +101,10 @@ def _persistent_rows(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileC
     vector = vector_elements(kernel, kernel.reduced[-1])
     is_split = vector is not None and LANES * vector < block
     fills_program = _bytes_of_row_elements(kernel) * _ROW_TILE >= spec.min_program_bytes
-    if rows > 1 and (is_split or (fills_program and _WARP_ROW <= block <= 2 * _WARP_ROW)):
-        # Warps would share out each row, and combine their sums in shared memory; or wait for each other in a program.
+    is_cached = count * size * _bytes_of_row_elements(kernel) <= spec.cache_bytes // 2
+    if rows > 1 and (is_split or (fills_program and is_cached and _WARP_ROW <= block <= 2 * _WARP_ROW)):
+        # Warps would share out each row, and combine their sums in shared memory; or, where rows are in the cache, wait
+        # for each other in a program.
         elements = _ROW_TILE if fills_program else 2 * _ROW_TILE
         candidates.append(replace(whole, y_block=min(rows, max(elements // block, 1)), num_warps=1))
     candidates.append(whole)
