@@ -51,7 +51,7 @@ _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 _MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
 """The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 
-_CACHE_LINE_BYTES = 128
+_MOST_RUN_BYTES = 96
 """The bytes of a run of stores from which on few of them share a sector with others."""
 
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
@@ -104,7 +104,7 @@ def _vector_of_shared_sectors(kernel: Kernel, inner: Axis) -> int:
         if not distances or None in (*distances, *numbers) or not isinstance(run, int):
             continue
         run_bytes = run * buffer.dtype.itemsize
-        if run_bytes % TRANSFER_BYTES and run_bytes < _CACHE_LINE_BYTES:
+        if run_bytes % TRANSFER_BYTES and run_bytes < _MOST_RUN_BYTES:
             lengths = [abs(int(number)) for number in (*distances, *numbers) if number not in (None, 0, 1)]
             vectors.append(math.gcd(max(VECTOR_BYTES // buffer.dtype.itemsize, 1), run, *lengths))
     return min(vectors, default=0)
