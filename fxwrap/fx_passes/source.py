@@ -231,7 +231,7 @@ def _check_call(node: Node) -> None:
     if target in SYMBOLIC_BUILTINS or getattr(target, "__module__", "") == "math":
         return
     reason = f"'{getattr(target, '__name__', target)}' is not an operator overload with a schema"
-    remedy = "Call an overload such as torch.ops.aten.add.Tensor, or trace the graph with make_fx"
+    remedy = "Call an overload such as torch.ops.aten.add.Tensor, or trace the graph with make_fx(pre_dispatch=False)"
     raise _error(node, reason, remedy)
 
 

@@ -311,6 +311,20 @@ def test_a_function_without_a_schema_is_rejected() -> None:
         fxwrap.lower(graph_module, [torch.randn(2)])
 
 
+def test_autocast_in_a_graph_traced_before_dispatch_is_rejected_with_a_remedy() -> None:
+    """Its casts are operators in a graph traced after dispatch."""
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.mm(x, y)
+
+    inputs = torch.randn(4, 4), torch.randn(4, 4)
+    with pytest.raises(GraphError, match=r"'_enter_autocast' is not an operator .*make_fx\(pre_dispatch=False\)"):
+        fxwrap.lower(make_fx(product, pre_dispatch=True)(*inputs), inputs)
+    (result,) = fxwrap.compile_graph(make_fx(product, pre_dispatch=False)(*inputs), inputs)(*inputs)
+    torch.testing.assert_close(result, product(*inputs))
+
+
 def test_an_unknown_higher_order_operator_is_rejected() -> None:
     wrap = torch.ops.higher_order.wrap_activation_checkpoint
     graph_module = hand_written(lambda graph, x: graph.call_function(wrap, (None, (x,))), "x")
