@@ -19,7 +19,7 @@ Measures, as on the dashboard:
 - speedup: eager's median time over the side's. A training step is a forward and a backward.
 - compile: seconds of the first call, Dynamo included, after a small function was compiled; caches are empty. Rows
   compile the sides in different orders. Parts of it are Dynamo's, and, of fxwrap's, its back end's: the steps
-  after AOTAutograd. The side "aot_eager" has no back end: its compile is what no back end can avoid.
+  after AOTAutograd. The side "aot_eager" has no back end: its compile is a lower bound of that with any.
 - memory: the most that a call allocates beyond what was allocated before it.
 """
 

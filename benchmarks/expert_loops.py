@@ -184,7 +184,7 @@ class Case:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a row of an earlier run has in common with this case."""
+        """The cells that identify the case in rows of an earlier run."""
         return tuple(self.columns.values())
 
 

@@ -228,16 +228,20 @@ class _Decomposer:
 
     def _trace_on_fakes(self, call: _Call, mode: FakeTensorMode) -> GraphModule:
         """Returns the graph of a call; numbers that it reads from tensors are unbacked symbols."""
+
+        def trace() -> GraphModule:
+            return replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
+
         # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
         scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
         try:
             with scope(mode):
-                return replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
+                return trace()
         except Exception as error:
             if not is_data_dependent_error(error):
                 raise
         with in_tracing_fake_mode(mode):
-            return replace_layout_changes(make_fx(call, dict(self.table))(*call.values))
+            return trace()
 
     def _insert(self, node: Node, trace: GraphModule, call: _Call) -> Any:
         """Inserts the calls of a trace, and returns its results: a node, a literal or a tree of these.

@@ -36,9 +36,8 @@ _COMBINATIONS: Mapping[str, str] = {
 def unroll_short_rows(kernel: Kernel) -> Kernel:
     """Returns a kernel that reduces contiguous rows of up to MAX_UNROLLED elements as a pointwise kernel of rows.
 
-    Rows of a power of two are whole vectors, which stay reductions.
-    Its stores of the elements of a row follow all loads. Other kernels are returned unchanged, also those with
-    reductions that are no combinations of two elements, and matmuls.
+    The stores of the elements of a row follow all loads. Other kernels are returned unchanged: rows of a power of two
+    elements, which are whole vectors, reductions that are no combinations of two elements, and matmuls.
     """
     if not _has_short_rows(kernel) or reduces_columns(kernel) or find_contraction(kernel) is not None:
         return kernel

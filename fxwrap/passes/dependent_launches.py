@@ -53,13 +53,14 @@ class _DependentLaunches:
     """The pass over one program.
 
     Fields: `unwritten` has, for each kernel with a dependent launch, the tensors that it may read early; `signals` has,
-    for each kernel of a chain, when the next launch may start.
+    for each kernel of a chain, when the next launch may start; `shared_bytes` the results of `_shared_bytes`.
     """
 
     original: Program
     specs: Mapping[str, DeviceSpec]
     unwritten: dict[str, frozenset[int]] = field(default_factory=dict)
     signals: dict[str, Signal] = field(default_factory=dict)
+    shared_bytes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         printed = [
@@ -68,7 +69,6 @@ class _DependentLaunches:
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
         self.registers = {item.name: int(dict(item.options).get("maxnreg", _FEW_REGISTERS)) for item in printed}
-        self.shared_bytes = {item.name: pipelined_bytes(item.source, item.signature, item.options) for item in printed}
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -132,16 +132,23 @@ class _DependentLaunches:
         """
         if self._is_small(earlier):
             return True
-        registers = shared_bytes = programs = 0.0
-        for item in (earlier, before, line):
-            count = product(item.grid)
-            if not isinstance(count, int):
-                return False
-            programs = count / self._spec(line).multiprocessors
-            registers += programs * self.warps[item.kernel] * self.registers[item.kernel]
-            shared_bytes += programs * self.shared_bytes[item.kernel]
-        fits = shared_bytes <= self._spec(line).shared_memory_bytes
-        return registers <= _REGISTERS and (fits or programs >= _MANY_PROGRAMS)
+        spec, launches = self._spec(line), (earlier, before, line)
+        counts = [count for item in launches if isinstance(count := product(item.grid), int)]
+        if len(counts) < len(launches):
+            return False
+        programs = [(item.kernel, count / spec.multiprocessors) for item, count in zip(launches, counts, strict=True)]
+        if sum([number * self.warps[name] * self.registers[name] for name, number in programs]) > _REGISTERS:
+            return False
+        if counts[-1] >= _MANY_PROGRAMS * spec.multiprocessors:
+            return True
+        return sum([number * self._shared_bytes(name) for name, number in programs]) <= spec.shared_memory_bytes
+
+    def _shared_bytes(self, name: str) -> int:
+        """Returns the shared memory of a program of a kernel, which its text tells."""
+        if name not in self.shared_bytes:
+            kernel = self.original.kernel(name)
+            self.shared_bytes[name] = pipelined_bytes(kernel.source, kernel.signature, kernel.options)
+        return self.shared_bytes[name]
 
     def _is_small(self, line: Launch) -> bool:
         """Whether a launch has no more programs than the device has processors."""

@@ -1,4 +1,4 @@
-"""Fake results of calls that read elements of tensors, where results do not depend on what is read."""
+"""Fake-tensor propagation of calls that read elements of tensors, but have one layout of results for all of them."""
 
 from __future__ import annotations
 
