@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 from fxwrap.artifact.constant_binding import bind_constants, check_constants, match_constant_names, overwrite
 from fxwrap.artifact.constants import ConstantLayout, read_tensor_file
-from fxwrap.artifact.savable import SavableProgram, SavedContent
+from fxwrap.artifact.savable import SavableProgram
+from fxwrap.artifact.saving import SavedContent
 from fxwrap.converters.emission import emit, emit_interpreter, explain_out_of_memory, user_entry
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram, FlatCallable
 from fxwrap.converters.fx import EmittedGraph, to_fx
@@ -186,12 +187,12 @@ class LoadedProgram(SavableProgram):
         """The same hash as that of the saved program."""
         return program_key(self.program, self.metadata["options"])
 
-    def _content_to_save(self, constants: bool) -> SavedContent:
+    def content_to_save(self, constants: bool = True) -> SavedContent:
         self._require_trust()
         if constants:
             self._require_constants()
         options, step = self.metadata["options"], self.metadata.get("step")
-        return SavedContent(self.program, self.emitter, options, self.plan, self._group_sizes, step)
+        return SavedContent(self.program, self.emitter, options, self.plan, self._group_sizes, step, self.convention)
 
     # --- constants --------------------------------------------------------------------------------------------------
 

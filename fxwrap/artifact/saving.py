@@ -6,6 +6,7 @@ import io
 import logging
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,27 +47,42 @@ GRAPH = "graph.py"
 log = logging.getLogger("fxwrap.artifact")
 
 
+@dataclass(frozen=True)
+class SavedContent:
+    """A program and the description of it that its file contains.
+
+    Fields:
+        program: the program.
+        emitter: the emitter that runs it by default.
+        options: the text of the options that it was compiled with.
+        plan: its memory plan, if it has one.
+        group_sizes: the ranks of its process groups by name; None for those of this process.
+        step: the description of the training step that it is; None for other programs.
+        convention: its arguments and result; None for the flat ones.
+    """
+
+    program: Program
+    emitter: str = "python"
+    options: str = ""
+    plan: MemoryPlan | None = None
+    group_sizes: Mapping[str, int] | None = None
+    step: Mapping[str, object] | None = None
+    convention: CallingConvention | None = None
+
+
 def save_program(
-    program: Program,
+    content: SavedContent,
     path: str | Path,
     *,
-    emitter: str = "python",
     emitters: Iterable[str] = (),
-    options: str = "",
-    plan: MemoryPlan | None = None,
     constants: bool = True,
-    group_sizes: Mapping[str, int] | None = None,
-    step: Mapping[str, object] | None = None,
-    convention: CallingConvention | None = None,
     target: str = "any",
     architectures: Sequence[str] = (),
 ) -> None:
-    """Saves a program with its default emitter and compiled code for `emitters`.
+    """Saves a program, with compiled code for `emitters`.
 
-    `group_sizes` are the ranks of its process groups by name, by default those of this process; `step` describes the
-    training step that the program is; `convention` has its arguments and result, by default the flat ones. With the
-    target "native", the file also runs without Python, and users' Triton kernels are ordinary ones in it. Triton
-    kernels are also compiled for `architectures` ("sm_90").
+    With the target "native", the file also runs without Python, and users' Triton kernels are ordinary ones in it.
+    Triton kernels are also compiled for `architectures` ("sm_90").
 
     Raises OptionError for an unknown target or architecture; KernelBuildError for a kernel that does not compile for
     one; ArtifactError for unsupported programs, read-only folders and, with the target "native", programs that need
@@ -74,12 +90,11 @@ def save_program(
     """
     if target not in TARGETS:
         raise OptionError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
-    original = program
-    if target == "native":
-        program = with_ordinary_kernels(program)
-    file_path, program = Path(path), _checked(program, str(path), with_payloads=constants)
-    metadata = _metadata(program, emitter, options, group_sizes, convention)
-    metadata |= {"key": program_key(program, options)} | ({} if step is None else {"step": step})
+    program = with_ordinary_kernels(content.program) if target == "native" else content.program
+    original, file_path, program = content.program, Path(path), _checked(program, str(path), with_payloads=constants)
+    content = replace(content, program=program)
+    metadata = _metadata(content) | {"key": program_key(program, content.options)}
+    metadata |= {} if content.step is None else {"step": content.step}
     graph = _graph_text(program)
 
     _report_guarded_sizes(program, str(path))
@@ -99,7 +114,7 @@ def save_program(
         return binaries
 
     def write(file: IO[bytes]) -> None:
-        _write_archive(file, program, plan, metadata, graph, constants, add_binaries)
+        _write_archive(file, content, metadata, add_binaries, constants=constants, graph=graph)
 
     try:
         write_file(file_path, write)
@@ -108,31 +123,22 @@ def save_program(
         raise ArtifactError(str(file_path), "", f"it cannot be written: {error.strerror or error}", remedy) from error
 
 
-def program_content(
-    program: Program,
-    emitted: EmittedProgram,
-    label: str,
-    *,
-    emitter: str,
-    options: str,
-    plan: MemoryPlan | None,
-    call: Mapping[str, object],
-) -> bytes:
+def program_content(content: SavedContent, emitted: EmittedProgram, label: str, call: Mapping[str, object]) -> bytes:
     """Returns the content of a saved program, with the emitted code and the libraries that this process runs it with.
 
     `emitted` is the program in the form of its emitter, `label` names it in errors, and `call` describes how it is
     called. Raises as `save_program` does.
     """
-    unchecked, program, file = program, _checked(program, label, with_payloads=True), io.BytesIO()
-    if program is not unchecked:
-        emitted = emit(program, emitter)
-    metadata = {**_metadata(program, emitter, options), "call": call}
+    program, file = _checked(content.program, label, with_payloads=True), io.BytesIO()
+    if program is not content.program:
+        emitted, content = emit(program, content.emitter), replace(content, program=program)
+    metadata = {**_metadata(content), "call": call}
 
     def add_code(writer: ArchiveWriter) -> dict[str, object]:
         metadata["emitted"] = write_emitted(writer, program, emitted)
-        return write_binaries(writer, program, (emitter,), reuse=True)
+        return write_binaries(writer, program, (content.emitter,), reuse=True)
 
-    _write_archive(file, program, plan, metadata, "", True, add_code)
+    _write_archive(file, content, metadata, add_code)
     return file.getvalue()
 
 
@@ -144,10 +150,8 @@ def save_for_linked_code(
     Raises as `save_program` does, and OSError.
     """
     program = _checked(program, str(path), with_payloads=True)
-    metadata = _metadata(program, "cpp", "", None, convention)
-    write_file(path, lambda file: _write_archive(
-        file, program, None, metadata, "", True, lambda _writer: {"native": native}
-    ))  # fmt: skip
+    content = SavedContent(program, "cpp", convention=convention)
+    write_file(path, lambda file: _write_archive(file, content, _metadata(content), lambda _writer: {"native": native}))
 
 
 def _triton_uses(program: Program) -> list[KernelUse]:
@@ -185,14 +189,15 @@ def _checked(program: Program, label: str, *, with_payloads: bool) -> Program:
 
 def _write_archive(
     file: IO[bytes],
-    program: Program,
-    plan: MemoryPlan | None,
+    content: SavedContent,
     metadata: Mapping[str, object],
-    graph: str,
-    constants: bool,
     add_binaries: Callable[[ArchiveWriter], dict[str, object]],
+    *,
+    constants: bool = True,
+    graph: str = "",
 ) -> None:
     """Writes all entries and the manifest; `graph` is the code of the FX graph or ""."""
+    program, plan = content.program, content.plan
     with ArchiveWriter(file) as writer:
         kernels = write_program(writer, program)
         if graph:
@@ -204,9 +209,9 @@ def _write_archive(
         layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
         if constants and program.constants:
             write_constants(writer, layout, tensors)
-        contents = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
+        entries = {"kernels": kernels, "constants": {"inside": constants, **layout.to_json()}}
         binaries = add_binaries(writer)
-        writer.close({**metadata, **contents, "binaries": binaries})
+        writer.close({**metadata, **entries, "binaries": binaries})
 
 
 def _check_runs_without_python(binaries: Mapping[str, Any], path: str) -> None:
@@ -238,20 +243,15 @@ def _graph_text(program: Program) -> str:
     ])  # fmt: skip
 
 
-def _metadata(
-    program: Program,
-    emitter: str,
-    options: str,
-    group_sizes: Mapping[str, int] | None = None,
-    convention: CallingConvention | None = None,
-) -> dict[str, object]:
-    sizes = current_group_sizes(program) if group_sizes is None else group_sizes
+def _metadata(content: SavedContent) -> dict[str, object]:
+    program, sizes = content.program, content.group_sizes
+    sizes = current_group_sizes(program) if sizes is None else sizes
     return {
-        "signature": signature_to_json(program, convention or CallingConvention.of_flat(program)),
+        "signature": signature_to_json(program, content.convention or CallingConvention.of_flat(program)),
         **({"groups": dict(sizes)} if sizes else {}),
         "name": program.name,
-        "emitter": emitter,
-        "options": options,
+        "emitter": content.emitter,
+        "options": content.options,
         "written_by": {**package_versions(), "python": platform.python_version()},
         "devices": [str(device) for device in program_devices(program)],
         "symbols": {name: _symbol(info) for name, info in symbol_infos(program).items()},

@@ -143,8 +143,7 @@ class _Search:
         case = compiled.case
         if case is None:
             return compiled
-        emitted = EmittedProgram(compiled.source, lambda: self._checked(case))
-        return Compiled(compiled.stages, compiled.options, emitted)
+        return compiled.with_emitted(EmittedProgram(compiled.source, lambda: self._checked(case)))
 
     def _checked(self, case: GraphCase) -> BoxedCallable:
         entry = case.emitted.boxed

@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from fxwrap.comparison.observe import Arguments, Function
-from fxwrap.compile import Compiled, Stage, compile_graph, emit, make_backend
+from fxwrap.compile import Compiled, CompileResult, Stage, compile_graph, emit, make_backend
 from fxwrap.converters.emitted_program import BoxedCallable, EmittedProgram
 from fxwrap.debugging import TensorState, module_state
 from fxwrap.errors import CompareError
@@ -88,7 +88,7 @@ class CompiledFunction:
         captured = CapturedGraph(arguments["name"], compiled, time.perf_counter() - start)
         self.graphs.append(captured)
         switched = EmittedProgram(compiled.source, lambda: lambda inputs: captured.boxed(self._emitter)(inputs))
-        return Compiled(compiled.stages, compiled.options, switched)
+        return compiled.with_emitted(switched)
 
 
 class CompiledGraph:
@@ -128,7 +128,7 @@ class CompiledGraph:
 
 def _compiled(graph: GraphModule | ExportedProgram | Program, arguments: Arguments, options: Options) -> Compiled:
     if isinstance(graph, Program):
-        return Compiled([Stage("input", verify(graph))], options, emit(graph, "interpreter"))
+        return Compiled(CompileResult((Stage("input", verify(graph)),), options, emit(graph, "interpreter")))
     examples = list(arguments.named().values()) if isinstance(graph, GraphModule) else None
     return compile_graph(graph, examples, options=options.replace(emitter="interpreter"))
 

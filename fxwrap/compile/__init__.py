@@ -5,6 +5,7 @@ from fxwrap.compile.backend import GraphInfo as GraphInfo
 from fxwrap.compile.backend import fxwrap as fxwrap
 from fxwrap.compile.backend import make_backend as make_backend
 from fxwrap.compile.compiled import Compiled as Compiled
+from fxwrap.compile.compiled import CompileResult as CompileResult
 from fxwrap.compile.compiled import Stage as Stage
 from fxwrap.compile.compiler import compile_graph as compile_graph
 from fxwrap.compile.inspection import CompileRecord as CompileRecord

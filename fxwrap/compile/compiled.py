@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -39,15 +39,25 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class _CompileResult:
-    """The results of one run of the pipeline."""
+class CompileResult:
+    """The result of one run of the pipeline.
+
+    Fields:
+        stages: the programs after each step that changed them; the last one runs.
+        options: the options of the compile.
+        emitted: the emitted program.
+        coverage: for each call of the graph, whether it was fused or called, and the decline reason.
+        plan: the memory plan, if the options asked for one.
+        fake_inputs: the fake tensors of the graph's inputs by name, as far as they are known.
+        passes: the runs of the user's passes.
+    """
 
     stages: tuple[Stage, ...]
-    emitted: EmittedProgram
-    coverage: tuple[NodeCoverage, ...]
-    plan: MemoryPlan | None
-    fake_inputs: Mapping[str, FakeTensor] | None
     options: Options
+    emitted: EmittedProgram
+    coverage: tuple[NodeCoverage, ...] = ()
+    plan: MemoryPlan | None = None
+    fake_inputs: Mapping[str, FakeTensor] = field(default_factory=dict)
     passes: tuple[PassRan, ...] = ()
 
     @property
@@ -95,31 +105,26 @@ class Compiled(EmittedProgram, SavableProgram):
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        options: Options,
-        emitted: EmittedProgram,
-        fake_inputs: Mapping[str, FakeTensor] | None = None,
-        coverage: Sequence[NodeCoverage] = (),
-        plan: MemoryPlan | None = None,
-        recompile: Callable[[Mapping[str, int]], Compiled] | None = None,
-        cached: bool = False,
+        result: CompileResult,
+        *,
         signature: ExportedSignature | None = None,
-        passes: tuple[PassRan, ...] = (),
+        recompile: Callable[[Mapping[str, int]], Compiled] | None = None,
         case: GraphCase | None = None,
+        cached: bool = False,
     ) -> None:
-        """`recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`.
+        """`signature` is that of the exported program that was compiled, or None for a GraphModule.
 
-        `signature` is that of the exported program that was compiled, or None for a GraphModule. `case` has all forms
-        of the graph, with the option `debug`.
+        `recompile` compiles the graph for the sizes of the first call, after that call; see `FirstCallAutotuner`.
+        `case` has all forms of the graph, with the option `debug`.
         """
-        self.options = options
+        self.options = result.options
         self.cached = cached
         self.signature = signature
         self.case = case
-        self._result = _CompileResult(tuple(stages), emitted, tuple(coverage), plan, fake_inputs, options, passes)
+        self._result = result
         self._first_call: FirstCallAutotuner | None = None
         if recompile is None:
-            super().__init__("", self._result.boxed, self._result.flat)
+            super().__init__("", result.boxed, result.flat)
             return
 
         def replace_result(symbols: Mapping[str, int]) -> Compiled:
@@ -128,11 +133,15 @@ class Compiled(EmittedProgram, SavableProgram):
             self._result = recompiled._result
             return recompiled
 
-        entries = EmittedProgram("", self._result.boxed, self._result.flat)
+        entries = EmittedProgram("", result.boxed, result.flat)
         first = self._first_call = FirstCallAutotuner(self.program, entries, replace_result)
         super().__init__("", lambda: first.boxed, lambda: first.flat)
 
     __call__ = SavableProgram.__call__
+
+    def with_emitted(self, emitted: EmittedProgram) -> Compiled:
+        """Returns the compiled graph with another emitted program, such as one that also records its calls."""
+        return Compiled(replace(self._result, emitted=emitted), signature=self.signature)
 
     def _call_as_graph(self, inputs: Sequence[object]) -> Any:
         return call_as_graph(self.program, lambda: self.graph_module, tuple(inputs))
@@ -197,7 +206,7 @@ class Compiled(EmittedProgram, SavableProgram):
     @property
     def fake_inputs(self) -> Mapping[str, FakeTensor]:
         """The fake tensors of the graph's inputs by name, as far as they are known."""
-        return self._result.fake_inputs or {}
+        return self._result.fake_inputs
 
     @property
     def provenance(self) -> Provenance:
@@ -214,8 +223,10 @@ class Compiled(EmittedProgram, SavableProgram):
             self._first_call.skip_tuning()
         return self._result.graph_module
 
-    def _content_to_save(self, constants: bool) -> SavedContent:
-        return SavedContent(self.program, self.options.emitter, self.options.text(), self.plan)
+    def content_to_save(self, constants: bool = True) -> SavedContent:
+        return SavedContent(
+            self.program, self.options.emitter, self.options.text(), self.plan, convention=self.convention
+        )
 
     @property
     def key(self) -> str:

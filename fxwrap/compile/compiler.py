@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from fxwrap.compile import steps
-from fxwrap.compile.compiled import Compiled, Stage
+from fxwrap.compile.compiled import Compiled, CompileResult, Stage
 from fxwrap.compile.confirmation import is_timed_beside, is_tuning_faster
 from fxwrap.compile.context import CompileContext, CompileState
 from fxwrap.compile.device_limits import with_device_limits
@@ -338,10 +338,9 @@ def _load_from_cache(slot: CacheSlot) -> Compiled | None:
         emitted = emit(entry.program, options.emitter, fake_inputs, options.fx_form)
     if compile_program_kernels(entry.program, emitted, steps.effective_emitter(options), request.events):
         return None
-    return Compiled(
-        [Stage("cache", entry.program)], options, emitted, fake_inputs, entry.coverage, entry.plan, cached=True,
-        signature=_signature(request.graph),
-    )  # fmt: skip
+    stages = (Stage("cache", entry.program),)
+    result = CompileResult(stages, options, emitted, entry.coverage, entry.plan, fake_inputs)
+    return Compiled(result, signature=_signature(request.graph), cached=True)
 
 
 def _same_program(
@@ -387,8 +386,7 @@ def _compile(context: CompileContext) -> tuple[Compiled, bool]:
 
 
 def _attempt(context: CompileContext) -> _Attempt:
-    options, fake_inputs = context.options, context.fake_inputs
-    events, stages = context.events, list[Stage]()
+    options, events, stages = context.options, context.events, list[Stage]()
     state = _run_steps(steps.PROGRAM_STEPS, steps.NOT_LOWERED, context, stages)
     shares = options.cacheable and options.debug is None
     same = _same_program(state.program, options, context.compiled_by_key) if shares else None
@@ -402,10 +400,9 @@ def _attempt(context: CompileContext) -> _Attempt:
         recompile = partial(_recompile_for, replace(context, declined_nodes=state.declined_nodes))
     case = _graph_case(state.emitted, stages, context)
     emitted = state.emitted if case is None else bisecting_program(case)
-    compiled = Compiled(
-        stages, options, emitted, fake_inputs, state.coverage, state.plan, recompile, signature=context.signature,
-        passes=passes_of(events.events), case=case,
-    )  # fmt: skip
+    passes = passes_of(events.events)
+    result = CompileResult(tuple(stages), options, emitted, state.coverage, state.plan, context.fake_inputs, passes)
+    compiled = Compiled(result, signature=context.signature, recompile=recompile, case=case)
     return _Attempt(compiled, state.declined_nodes, state.failures, recompile is None and not state.warnings)
 
 

@@ -137,10 +137,8 @@ def savable_graph(
             raise cache_bypass("the C++ bridge, which its file contains, is not compiled yet")
         call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}
         with without_fake_mode():  # AOTAutograd's is active
-            return program_content(
-                compiled.program, compiled.emitted, f"the {compiled.program.name} graph",
-                emitter=compiled.options.emitter, options=compiled.options.text(), plan=compiled.plan, call=call,
-            )  # fmt: skip
+            label = f"the {compiled.program.name} graph"
+            return program_content(compiled.content_to_save(), compiled.emitted, label, call)
 
     return precompiled_graph(lambda: entry, content, load_graph)
 

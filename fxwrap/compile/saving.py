@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from fxwrap.artifact import SavableProgram, save_program
+from fxwrap.artifact import SavableProgram, SavedContent, save_program
 from fxwrap.converters.from_fx import from_fx
 from fxwrap.errors import ArgumentError
 from fxwrap.options import Options
@@ -58,7 +58,6 @@ def save(
             program, emitter, default = from_fx(subject), "fx", ["fx"]
         case _:
             program, emitter, default = subject, Options().emitter, []
-    save_program(
-        program, path, emitter=next(iter(emitters or ()), emitter), emitters=default if emitters is None else emitters,
-        constants=constants, target=target, architectures=architectures,
-    )  # fmt: skip
+    content = SavedContent(program, next(iter(emitters or ()), emitter))
+    chosen = default if emitters is None else emitters
+    save_program(content, path, emitters=chosen, constants=constants, target=target, architectures=architectures)

@@ -143,10 +143,8 @@ class SubgraphCompiler:
             return False
         try:
             with without_fake_mode():
-                content = program_content(
-                    compiled.program, compiled.emitted, "a subgraph", emitter=compiled.options.emitter,
-                    options=compiled.options.text(), plan=compiled.plan, call={"returns_tuple": is_tuple, "key": key},
-                )  # fmt: skip
+                call = {"returns_tuple": is_tuple, "key": key}
+                content = program_content(compiled.content_to_save(), compiled.emitted, "a subgraph", call)
             write_cache_file(self.folder, f"{FOLDER}/{key}.fxw", content)
         except (FxwrapError, CacheError, OSError) as error:
             log.warning("a subgraph is not saved, and later processes compile it again: %s", error)

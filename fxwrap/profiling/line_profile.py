@@ -229,7 +229,7 @@ def _recorder(graphs: list[_Graph]) -> Callable[..., Compiled]:
 
     def compile_with(graph: GraphModule, example_inputs: Sequence[object], **arguments: Any) -> Compiled:
         compiled = compile_graph(graph, example_inputs, **arguments)
-        return Compiled(compiled.stages, compiled.options, _recorded(compiled.program, compiled.emitted, graphs))
+        return compiled.with_emitted(_recorded(compiled.program, compiled.emitted, graphs))
 
     return compile_with
 

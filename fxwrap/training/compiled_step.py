@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,8 @@ class CompiledStep:
 
         Raises StepError for inputs and results that no file can hold, and the errors of `fxwrap.save`.
         """
-        save_program(
-            self.compiled.program, path, emitter=self._emitter, emitters=(self._emitter,), options=self._options,
-            plan=self.compiled.plan, step=self._signature.description(),
-        )  # fmt: skip
-
-    @property
-    def _emitter(self) -> str:
-        return self.compiled.options.emitter if isinstance(self.compiled, Compiled) else self.compiled.emitter
-
-    @property
-    def _options(self) -> str:
-        compiled = self.compiled
-        return compiled.options.text() if isinstance(compiled, Compiled) else str(compiled.metadata["options"])
+        content = replace(self.compiled.content_to_save(), step=self._signature.description())
+        save_program(content, path, emitters=(content.emitter,))
 
 
 def _changed(slot: Slot, number: object) -> StepError:

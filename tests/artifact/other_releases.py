@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxwrap
-from fxwrap.artifact.saving import save_program
+from fxwrap.artifact import SavedContent, save_program
 from fxwrap.errors import ArtifactError
 from fxwrap.runtime.native import build_runtime
 from tests.artifact.native_host import drive, read_result, tensor_commands
@@ -81,7 +81,7 @@ def save(folder: Path) -> None:
         options = fxwrap.Options(emitter="cpp", fuse=fuse)
         compiled = fxwrap.compile_graph(exported, name=name, options=options)
         path = folder / f"{name}.fxw"
-        save_program(compiled.program, path, emitter="cpp", emitters=["python"], target="native")
+        save_program(SavedContent(compiled.program, "cpp"), path, emitters=["python"], target="native")
         with torch.no_grad():
             results[name] = compiled.flat(x)[0]
     save_file(results, folder / "results.safetensors")

@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.artifact import LoadedProgram, load_content, loading, program_content, program_text
+from fxwrap.artifact import LoadedProgram, SavedContent, load_content, loading, program_content, program_text
 from fxwrap.converters.emission import emit
 from fxwrap.devices import DeviceSpec, scoped_registration
 from fxwrap.errors import ArtifactError
@@ -47,7 +47,7 @@ def compiled(emitter: str) -> fxwrap.Compiled:
 def content_of(program: fxwrap.Program, emitter: str, options: str = "") -> bytes:
     """The content of a cache's entry."""
     emitted, call = emit(program, emitter), {"of": "a test"}
-    return program_content(program, emitted, "entry", emitter=emitter, options=options, plan=None, call=call)
+    return program_content(SavedContent(program, emitter, options), emitted, "entry", call)
 
 
 def compiled_content(emitter: str) -> tuple[fxwrap.Compiled, bytes]:

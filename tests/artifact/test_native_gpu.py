@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import wrap_triton
 
 import fxwrap
-from fxwrap.artifact.saving import save_program
+from fxwrap.artifact import SavedContent, save_program
 from fxwrap.passes.device_guards import insert_device_guards
 from fxwrap.runtime import cache_folder
 from fxwrap.runtime.native import build_runtime, find_compiler, native_entry_key, run_compiler
@@ -146,7 +146,7 @@ def test_a_host_runs_streams_and_events_of_a_program(tmp_path: Path, own_stream:
     program = insert_device_guards(
         fxwrap.parse(STREAMS.replace("4]@cpu", "100000]@cuda:0").replace('"cpu"', '"cuda:0"'))
     )
-    save_program(program, tmp_path / "streams.fxw", emitter="cpp", target="native")
+    save_program(SavedContent(program, "cpp"), tmp_path / "streams.fxw", target="native")
     x = torch.randn(100000, device="cuda")
     (tmp_path / "data").mkdir()
     assert run_host(tmp_path / "streams.fxw", tmp_path / "data", [x], 20, own_stream)[0] == []

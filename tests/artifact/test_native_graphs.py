@@ -12,8 +12,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
+from fxwrap.artifact import SavedContent, save_program
 from fxwrap.artifact.cmake_export import export_cmake
-from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError
 from fxwrap.lines import ExternCall
 from fxwrap.passes.partition import partition
@@ -74,7 +74,7 @@ def graphs(limit: int = 8) -> Program:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("graphs") / "graphs.fxw"
-    save_program(graphs(), path, emitter="cpp", target="native")
+    save_program(SavedContent(graphs(), "cpp"), path, target="native")
     return path
 
 
@@ -119,7 +119,7 @@ def test_results_in_use_are_not_overwritten(saved: Path, tmp_path: Path) -> None
 
 
 def test_the_number_of_graphs_is_limited(tmp_path: Path) -> None:
-    save_program(graphs(limit=2), tmp_path / "few.fxw", emitter="cpp", target="native")
+    save_program(SavedContent(graphs(limit=2), "cpp"), tmp_path / "few.fxw", target="native")
     calls = [(rows, float(seed)) for seed, rows in enumerate([4, 4, 8, 8, 12, 12, 4, 4, 8])]
     counts, warnings = run_host(tmp_path / "few.fxw", tmp_path, " ".join([f"call {r} {s}" for r, s in calls]))
     assert counts[-1] == (8, 8)  # both functions: four rounds, of which the third evicts the first
@@ -179,7 +179,7 @@ def test_lines_end_in_order_if_a_kernel_of_a_captured_function_fails(tmp_path: P
     parts = partition(program, lambda line: torch.device("cpu"), min_calls=1)
     (kernel,) = parts.kernels
     assert parts.functions
-    save_program(parts, tmp_path / "gathered.fxw", emitter="cpp", target="native")
+    save_program(SavedContent(parts, "cpp"), tmp_path / "gathered.fxw", target="native")
     for last, code in ((7, 0), (8, 3)):
         words = tensor_commands(tmp_path, [x, torch.tensor([1, last])])
         done = drive("open", tmp_path / "gathered.fxw", *words, "lines")

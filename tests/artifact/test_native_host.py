@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import fxwrap
+from fxwrap.artifact import SavedContent, save_program
 from fxwrap.artifact.archive import ArchiveWriter
-from fxwrap.artifact.saving import save_program
 from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.runtime.native import build_runtime
@@ -195,7 +195,7 @@ program @streams(%x: borrowed f32[4]@cpu) {
 
 
 def test_streams_and_events(tmp_path: Path) -> None:
-    save_program(fxwrap.parse(STREAMS), tmp_path / "streams.fxw", emitter="cpp", target="native")
+    save_program(SavedContent(fxwrap.parse(STREAMS), "cpp"), tmp_path / "streams.fxw", target="native")
     x = torch.randn(4)
     done = drive("open", tmp_path / "streams.fxw", *tensor_commands(tmp_path, [x]), "run", tmp_path / "out")
     assert done.code == 0, done.lines

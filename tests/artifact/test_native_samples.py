@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxwrap
-from fxwrap.artifact.saving import save_program
+from fxwrap.artifact import SavedContent, save_program
 from fxwrap.errors import ArtifactError
 from tests.artifact.native_host import drive, read_result, tensor_commands
 from tests.support.long_form import LONG
@@ -62,7 +62,7 @@ def commands(inputs: Sequence[Any], folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", RUN if LONG else BRIEFLY)
 def test_results_are_those_of_the_interpreter(name: str, tmp_path: Path) -> None:
     program, inputs = SAMPLES[name].program(), SAMPLES[name].inputs(seed=3)
-    save_program(program, tmp_path / "sample.fxw", emitter="cpp", target="native")
+    save_program(SavedContent(program, "cpp"), tmp_path / "sample.fxw", target="native")
     data = tmp_path / "data"
     data.mkdir()
     words = commands(inputs, data)  # before the program writes its inputs
@@ -79,5 +79,5 @@ def test_results_are_those_of_the_interpreter(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", REFUSED)
 def test_programs_that_need_python_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=REFUSED[name]):
-        save_program(SAMPLES[name].program(), tmp_path / "sample.fxw", emitter="cpp", target="native")
+        save_program(SavedContent(SAMPLES[name].program(), "cpp"), tmp_path / "sample.fxw", target="native")
     assert not list(tmp_path.iterdir())

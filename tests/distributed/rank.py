@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 import fxwrap
-from fxwrap.compile import Compiled, emit, make_backend
+from fxwrap.compile import emit, make_backend
 from fxwrap.options import EMITTERS, Options
 from tests.distributed.cases import CASES, EXAMPLE, WORLD_SIZE, Case
 
@@ -29,7 +29,7 @@ class EveryEmitter:
         compiled = fxwrap.compile_graph(graph, inputs, options=options.replace(emitter=EMITTERS[0]), **arguments)
         program, fakes = compiled.program, compiled.fake_inputs
         emitted = {name: emit(program, name, fakes) for name in EMITTERS[1:]}
-        others = [Compiled(compiled.stages, options.replace(emitter=name), item) for name, item in emitted.items()]
+        others = [compiled.with_emitted(item) for item in emitted.values()]
         self.compiled = [compiled, *others]
         self.program = fxwrap.parse(str(compiled.program))
         assert str(self.program) == str(compiled.program)

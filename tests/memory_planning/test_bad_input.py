@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compile import emit
+from fxwrap.compile import CompileResult, emit
 from fxwrap.errors import OptionError, PlanningError
 from fxwrap.lines import Alloc, Free, Pool, Return
 from fxwrap.memory_planning import apply_plan, check_plan, plan_from_json, plan_memory, plan_to_json
@@ -140,8 +140,8 @@ def test_out_of_memory_error_names_bytes_and_line(emitter: str) -> None:
     pools = [line for line in compiled.program.body.lines if isinstance(line, Pool)]
     assert pools and compiled.plan is not None
     huge = compiled.program.replace(body=Block((), tuple([_enlarged(line) for line in compiled.program.body.lines])))
-    stages = [*compiled.stages[:-1], fxwrap.Stage("plan_memory", huge)]
-    failing = fxwrap.Compiled(stages, options, emit(huge, emitter), plan=compiled.plan)
+    stages = (*compiled.stages[:-1], fxwrap.Stage("plan_memory", huge))
+    failing = fxwrap.Compiled(CompileResult(stages, options, emit(huge, emitter), plan=compiled.plan))
     message = (
         rf"(?s)memory.*@program needs {compiled.plan.body.peak:,} bytes at its peak, line \d+: `.*`, including pools"
     )

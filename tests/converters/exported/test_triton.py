@@ -14,6 +14,7 @@ from torch.library import wrap_triton
 import fxwrap
 from fxwrap import Compiled, Stage
 from fxwrap.comparison import capture
+from fxwrap.compile import CompileResult
 from fxwrap.errors import ExportError
 from fxwrap.runtime import kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
@@ -82,6 +83,6 @@ def test_a_kernel_that_exists_only_in_this_process_is_refused() -> None:
   control.return(%y)
 }
 """).replace(kernels=(kernel,))
-    compiled = Compiled([Stage("parsed", program)], fxwrap.Options(), fxwrap.to_python(program))
+    compiled = Compiled(CompileResult((Stage("parsed", program),), fxwrap.Options(), fxwrap.to_python(program)))
     with pytest.raises(ExportError, match=r"the kernel 'k' exists only in this process: it has hooks"):
         fxwrap.fx.export(compiled)
