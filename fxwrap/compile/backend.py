@@ -27,7 +27,7 @@ from fxwrap.fx_passes import (
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
-from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, is_plain_class, plain_tensor, with_plain_inputs
+from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, with_plain_inputs
 from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
@@ -41,6 +41,7 @@ from fxwrap.torch_compat import (
     is_precompiling,
     report_output_strides,
     serializable_callable,
+    without_subclass,
 )
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -132,7 +133,7 @@ def make_backend(
                 return serializable_callable(compiled, subclassed)
         if not subclassed:  # Dynamo guards the classes of inputs
             return compiled
-        return lambda *inputs: compiled(*[plain_tensor(item) if _is_subclassed(item) else item for item in inputs])
+        return lambda *inputs: compiled(*[without_subclass(item) if _is_subclassed(item) else item for item in inputs])
 
     return backend
 
@@ -154,9 +155,11 @@ def _with_autograd(options: Options, compile_with: Callable[..., Compiled], *, s
 
 
 def _is_subclassed(item: object) -> bool:
-    """Whether torch's functions would wrap results of an input in its plain subclass."""
+    """Whether torch's functions would wrap results of an input in its subclass, whose functions Dynamo has traced."""
     kind = type(item)
-    return kind not in PLAIN_CLASSES and is_plain_class(kind) and not issubclass(kind, torch.nn.Parameter)
+    if kind in PLAIN_CLASSES or not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter):
+        return False
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # AOTAutograd desugars the others
 
 
 @dataclass(frozen=True)

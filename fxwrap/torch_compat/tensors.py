@@ -59,6 +59,15 @@ def is_desugared(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_CLASSES
 
 
+def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a plain tensor that aliases a tensor of a subclass; gradients flow through it.
+
+    Why: the method that does it is itself subject to the subclass's `__torch_function__`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 def storage_identity(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     """Returns a number that tensors share exactly when they share a storage.
 

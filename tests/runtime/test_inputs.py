@@ -263,6 +263,30 @@ def plain(item: Tensor) -> Tensor:
     return item.detach().as_subclass(Tensor)
 
 
+@emitters
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_torch_compile_takes_a_subclass_whose_functions_dynamo_traces(emitter: str, requires_grad: bool) -> None:
+    """Also with gradients, for which torch's own backends fail; a direct call rejects such a tensor."""
+
+    def call(run: Callable[..., Any], leaf: Tensor) -> tuple[Any, Tensor]:
+        x = leaf.as_subclass(Redefined)
+        results = (*run(x, random(4, 4)), x)
+        if requires_grad:
+            results[0].as_subclass(Tensor).sum().backward()
+        return results, x
+
+    leaves = [random(4, 4).requires_grad_(requires_grad) for _ in range(2)]
+    compiled = torch.compile(functions_of_two, backend="fxwrap", options={"emitter": emitter})
+    (results, x), (wanted, _) = call(compiled, leaves[0]), call(functions_of_two, leaves[1])
+    assert [type(item) for item in results] == [type(item) for item in wanted] and results[2] is x
+    torch.testing.assert_close([*map(plain, results)], [*map(plain, wanted)])
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+    if not requires_grad:
+        compiled = torch.compile(writes, backend="fxwrap", options={"emitter": emitter})
+        torch.testing.assert_close(plain(compiled(x, random(4, 4))), writes(leaves[1], random(4, 4)))
+        torch.testing.assert_close(*leaves)
+
+
 # --- version counters -------------------------------------------------------------------------------------------------
 
 

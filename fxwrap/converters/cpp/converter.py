@@ -425,7 +425,13 @@ def _is_opaque(value: ir.Value | SymbolInfo) -> bool:
 
 
 def _constant_text(unit: CppUnit, value: ir.Value) -> str:
-    return f"opaque({unit.list_slot(value.name)})" if _is_opaque(value) else unit.slot(value.name)
+    return _opaque_text(unit, value) if _is_opaque(value) else unit.slot(value.name)
+
+
+def _opaque_text(unit: CppUnit, value: ir.Value) -> str:
+    """Returns the place of an object: a generator is one in C++ too, others are objects of Python."""
+    slot = unit.list_slot(value.name)
+    return slot if value.type == ir.GENERATOR else f"opaque({slot})"
 
 
 def _input_text(unit: CppUnit, item: ir.Input, is_passed_through: bool) -> str:
@@ -442,8 +448,7 @@ def _input_text(unit: CppUnit, item: ir.Input, is_passed_through: bool) -> str:
         case ir.ScalarType(kind):
             return f"{{{name}, {unit.scalar(value.name, kind)}}}"
         case ir.OpaqueType() | ir.ListType():
-            slot = unit.list_slot(value.name)
-            return f"{{{name}, {slot if value.type == ir.GENERATOR else f'opaque({slot})'}}}"
+            return f"{{{name}, {_opaque_text(unit, value)}}}"
         case _:
             reason = "the inputs of a C++ program are tensors, numbers, lists and opaque objects"
             raise UnsupportedError(f"%{value.name}", CppConverter.name, reason)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.torchbind_impls import init_torchbind_implementations
 
 import fxwrap
@@ -94,6 +95,19 @@ def test_objects_of_a_graph_are_constants(emitter: str) -> None:
     assert own is graph.own
     again = fxwrap.from_fx(compiled_graph.graph_module)
     torch.testing.assert_close(fxwrap.run(again, [x])[0], x + 7)
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_generator_of_a_graph_is_a_constant(emitter: str) -> None:
+    generator = torch.Generator()
+    graph = make_fx(lambda x: (x + torch.ops.aten.rand.generator([3], generator=generator),))(torch.rand(3))
+    compiled_graph = fxwrap.compile_graph(graph, options=fxwrap.Options(emitter=emitter))
+    x, results = torch.rand(3), []
+    for run in (compiled_graph, graph):
+        generator.manual_seed(5)
+        results.append([*run(x), *run(x)])
+    torch.testing.assert_close(results[0], results[1])
+    assert not torch.equal(*results[0])
 
 
 def test_calls_that_take_objects_stay_in_order() -> None:

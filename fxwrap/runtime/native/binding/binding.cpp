@@ -239,10 +239,10 @@ bool set_inputs(const ProgramObject* self, Execution& execution, PyObject* const
   for (int64_t i = 0; i < program.constants.size; ++i) {
     PyObject* constant = PyTuple_GET_ITEM(self->constants, i);
     const Arg& place = program.constants.data[i];
-    if (place.kind == Arg::Object) {
-      if (!set_object(list_at(execution.frame(), place.integer), constant)) return false;
-    } else {
+    if (place.kind == Arg::Tensor) {
       execution.borrow(place.integer, unpack(constant));
+    } else if (!set_input(execution, "a constant", place, constant)) {
+      return false;
     }
   }
   return true;
@@ -386,7 +386,7 @@ bool check_constants(const fxwrap::Program& program, PyObject* constants) {
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(constants); ++i) {
     PyObject* constant = PyTuple_GET_ITEM(constants, i);
-    if (program.constants.data[i].kind != Arg::Object && !is_plain_tensor(constant)) {
+    if (program.constants.data[i].kind == Arg::Tensor && !is_plain_tensor(constant)) {
       PyErr_Format(input_error, "constant %zd: expected a torch.Tensor, got %.200s", i, Py_TYPE(constant)->tp_name);
       return false;
     }
