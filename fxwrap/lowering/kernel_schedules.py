@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch.fx import Node
 
@@ -88,7 +86,7 @@ class KernelSchedules:
         return self._is_schedulable(joined, stored, self.plan)
 
     def _stored(self, members: Set[Definition]) -> set[Definition]:
-        return {item for item in members if item in self.plan.external or not self._readers[item] <= members}
+        return {item for item in members if item in self.plan.external or not self.plan.readers[item] <= members}
 
     def has_parts(self, kernel: KernelPlan, mapping: IterationMapping, plan: DefinitionPlan, trace: Trace) -> bool:
         """Whether a kernel that also computes a definition is split into parts, which load and store whole rows."""
@@ -134,15 +132,6 @@ class KernelSchedules:
         kernel.add(Member(DefinitionPlan(matmul, 0), trace, tuple([as_index(axis) for axis in trace.axes])))
         operands = {other: DefinitionPlan(other, 0) for other, _ in trace.reads}
         return self._is_schedulable(kernel, {matmul}, replace(self.plan, definitions=operands))
-
-    @cached_property
-    def _readers(self) -> Mapping[Definition, set[Definition]]:
-        """The definitions in memory that read each one."""
-        readers: dict[Definition, set[Definition]] = defaultdict(set)
-        for plan in self.plan.computed():
-            for other in (*plan.reads, *plan.operands):
-                readers[other].add(plan.definition)
-        return readers
 
     def _built(self, kernel: KernelPlan, stored: Collection[Definition], plan: MaterialisationPlan) -> Kernel:
         """Returns the loop IR of a planned kernel."""

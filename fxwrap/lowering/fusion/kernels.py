@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fxwrap.caching import bounded_cache
@@ -111,9 +111,14 @@ class _PlannedKernelBuilder:
         }
 
     def build(self, hint: Callable[[Size], int], spec: DeviceSpec) -> BuiltKernel:
+        rounded = self._rounded()
         for member in self.plan.members:
-            if not isinstance(member.definition, Scattered):
-                self.scalars[member.definition] = self._scalar(member)
+            definition = member.definition
+            if not isinstance(definition, Scattered):
+                scalar = self._scalar(member)
+                if definition in rounded:
+                    scalar = scalar.to(definition.dtype).to(definition.compute_dtype)
+                self.scalars[definition] = scalar
         for member in self.plan.members:
             if member.definition in self.stored:
                 self._store(member)
@@ -130,6 +135,39 @@ class _PlannedKernelBuilder:
         name = kernel_name(map(self.operator_of, computed))
         values = tuple([value for _, value in loaded])
         return BuiltKernel(kernel, values, tuple([value for _, value in self.outputs]), computed, name)
+
+    def _rounded(self) -> set[Definition]:
+        """Returns the members that are rounded before the kernel reads them: others read them with reductions of them.
+
+        Readers outside of the kernel see rounded elements. A maximum, or a sum of exponentials, of others would not be
+        theirs: the largest element would not equal the maximum, nor would the weights of a row add up to 1.
+        """
+        if not self.plan.reduced:
+            return set()
+        stored = [item for item in self.stored if item.dtype is not item.compute_dtype]
+        return {item for item in stored if self._is_read_with(item, self._reductions_of(item))}
+
+    def _reductions_of(self, definition: Definition) -> set[Definition]:
+        """Returns the members that depend on reductions of a member and do not vary along reduced axes."""
+        elements, dependent = {definition}, set[Definition]()
+        reductions: set[Definition] = set()
+        for member in self.plan.members:
+            item, reads = member.definition, member.plan.reads
+            if not reads.isdisjoint(dependent) or (isinstance(item, Reduced) and not reads.isdisjoint(elements)):
+                dependent.add(item)
+                if axes_of(member.element).isdisjoint(self.plan.reduced):
+                    reductions.add(item)
+            elif not reads.isdisjoint(elements):
+                elements.add(item)
+        return reductions
+
+    def _is_read_with(self, definition: Definition, others: Set[Definition]) -> bool:
+        """Whether another kernel, or what no kernel computes, reads a member and one of some other members."""
+        plan = self.definitions
+        if definition in plan.external and not plan.external.isdisjoint(others):
+            return True
+        readers = plan.readers[definition] - self.plan.computed.keys()
+        return any(not plan.definitions[reader].reads.isdisjoint(others) for reader in readers)
 
     def _scalar(self, member: Member) -> Scalar:
         definition, reader = member.definition, self.reader

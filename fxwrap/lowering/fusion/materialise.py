@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,6 +144,15 @@ class MaterialisationPlan:
         """Returns the definitions that kernels write to memory, in order."""
         kinds = Pointwise | Reduced | Scanned | Scattered
         return [plan for key, plan in self.definitions.items() if plan.materialised and isinstance(key, kinds)]
+
+    @cached_property
+    def readers(self) -> Mapping[Definition, set[Definition]]:
+        """The definitions in memory that read each one."""
+        readers: dict[Definition, set[Definition]] = defaultdict(set)
+        for plan in self.computed():
+            for other in (*plan.reads, *plan.operands):
+                readers[other].add(plan.definition)
+        return readers
 
 
 def plan_materialisation(
