@@ -194,6 +194,26 @@ def test_classes_out_of_range_raise() -> None:
         compiled(*operands.all())
 
 
+SEVERAL_ELEMENTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda y: y - y[:, :1],
+    lambda y: y + y.flip(-1) / 2,
+    lambda y: y + y.roll(1, 0) / 2,
+    lambda y: torch.cat([y[:, 150:] - y[:, :150], y[:, :150] + y[:, 150:]], -1),
+)
+"""Logits that depend on several elements of a matmul."""
+
+
+@pytest.mark.parametrize("logits", SEVERAL_ELEMENTS)
+def test_classes_whose_logit_depends_on_several_elements(logits: Callable[[Tensor], Tensor]) -> None:
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(logits(functional.linear(x, weight)), target, reduction="none")
+
+    at = inputs(torch.float32)
+    operands = [at.x, at.weight, at.target]
+    planned = plan(make_fx(loss)(*operands), operands, STRICT.replace(matmul_kernels="generated"))
+    torch.testing.assert_close(planned.run(operands)[0], loss(*operands))
+
+
 def test_dynamic_rows_and_columns() -> None:
     def statistics(x: Tensor, weight: Tensor) -> list[Tensor]:
         product = functional.linear(x, weight)

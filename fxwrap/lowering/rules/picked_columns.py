@@ -6,6 +6,7 @@ index that is read from memory could only be loaded after all of them are stored
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -46,9 +47,13 @@ def pick_columns(call: OperatorCall, matrix: Definition, column: Column) -> Pick
         return PickedColumns({})
     row_axis, column_axis = trace.axes
     sums: dict[Definition, Definition] = {}
+    reads: dict[Definition, set[IndexTuple]] = defaultdict(set)
     for definition, at in trace.reads:
-        if not isinstance(definition, Reduced) or definition.source.kind != "sum":
-            continue
+        reads[definition].add(at)
+    for definition, points in reads.items():
+        if not isinstance(definition, Reduced) or definition.source.kind != "sum" or len(points) > 1:
+            continue  # a matmul that is read at several indices needs several elements of it
+        (at,) = points
         if at and at[-1].single_axis == column_axis and definition.sizes[-1] == matrix.sizes[1]:
             if any(column_axis in index.axes() for index in at[:-1]):
                 continue
