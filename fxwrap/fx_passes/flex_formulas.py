@@ -230,9 +230,12 @@ class FlexAttention:
         return scores, mask if indices.visible is None else mask & indices.visible
 
     def modified(self, scores: Tensor, mask: Tensor, indices: Indices) -> Tensor:
-        """Returns the scores after `score_mod`; masked ones are minus infinity."""
+        """Returns the scores after `score_mod`; masked ones are minus infinity. Raises TypeError for complex scores."""
         modify = indices.vectorise(self.score_mod, 1, (None,) * len(self.score_buffers))
-        return torch.where(mask, modify(scores, *self.score_buffers).to(self.dtype), -math.inf)
+        modified = modify(scores, *self.score_buffers)
+        if modified.is_complex():
+            raise TypeError(f"its scores have the dtype {modified.dtype}")
+        return torch.where(mask, modified.to(self.dtype), -math.inf)
 
     def factored(self, values: Tensor, indices: Indices) -> Tensor:
         """Returns values of weights, or of their gradients, times the factors of these."""

@@ -291,7 +291,8 @@ def test_wrong_functions() -> None:
         result, _ = kernels_of(with_function(function), *inputs)
         torch.testing.assert_close(result, with_function(function)(*inputs))
     for function in (
-        lambda s, b, h, m, n: s + RELATIVE[:3], lambda s, *_: (s, s), lambda s, *_: None, lambda s, *_: s[None]
+        lambda s, b, h, m, n: s + RELATIVE[:3], lambda s, *_: (s, s), lambda s, *_: None, lambda s, *_: s[None],
+        lambda s, *_: s * 1j,
     ):  # fmt: skip
         with pytest.raises(Exception, match=r"node 'flex_attention' .*score_mod or mask_mod cannot be vectorised"):
             kernels_of(with_function(function), *inputs)
