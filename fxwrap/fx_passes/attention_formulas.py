@@ -8,8 +8,9 @@ intermediate result has no other reader, so that nothing is computed twice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,36 +111,61 @@ def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
         arguments: Any = node.args
         is_last = rank >= 2 and arguments[1] in (-1, rank - 1)
         return _Softmax(arguments[0], (node,), name == "safe_softmax") if is_last else None
-    return _written_out_softmax(node, fakes) if name == "div" and rank >= 2 else None
+    match name:
+        case "div" if rank >= 2:
+            return _normalised_exponentials(node, fakes)
+        case "exp" if rank >= 2:
+            return _shifted_exponentials(node, ("logsumexp",), fakes)
+        case _:
+            return None
 
 
-def _written_out_softmax(node: Node, fakes: NodeValues) -> _Softmax | None:
-    """Returns exp(x - amax(x)) / sum(exp(x - amax(x)))."""
-    weights, total = node.args[:2]
-    summed = _reduced(total, "sum", fakes)
-    if summed is None or summed is not weights or name_of(summed) != "exp":
+def _normalised_exponentials(node: Node, fakes: NodeValues) -> _Softmax | None:
+    """Returns e / sum(e) of e = exp(x - max(x))."""
+    weights, divisor = node.args[:2]
+    total = _row_reduction(divisor, ("sum",), fakes)
+    if total is None or total[0] is not weights or name_of(total[0]) != "exp":
         return None
-    difference = summed.args[0]
+    shifted = _shifted_exponentials(total[0], ("amax", "max"), fakes)
+    return None if shifted is None else replace(shifted, nodes=(*shifted.nodes, *total[1], node))
+
+
+def _shifted_exponentials(node: Node, reductions: Sequence[str], fakes: NodeValues) -> _Softmax | None:
+    """Returns exp(x - y) for a reduction y of the rows of x."""
+    difference = node.args[0]
     if not isinstance(difference, Node) or name_of(difference) != "sub" or difference.kwargs:
         return None
-    operand, maximum = difference.args
-    if not isinstance(maximum, Node) or not isinstance(total, Node) or not isinstance(operand, Node):
+    operand, shift = difference.args
+    reduced = _row_reduction(shift, reductions, fakes)
+    if reduced is None or reduced[0] is not operand:
         return None
-    inner: list[Any] = [maximum]
-    if name_of(maximum) in ALIASES:
-        inner.append(maximum.args[0])
-    if _reduced(inner[-1], "amax", fakes) is not operand:
-        return None
-    return _Softmax(operand, (*reversed(inner), difference, summed, total, node))
+    return _Softmax(reduced[0], (*reduced[1], difference, node))
 
 
-def _reduced(node: object, name: str, fakes: NodeValues) -> Node | None:
-    """Returns the tensor that a call reduces along its last dimension, which it keeps."""
-    if not isinstance(node, Node) or not is_tensor(node, fakes) or name_of(node) != name or node.kwargs:
+def _row_reduction(node: object, names: Sequence[str], fakes: NodeValues) -> tuple[Node, tuple[Node, ...]] | None:
+    """Returns the tensor that calls reduce along its last dimension, which they keep, and these calls in order."""
+    nodes: list[Node] = []
+    is_kept = False
+    while isinstance(node, Node) and name_of(node) not in names:
+        rank = fakes[node].ndim if is_tensor(node, fakes) else 0
+        is_added = name_of(node) == "unsqueeze" and node.args[1] in (-1, rank - 1) and not is_kept
+        is_values = node.target is operator.getitem and node.args[1] == 0
+        if not is_added and not is_values and name_of(node) not in ALIASES:
+            return None
+        is_kept |= is_added
+        nodes.append(node)
+        node = node.args[0]
+    if not isinstance(node, Node) or node.kwargs:
         return None
-    operand, dims, keep = (*node.args, None, None)[:3]
-    is_last = isinstance(dims, list | tuple) and [dim % fakes[node].ndim for dim in dims] == [fakes[node].ndim - 1]
-    return operand if is_last and keep is True and isinstance(operand, Node) else None
+    operand, dims, keeps = (*node.args, None, False)[:3]
+    if not isinstance(operand, Node) or not is_tensor(operand, fakes) or keeps is is_kept:
+        return None
+    over: Any = [dims] if isinstance(dims, int) else dims
+    rank = fakes[operand].ndim
+    if not isinstance(over, list | tuple) or [dim % rank for dim in over] != [rank - 1]:
+        return None
+    unused = [user for user in node.users if user.target is operator.getitem and not user.users]  # positions of maxima
+    return operand, (node, *unused, *reversed(nodes))
 
 
 # --- data flow --------------------------------------------------------------------------------------------------------

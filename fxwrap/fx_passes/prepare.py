@@ -16,7 +16,7 @@ from fxwrap.fx_passes.convolution_biases import unfuse_convolution_biases
 from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.decompose import decompose
-from fxwrap.fx_passes.dropout_masks import draw_dropout_masks
+from fxwrap.fx_passes.dropout_masks import draw_dropout_masks, recognize_dropout
 from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
@@ -75,6 +75,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "eliminate_common_subexpressions", "make equal pure calls once (CSE)",
         lambda graph, _context: eliminate_common_subexpressions(graph), "fuse", _fuses,
+    ),
+    Step(
+        "recognize_dropout", "turn products with scaled random numbers on CPUs into dropout",
+        recognize_dropout, "fuse", _fuses,
     ),
     Step(
         "recognize_attention", "turn attention written as its formula into one kernel",

@@ -16,6 +16,7 @@ from fxwrap.fx_passes.attention_elements import UnsupportedScoresError
 from fxwrap.fx_passes.attention_formulas import find_attention
 from fxwrap.fx_passes.attention_operands import AttentionOperands, attention_operands
 from fxwrap.fx_passes.biased_attention import replace_biased_attention
+from fxwrap.fx_passes.composed_permutations import compose_permutations
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
@@ -61,7 +62,7 @@ def recognize_attention_in_joint_graph(joint: GraphModule, options: Options) -> 
 
 
 def _recognize(graph: PreparedGraph, context: FxPassContext, only_with_backward: bool) -> PreparedGraph:
-    graph = replace_biased_attention(graph, context)
+    graph = compose_permutations(replace_biased_attention(graph, context))
     formulas, missed = find_attention(graph.nodes, graph.fakes)
     if only_with_backward:
         formulas = [item for item in formulas if item.backward is not None]

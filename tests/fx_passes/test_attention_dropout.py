@@ -67,6 +67,29 @@ def test_compiled(function: Callable[..., Tensor], dtype: torch.dtype, emitter: 
     assert not any("bmm" in text.split("kernel @")[0] for text in programs)
 
 
+@pytest.mark.parametrize(("function", "dtype"), [(_dropped, torch.float32), (_upcast, torch.bfloat16)])
+def test_graphs_of_make_fx(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Their dropout is a product with random numbers, which forward and backward share."""
+    operands = _operands(dtype)
+
+    def step(*operands: Tensor) -> list[Tensor]:
+        leaves = [item.detach().requires_grad_() for item in operands]
+        output = function(*leaves)
+        return [output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)]
+
+    graph = make_fx(step)(*operands)
+    assert "bernoulli_" in str(graph.code)
+    planned = plan(graph, operands, OPTIONS)
+    assert "flex_attention_grad_query_0" in planned.launches
+    assert not any("bmm" in call for call in planned.calls)
+    torch.manual_seed(3)
+    results = [*planned.run([item.clone() for item in operands]), torch.rand(2)]
+    torch.manual_seed(3)
+    expected = [*step(*operands), torch.rand(2)]
+    for actual, eager in zip(results, expected, strict=True):
+        assert (actual - eager).norm() <= (2e-2 if dtype is torch.bfloat16 else 2e-6) * eager.norm()
+
+
 def test_off_where_it_is_not_measured() -> None:
     spec = dataclasses.replace(ANY_SIZE, attention=dataclasses.replace(ANY_SIZE.attention, streaming_dropout_sizes=()))
     run, programs = _compiled(_dropped, spec)
