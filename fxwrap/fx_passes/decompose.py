@@ -41,6 +41,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     tree_flatten,
     tree_unflatten,
+    without_library_guards,
     without_logged_errors,
 )
 
@@ -235,7 +236,7 @@ class _Decomposer:
         # As make_fx does: with symbolic sizes, torch's Python decompositions come first.
         scope = in_fake_mode if call.text is not None else in_dispatched_fake_mode
         try:
-            with scope(mode):
+            with scope(mode), without_library_guards(mode, call.target):
                 return trace()
         except Exception as error:
             if not is_data_dependent_error(error):

@@ -32,6 +32,7 @@ from fxwrap.torch_compat import (
     storage_identity,
     torch_schema,
     tree_map,
+    without_library_guards,
 )
 from fxwrap.wrapper_ir.operators import operator_schema
 
@@ -251,7 +252,8 @@ class _FakePropagator(Interpreter):
             self._record_layout(n.args[0])
         try:
             # Stream operators return None; torch 2.11 has no fake rule for some of them, or a wrong one.
-            value = None if stream_call(n) else super().run_node(n)
+            with without_library_guards(self.mode, n.target):
+                value = None if stream_call(n) else super().run_node(n)
             rename_unbacked(n, value)
         except FxwrapError:
             raise

@@ -28,6 +28,7 @@ from fxwrap.torch_compat import (
     symbol_expression,
     symbol_hint,
     tree_map,
+    without_library_guards,
 )
 from fxwrap.wrapper_ir import contiguous_strides
 
@@ -114,7 +115,8 @@ def fake_call(
 ) -> Any:
     """Returns the fake result of a call; `like` has the fake mode if no argument is a fake tensor."""
     keywords = keywords or {}
-    with in_fake_mode(fake_mode_of((*arguments, *keywords.values(), like))):
+    mode = fake_mode_of((*arguments, *keywords.values(), like))
+    with in_fake_mode(mode), without_library_guards(mode, target):
         return target(*arguments, **keywords)
 
 

@@ -137,6 +137,15 @@ def without_guards(mode: FakeTensorMode | None) -> AbstractContextManager[object
     return nullcontext() if mode is None or mode.shape_env is None else mode.shape_env.suppress_guards()
 
 
+def without_library_guards(mode: FakeTensorMode | None, target: object) -> AbstractContextManager[object]:
+    """Returns a context for a call of an operator on fake tensors, in which a convolution records no guards.
+
+    Why: torch asks which library computes it, some of them only from a number of images on. A program that was exported
+    for any number would refuse those for which another library is asked, although the result is the same.
+    """
+    return without_guards(mode if str(target).startswith("aten.conv") else None)
+
+
 @contextmanager
 def without_logged_errors() -> Iterator[None]:
     """Runs without the log entries that fake tensors write for each operator that raises, in this thread.

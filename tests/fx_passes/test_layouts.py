@@ -176,6 +176,18 @@ def test_a_dynamic_batch() -> None:
     assert any(has_images(item.program) for item in seen)
 
 
+def test_an_exported_batch_has_its_whole_range() -> None:
+    """Also numbers of images for which torch asks for another library than for the example's."""
+    model, x = block(), torch.randn(IMAGES)
+    dims = ({0: torch.export.Dim("images", max=100)},)
+    compiled = compile_graph(torch.export.export(model, (x,), dynamic_shapes=dims))
+    assert has_images(compiled.program)
+    with torch.no_grad():
+        for images in (2, 1, 40):
+            x = torch.randn(images, *IMAGES[1:])
+            close(compiled(x), in_float64(model, x))
+
+
 # --- training -------------------------------------------------------------------------------------------------------
 
 
