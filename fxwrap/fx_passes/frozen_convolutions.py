@@ -110,23 +110,24 @@ def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:
 
 
 def _is_supported(values: list[Any], context: FxPassContext) -> bool:
-    """Whether result, image and weight are images of static sizes, on a device whose library has a layout for them.
+    """Whether result, image and weight are images on a device whose library has a layout for them.
 
-    Not in CUDA graphs: a replay would not see that a weight was written.
+    Their number may be symbolic: the layout is that for all batches of images of these lengths. Not in CUDA graphs: a
+    replay would not see that a weight was written.
     """
     for value in values:
-        if not isinstance(value, FakeTensor) or value.ndim != 4 or not _is_static(value):
+        if not isinstance(value, FakeTensor) or value.ndim != 4 or not _has_static_images(value):
             return False
         spec = context.options.device_specs().get(value.device.type)
         if spec is None or value.dtype not in spec.convolutions.prepacked_dtypes or value.dtype != values[0].dtype:
             return False
         if context.options.cuda_graphs and spec.supports_graph_capture:
             return False
-    return all(value.numel() > 0 for value in values)
+    return all(0 not in value.shape[1:] for value in values)
 
 
-def _is_static(fake: FakeTensor) -> bool:
-    return all(type(number) is int for number in (*fake.shape, *fake.stride()))
+def _has_static_images(fake: FakeTensor) -> bool:
+    return all(type(number) is int for number in (*fake.shape[1:], *fake.stride()))
 
 
 def _batch_norm(

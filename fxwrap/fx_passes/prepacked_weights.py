@@ -7,13 +7,13 @@ multiplies; `fxwrap::biased_linear` does not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, storages_of
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
 from fxwrap.fx_passes.matmuls import Matmul, matmuls_of, transpose_operand
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import written_storages
@@ -37,27 +37,33 @@ _BLOCK = 16
 
 def prepack_weights(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph whose matmuls with frozen weights are calls that keep the weights in the library's layout."""
-    frozen = frozen_nodes(graph, context)
-    matmuls = [item for item in matmuls_of(graph, context) if _benefits(item, graph.fakes, context, frozen)]
-    if not matmuls:
-        return graph
-    return _with_linears(graph, matmuls, "prepacked_linear")
+    frozen, fakes = frozen_nodes(graph, context), graph.fakes
+    rows = {
+        item: (None if type(fakes[item.left].shape[0]) is not int else fakes[item.left].shape[0],)
+        for item in matmuls_of(graph, context) if _benefits(item, fakes, context, frozen)
+    }  # fmt: skip
+    return _with_linears(graph, rows, "prepacked_linear") if rows else graph
 
 
 def call_biased_linears(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
     """Returns a graph whose matmuls with a bias are linear layers of the device's library where that is faster."""
     matmuls = [item for item in matmuls_of(graph, context) if _copies_bias(item, graph.fakes, context)]
-    return _with_linears(graph, matmuls, "biased_linear") if matmuls else graph
+    return _with_linears(graph, dict.fromkeys(matmuls, ()), "biased_linear") if matmuls else graph
 
 
-def _with_linears(graph: PreparedGraph, matmuls: Sequence[Matmul], operator: str) -> PreparedGraph:
-    """Returns a graph in which matmuls are calls of `fxwrap::prepacked_linear` or `fxwrap::biased_linear`."""
+def _with_linears(
+    graph: PreparedGraph, matmuls: Mapping[Matmul, tuple[int | None, ...]], operator: str
+) -> PreparedGraph:
+    """Returns a graph in which matmuls are calls of `fxwrap::prepacked_linear` or `fxwrap::biased_linear`.
+
+    `matmuls` has the last arguments of each call.
+    """
     copy = GraphCopy(graph)
     env, target = copy.node_map, getattr(torch.ops.fxwrap, operator).default
-    for matmul in matmuls:
+    for matmul, last in matmuls.items():
         weight = transpose_operand(matmul.right)
         bias = None if matmul.bias is None else env[matmul.bias]
-        arguments = (env[matmul.left], env[weight or matmul.right], bias, weight is not None)
+        arguments = (env[matmul.left], env[weight or matmul.right], bias, weight is not None, *last)
         copy.substitute(matmul.node, copy.call(env[matmul.node], target, arguments, f"{matmul.node.name}_linear"))
     return copy.finish()
 
@@ -95,7 +101,8 @@ def _library_operands(
 ) -> tuple[DeviceSpec, torch.dtype, int, int, int] | None:
     """Returns device, dtype and numbers of rows, columns and products of a matmul; None if it may become a kernel.
 
-    Also None if its operands are not contiguous tensors of static sizes and one dtype.
+    Also None if its operands are not contiguous tensors of one dtype and, but for the number of rows, of static sizes.
+    A symbolic number of rows is its hint.
     """
     weight = transpose_operand(matmul.right) or matmul.right
     nodes = (matmul.node, matmul.left, weight, *([] if matmul.bias is None else [matmul.bias]))
@@ -104,21 +111,19 @@ def _library_operands(
     if spec is None:
         return None
     result, left, *_ = tensors
-    rows, columns, products = *result.shape, left.shape[1]
+    (rows, columns), products = result.shape, left.shape[1]
+    if type(columns) is not int or type(products) is not int:
+        return None
     reads_rows = weight is not matmul.right  # as kernels read weights
-    if rows < _LEAST_ROWS or (
+    if size_hint(rows) < _LEAST_ROWS or (
         reads_rows and spec.matmuls.generates(left.dtype, rows, columns * products * left.dtype.itemsize)
     ):
         return None
-    return spec, left.dtype, rows, columns, products
+    return spec, left.dtype, size_hint(rows), columns, products
 
 
 def _plain_tensors(values: Sequence[object]) -> list[FakeTensor]:
-    """Returns the values if all are contiguous tensors of static sizes, of one dtype and device; else none."""
-    fakes = [value for value in values if isinstance(value, FakeTensor) and _is_static(value) and is_contiguous(value)]
+    """Returns the values if all are contiguous tensors of one dtype and device; else none."""
+    fakes = [value for value in values if isinstance(value, FakeTensor) and is_contiguous(value)]
     are_alike = len({(fake.dtype, fake.device) for fake in fakes}) == 1
     return fakes if are_alike and len(fakes) == len(values) else []
-
-
-def _is_static(fake: FakeTensor) -> bool:
-    return all(type(size) is int for size in fake.shape)

@@ -215,7 +215,7 @@ _OPERATORS = (
         "record_stream(Tensor tensor, Device device, int stream) -> ()", devices.record_stream, has_side_effect=True
     ),
     _Operator(
-        "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
+        "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed, int? rows=None) -> Tensor",
         prepacked_linear, linear_fake,
     ),
     _Operator(

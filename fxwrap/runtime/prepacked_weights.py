@@ -19,6 +19,7 @@ from fxwrap.torch_compat import (
     ConvolutionGeometry,
     fused_convolution,
     onednn_linear,
+    packs_for_rows,
     prepack_convolution_weight,
     prepack_linear_weight,
     prepacked_convolution,
@@ -55,14 +56,18 @@ def _form(sources: Sequence[torch.Tensor], variant: Hashable, convert: Callable[
 
 
 def prepacked_linear(
-    left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+    left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, rows: int | None = None
 ) -> torch.Tensor:
-    """Returns `left @ weight + bias`, of `weight.t()` if `transposed`: contiguous matrices, and a vector or None."""
-    rows, columns_first = left.shape[0], weight if transposed else weight.t()
+    """Returns `left @ weight + bias`, of `weight.t()` if `transposed`: contiguous matrices, and a vector or None.
+
+    The weight's layout may be for the number of rows if this is static: `rows`.
+    """
+    columns_first = weight if transposed else weight.t()
+    rows = rows if packs_for_rows(weight.dtype) else None
     (packed,) = _form([weight], (rows, transposed), lambda: (prepack_linear_weight(columns_first, rows),))
     with torch.no_grad():
         if packed is not None:
-            return library_linear(left, packed, columns_first, bias)
+            return library_linear(left, packed, columns_first, bias, rows)
         right = columns_first.t()
         return left @ right if bias is None else torch.addmm(bias, left, right)
 
@@ -75,7 +80,9 @@ def biased_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, 
         return torch.addmm(bias, left, columns_first.t()) if result is None else result
 
 
-def linear_fake(left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+def linear_fake(
+    left: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, transposed: bool, _rows: int | None = None
+) -> torch.Tensor:
     """The fake implementation of both: a contiguous matrix."""
     return left.new_empty(left.shape[0], weight.shape[0 if transposed else 1])
 
@@ -120,27 +127,27 @@ def frozen_convolution(
 ) -> torch.Tensor:
     """Returns a convolution, with batch norm's statistics and affine parameters `norm` folded into its weight and bias.
 
+    The weight's layout depends on the lengths of the images, not on their number.
     `norm` holds weight, bias, mean and variance, or nothing. Then adds `residual`, which has the result's layout, and
     takes the positive part if `relu`. The result has these strides. oneDNN adds a folded bias in float32, except with a
     residual, whose sum then has one rounding less than eager's.
     """
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    sizes = tuple(image.shape)
-
     is_channels_last = image.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
 
     def convert() -> _Form:
         folded, shift = folded_batch_norm(weight, bias, norm, epsilon)
         folded = folded.contiguous(memory_format=layout)
-        packed = prepack_convolution_weight(folded, geometry, sizes)
+        packed = prepack_convolution_weight(folded, geometry, (max(1, len(image)), *image.shape[1:]))
         if shift is not None and (packed is None or residual is not None):
             shift = shift.to(weight.dtype)
         # The cache must not own the weight, whose end frees its entry.
         return packed, None if packed is not None or folded is weight else folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
-    packed, folded, shift = _form(sources, (geometry, sizes, epsilon, layout, residual is None), convert)
+    variant = (geometry, tuple(image.shape[1:]), epsilon, layout, residual is None)
+    packed, folded, shift = _form(sources, variant, convert)
     with torch.no_grad():
         if packed is not None:
             result = prepacked_convolution(image, packed, shift, geometry, residual, relu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,23 @@ def _has_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and operators._is_mkldnn_bf16_supported())  # type: ignore[no-untyped-call]
 
 
-def prepack_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor | None:
-    """Returns a weight of shape (columns, terms) in a library's layout for matmuls with so many rows.
+def packs_for_rows(dtype: torch.dtype) -> bool:
+    """Whether the fastest packed weight of a dtype is for one number of rows: MKL's on processors of Intel.
+
+    Why: as for `prepack_linear_weight`.
+    """
+    return dtype is torch.float32 and _is_intel() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _is_intel() -> bool:
+    """Whether MKL has code for this processor: on others its matmuls of float32 are slower than oneDNN's."""
+    with Path("/proc/cpuinfo").open() as file:
+        return "GenuineIntel" in next((line for line in file if line.startswith("vendor_id")), "")
+
+
+def prepack_linear_weight(weight: torch.Tensor, rows: int | None) -> torch.Tensor | None:
+    """Returns a weight of shape (columns, terms) in a library's layout: MKL's for so many rows, else oneDNN's for any.
 
     None if torch has no library for its dtype. The result is opaque: only `prepacked_linear` reads it.
 
@@ -27,20 +43,24 @@ def prepack_linear_weight(weight: torch.Tensor, rows: int) -> torch.Tensor | Non
     mkl: Any = torch.ops.mkl
     onednn: Any = torch.ops.mkldnn
     packed: torch.Tensor | None = None
-    if weight.dtype is torch.float32 and torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+    if rows is not None:
         packed = mkl._mkl_reorder_linear_weight(weight.contiguous(), rows)
-    elif weight.dtype is torch.bfloat16 and _has_bfloat16():
-        packed = onednn._reorder_linear_weight(weight.contiguous(), rows)
+    elif _has_bfloat16() if weight.dtype is torch.bfloat16 else _has_float32(weight.dtype):
+        packed = onednn._reorder_linear_weight(weight.contiguous())
     return packed
 
 
+def _has_float32(dtype: torch.dtype) -> bool:
+    return dtype is torch.float32 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+
+
 def prepacked_linear(
-    left: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    left: torch.Tensor, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int | None
 ) -> torch.Tensor:
-    """Returns `left @ weight.t() + bias` by the packed form of the weight, which is for as many rows as `left` has."""
+    """Returns `left @ weight.t() + bias` by the packed form of the weight for so many rows, or for any."""
     result: torch.Tensor
-    if weight.dtype is torch.float32:
-        result = torch.ops.mkl._mkl_linear(left, packed, weight, bias, left.shape[0])
+    if rows is not None:
+        result = torch.ops.mkl._mkl_linear(left, packed, weight, bias, rows)
     else:
         result = torch.ops.mkldnn._linear_pointwise(left, packed, bias, "none", [], "")
     return result

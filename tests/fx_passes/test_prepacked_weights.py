@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import fxwrap
 from fxwrap import Options
@@ -102,12 +103,29 @@ def test_weights_that_may_change_are_not_prepacked() -> None:
         assert PREPACKED not in extern_targets(programs[0])
 
 
-@pytest.mark.parametrize("rows", [8, "s0"])
-def test_few_or_symbolic_rows_are_not_prepacked(rows: int | str) -> None:
-    x = torch.randn(8 if rows == 8 else 64, 256)
-    dims = None if rows == 8 else ({0: torch.export.Dim("rows", min=32, max=512)},)
-    program = fxwrap.lower(torch.export.export(Layers(), (x,), dynamic_shapes=dims), options=FROZEN)
+def test_few_rows_are_not_prepacked() -> None:
+    program = fxwrap.lower(torch.export.export(Layers(), (torch.randn(8, 256),)), options=FROZEN)
     assert PREPACKED not in extern_targets(program)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_weights_are_converted_once_for_all_numbers_of_rows(emitter: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Layers().to(dtype)
+    exact = copy.deepcopy(model).double()
+    dims = ({0: torch.export.Dim("rows", min=0, max=512)},)
+    program = torch.export.export(model, (torch.randn(64, 256).to(dtype),), dynamic_shapes=dims)
+    compiled = fxwrap.compile_graph(program, options=Options(freeze=True, emitter=emitter))
+    assert extern_targets(compiled.program) == [PREPACKED] * 3
+    with torch.no_grad():
+        for rows in (64, 1, 0, 500):
+            x = torch.randn(rows, 256).to(dtype)
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 1.5 * eager
+    weights = [model.first.weight, model.second.weight, model.third]
+    assert [len(prepacked_weights._cache[weight]) for weight in weights] == [1, 1, 1]
 
 
 def test_other_devices_are_not_prepacked() -> None:
@@ -129,14 +147,18 @@ def test_constants_of_exported_and_saved_programs(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(x), model(x))
 
 
-def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows() -> None:
+def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     freeze_heap()
     weight, before = torch.randn(256, 256), len(prepacked_weights._cache)
-    for rows in range(16, 16 + prepacked_weights._MOST_FORMS + 3):
-        left = torch.randn(rows, 256)
-        torch.testing.assert_close(torch.ops.fxwrap.prepacked_linear(left, weight, None, True), left @ weight.t())
-    assert len(prepacked_weights._cache) == before + 1
-    assert len(prepacked_weights._cache[weight]) == prepacked_weights._MOST_FORMS
+    most = prepacked_weights._MOST_FORMS
+    for packs_for_rows in (False, True) if torch.backends.mkl.is_available() else (False,):
+        monkeypatch.setattr(prepacked_weights, "packs_for_rows", lambda _, packs=packs_for_rows: packs)
+        for rows in range(16, 16 + most + 3):
+            left = torch.randn(rows, 256)
+            result = torch.ops.fxwrap.prepacked_linear(left, weight, None, True, rows)
+            torch.testing.assert_close(result, left @ weight.t(), atol=1e-4, rtol=1e-4)
+        assert len(prepacked_weights._cache) == before + 1
+        assert len(prepacked_weights._cache[weight]) == (most if packs_for_rows else 1)
     del weight
     gc.collect()
     assert len(prepacked_weights._cache) == before
@@ -255,6 +277,34 @@ def test_frozen_convolutions_follow_writes_into_statistics(emitter: str, memory_
             assert error <= 3 * eager
             model.norm.running_var.mul_(4)
             exact.norm.running_var.mul_(4)
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx"])
+def test_any_number_of_images_has_frozen_convolutions(emitter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+    monkeypatch.setattr(prepacked_weights, "_cache", cache)
+    torch.manual_seed(0)
+    model = Block().eval()
+    exact = copy.deepcopy(model).double()
+    dims = ({0: torch.export.Dim("images", max=100)},)
+    program = torch.export.export(model, (torch.randn(2, 8, 12, 12),), dynamic_shapes=dims)
+    compiled = fxwrap.compile_graph(program, options=Options(freeze=True, emitter=emitter))
+    assert extern_targets(compiled.program) == [CONVOLUTION] * 3
+    with torch.no_grad():
+        for images in (2, 1, 40):
+            x = torch.randn(images, 8, 12, 12)
+            expected = exact(x.double())
+            error, eager = [float((item.double() - expected).norm()) for item in (compiled(x), model(x))]
+            assert error <= 3 * eager
+    assert [len(forms) for forms in cache.values()] == [1, 1, 1]
+
+
+def test_frozen_convolutions_of_no_images() -> None:
+    image, weight = torch.randn(0, 8, 12, 12), torch.randn(16, 8, 1, 1)
+    for batch in (image, torch.randn(3, 8, 12, 12)):
+        arguments = ([1, 1], [0, 0], [1, 1], 1, None, True, [2304, 144, 12, 1])
+        result = torch.ops.fxwrap.frozen_convolution(batch, weight, None, [], 0.0, *arguments)
+        torch.testing.assert_close(result, torch.relu(torch.conv2d(batch, weight)))
 
 
 def test_frozen_convolutions_of_bfloat16() -> None:

@@ -16,6 +16,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/stack.h>
 
+#include <algorithm>
 #include <bit>
 #include <functional>
 #include <list>
@@ -104,25 +105,34 @@ bool has_bfloat16() {
   return has;
 }
 
-Tensor prepack_linear_weight(const Tensor& weight, int64_t rows) {
-  if (weight.scalar_type() == at::kFloat && at::hasMKL()) {
-    return call("mkl::_mkl_reorder_linear_weight", "", {weight.contiguous(), rows}).toTensor();
-  }
-  if (weight.scalar_type() == at::kBFloat16 && has_bfloat16()) {
-    return call("mkldnn::_reorder_linear_weight", "", {weight.contiguous(), rows}).toTensor();
-  }
-  return {};
+// Whether the fastest packed weight is for one number of rows: MKL's, which is slow on processors of others than Intel.
+bool packs_for_rows(const Tensor& weight) {
+#if defined(__x86_64__)
+  return weight.scalar_type() == at::kFloat && at::hasMKL() && __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
 }
 
-Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional<Tensor>& bias, bool transposed) {
+// A weight in the layout of MKL for so many rows, or of oneDNN for any number.
+Tensor prepack_linear_weight(const Tensor& weight, optional<int64_t> rows) {
+  if (rows.has_value()) return call("mkl::_mkl_reorder_linear_weight", "", {weight.contiguous(), *rows}).toTensor();
+  const bool has_library = weight.scalar_type() == at::kBFloat16 ? has_bfloat16()
+                                                                 : weight.scalar_type() == at::kFloat && at::hasMKLDNN();
+  if (!has_library) return {};
+  return call("mkldnn::_reorder_linear_weight", "", {weight.contiguous(), IValue()}).toTensor();
+}
+
+Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional<Tensor>& bias, bool transposed,
+                        optional<int64_t> rows) {
   const at::NoGradGuard no_grad;
-  const int64_t rows = left.size(0);
   const Tensor columns = transposed ? weight : weight.t(), shift = bias.value_or(Tensor());
+  if (!packs_for_rows(weight)) rows.reset();
   const auto convert = [&] { return Form{prepack_linear_weight(columns, rows), {}, {}}; };
-  const Tensor packed = forms().find({weight}, {rows, transposed}, convert).packed;
+  const Tensor packed = forms().find({weight}, {rows.value_or(-1), transposed}, convert).packed;
   if (!packed.defined()) return shift.defined() ? at::addmm(shift, left, columns.t()) : at::mm(left, columns.t());
-  if (weight.scalar_type() == at::kFloat) {
-    return call("mkl::_mkl_linear", "", {left, packed, columns, optional_tensor(shift), rows}).toTensor();
+  if (rows.has_value()) {
+    return call("mkl::_mkl_linear", "", {left, packed, columns, optional_tensor(shift), *rows}).toTensor();
   }
   const c10::List<optional<at::Scalar>> scalars;
   return call("mkldnn::_linear_pointwise", "", {left, packed, optional_tensor(shift), "none", scalars, ""}).toTensor();
@@ -219,13 +229,15 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
   sources.insert(sources.end(), norm.begin(), norm.end());
   Variant variant{groups, channels_last, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size()),
                   other.defined()};
-  for (at::IntArrayRef numbers : {image.sizes(), stride, padding, dilation}) {
+  for (at::IntArrayRef numbers : {image.sizes().slice(1), stride, padding, dilation}) {
     variant.insert(variant.end(), numbers.begin(), numbers.end());
   }
   const Form form = forms().find(sources, variant, [&] {
     auto [folded, folded_shift] = folded_batch_norm(weight, shift, norm, epsilon);
     folded = folded.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
-    const Tensor packed = prepack_convolution_weight(folded, geometry, image.sizes());
+    std::vector<int64_t> sizes = image.sizes().vec();
+    sizes[0] = std::max<int64_t>(1, sizes[0]);
+    const Tensor packed = prepack_convolution_weight(folded, geometry, sizes);
     const bool needs_folded = !packed.defined() && !folded.is_same(weight);
     // Only oneDNN's convolution without a residual adds a bias of float32 to images of bfloat16.
     const bool rounds_shift = folded_shift.defined() && (!packed.defined() || other.defined());
@@ -242,8 +254,8 @@ Tensor frozen_convolution(const Tensor& image, const Tensor& weight, const optio
 
 void register_prepacked_operators() {
   define_operators("fxwrap::prepacked_linear", [](const auto& add) {
-    add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed) -> Tensor", "prepacked_linear",
-        &prepacked_linear);
+    add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed, int? rows=None) -> Tensor",
+        "prepacked_linear", &prepacked_linear);
     add("biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", "biased_linear", &biased_linear);
     add("frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor", "frozen_grouped_mm",
         &frozen_grouped_mm);
