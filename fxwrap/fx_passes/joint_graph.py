@@ -35,7 +35,7 @@ from fxwrap.fx_passes.recomputed_dropout import recompute_dropout
 from fxwrap.fx_passes.recomputed_norms import recompute_norms
 from fxwrap.fx_passes.source import inline_subgraph_calls
 from fxwrap.options import Options, Step, enabled_steps
-from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity
+from fxwrap.torch_compat import FakeTensor, min_cut_partitioner, storage_identity, without_fake_mode
 
 _aten = torch.ops.aten
 _HALF = frozenset({torch.float16, torch.bfloat16})
@@ -47,8 +47,10 @@ def partitioner(options: Options) -> Callable[..., object]:
         return options.partitioner
 
     def partition(joint: GraphModule, *arguments: object, **keywords: object) -> object:
-        for step in enabled_steps(JOINT_GRAPH_PASSES, options):
-            joint = step.run(joint, options)
+        # AOTAutograd partitions with its fake mode active, in which each tensor that a pass creates takes a dispatch.
+        with without_fake_mode():
+            for step in enabled_steps(JOINT_GRAPH_PASSES, options):
+                joint = step.run(joint, options)
         return min_cut_partitioner(_FUSIBLE, _RECOMPUTABLE, _VIEWS)(joint, *arguments, **keywords)
 
     return partition

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 import fxwrap
 from fxwrap.devices import CPU
+from fxwrap.fx_passes import joint_graph
 from fxwrap.lines import Return
+from fxwrap.options import Step
 from fxwrap.torch_compat import min_cut_partitioner
 from fxwrap.wrapper_ir import Ownership, TensorType, Value
 
@@ -235,6 +237,20 @@ def test_a_custom_partitioner_receives_the_unmodified_graph() -> None:
 
     run(tangents, torch.float32, {"fuse": False, "partitioner": partition})
     assert seen == [True]
+
+
+def test_passes_over_the_joint_graph_run_without_a_fake_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In AOTAutograd's, each tensor that a pass creates would take a dispatch in Python."""
+    created: list[Tensor] = []
+
+    def create(joint: torch.fx.GraphModule, _options: fxwrap.Options) -> torch.fx.GraphModule:
+        created.append(torch.empty(1))
+        return joint
+
+    monkeypatch.setattr(joint_graph, "JOINT_GRAPH_PASSES", (Step("create", "", create),))
+    x = torch.rand(3, requires_grad=True)
+    torch.compile(lambda x: x.sin(), backend="fxwrap")(x).sum().backward()
+    assert [type(item) for item in created] == [Tensor]
 
 
 def test_threads_partition_with_their_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
