@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -61,7 +61,11 @@ def combine_kernels(
 
 @dataclass(frozen=True)
 class _LaunchKey:
-    """The properties that launches need to have in common to be combined."""
+    """The properties that launches need to have in common to be similar; `text` is that of their kernels.
+
+    Similar launches are combined if the group keys of their kernels are equal too. A kernel is printed again for its
+    group key, which takes a hundred times as long as this one.
+    """
 
     language: str
     device: torch.device
@@ -69,15 +73,12 @@ class _LaunchKey:
     options: tuple[tuple[str, object], ...]
     scalars: tuple[object, ...]
     is_large: bool
-    kernel: Hashable
+    text: str
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A launch that may be combined with others, and its kernel with the grid of the launch.
-
-    Those of one `key` are similar. Its `kernel` is None if there is no other one.
-    """
+    """A launch that may be combined with others, and its kernel with the grid of the launch."""
 
     line: Launch
     kernel: PrintedKernel
@@ -108,30 +109,12 @@ def _candidates(program: Program, specs: Mapping[str, DeviceSpec]) -> dict[int, 
                 kernel.language, device, kernel.signature, kernel.options, tuple(_scalars(line)), is_large,
                 texts[line.kernel],
             )))  # fmt: skip
-    keys: dict[PrintedKernel, Hashable] = {}
-    similar = []
-    for item in _with_shared_keys(chosen):  # keys of kernels are costly
-        if item.kernel not in keys:
-            keys[item.kernel] = item.combiner.group_key(item.kernel)
-        if keys[item.kernel] is not None:
-            similar.append(replace(item, key=replace(item.key, kernel=keys[item.kernel])))
-    single = {id(item.line): replace(item, key=replace(item.key, kernel=None)) for item in chosen}
-    return single | {id(item.line): item for item in _with_shared_keys(similar)}
+    return {id(item.line): item for item in chosen}
 
 
 def _text_without_integers(source: str) -> str:
-    """Returns a kernel's text without its name, comments, integers and spaces; kernels of one group key have one text.
-
-    It takes a hundredth of the time of a group key, for which a kernel is printed again.
-    """
+    """Returns a kernel's text without name, comments, integers and spaces: kernels of one group key have one text."""
     return re.sub(r"#.*|\s+", "", re.sub(r"(?<=def )\w+|-?\d+", "0", source))
-
-
-def _with_shared_keys(candidates: Iterable[_Candidate]) -> list[_Candidate]:
-    groups: dict[_LaunchKey, list[_Candidate]] = {}
-    for item in candidates:
-        groups.setdefault(item.key, []).append(item)
-    return [item for group in groups.values() if len(group) > 1 for item in group]
 
 
 def _combiner(kernel: KernelDefinition) -> KernelCombiner | None:
@@ -180,6 +163,7 @@ class _KernelCombining:
         self.orders = list(self.regions.program_order)
         self.max_peak = self.regions.peak(self.orders) + max_extra_peak_bytes
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
+        self.group_keys: dict[PrintedKernel, Hashable] = {}
         self.changed: dict[SchedulingUnit, Sequence[LineBase]] = {}
 
     def combined(self) -> Program:
@@ -196,20 +180,34 @@ class _KernelCombining:
 
     def _combine_in_region(self, number: int) -> None:
         schedule = UnitSchedule(self.regions.regions[number], fixed_waits=True, fixed_preparations=True)
-        groups: dict[tuple[_LaunchKey, int], list[SchedulingUnit]] = {}
+        similar: dict[tuple[_LaunchKey, int], list[SchedulingUnit]] = {}
         passed = 0  # the starts and waits before a unit
         for unit in schedule.units:
             line = unit.lines[0]
             passed += line.is_async_start or line.is_async_wait
             candidate = self.candidates.get(id(line))
-            if candidate is not None and candidate.key.kernel is not None and len(unit.lines) == 1:
-                groups.setdefault((candidate.key, passed if candidate.key.is_large else 0), []).append(unit)
-        for (key, _), units in groups.items():
-            max_launches = self.max_tensors // len(_tensors(self._candidate(units[0]).line))
-            if key.is_large:
-                max_launches = min(max_launches, self.specs[key.device.type].combo_large_kernels)
+            if candidate is not None and len(unit.lines) == 1:
+                similar.setdefault((candidate.key, passed if candidate.key.is_large else 0), []).append(unit)
+        groups = [group for units in similar.values() for group in self._by_group_key(schedule.sharing(units))]
+        for units in sorted(groups, key=lambda group: group[0].position):
+            first = self._candidate(units[0])
+            max_launches = self.max_tensors // len(_tensors(first.line))
+            if first.key.is_large:
+                max_launches = min(max_launches, self.specs[first.key.device.type].combo_large_kernels)
             self._combine_groups(number, schedule, list(schedule.groups(units, _at_most(max_launches))))
         self._combine_groups(number, schedule, list(self._adjacent_groups(schedule)))
+
+    def _by_group_key(self, units: Sequence[SchedulingUnit]) -> list[list[SchedulingUnit]]:
+        """Returns launches of one key by the group keys of their kernels, without those that have none."""
+        groups: dict[Hashable, list[SchedulingUnit]] = {}
+        for unit in units:
+            groups.setdefault(self._group_key(self._candidate(unit)), []).append(unit)
+        return [group for key, group in groups.items() if key is not None]
+
+    def _group_key(self, item: _Candidate) -> Hashable:
+        if item.kernel not in self.group_keys:
+            self.group_keys[item.kernel] = item.combiner.group_key(item.kernel)
+        return self.group_keys[item.kernel]
 
     def _adjacent_groups(self, schedule: UnitSchedule) -> Iterator[list[SchedulingUnit]]:
         """Yields groups of launches that directly follow each other and fit together, whatever they compute."""
@@ -286,7 +284,9 @@ class _KernelCombining:
         scalars = _distinct(typed)
         numbers: dict[object, int] = {item: number for number, item in enumerate((*inputs, *outs, *scalars))}
         positions = [[numbers[item] for item in (*_tensors(line), *row)] for line, row in zip(lines, typed)]
-        is_mixed = first.key.kernel is None or len({item.key for item in candidates}) > 1
+        are_similar = len({item.key for item in candidates}) == 1
+        group_keys = {self._group_key(item) for item in candidates} if are_similar else set()
+        is_mixed = len(group_keys) != 1 or None in group_keys
         name_hint = f"combo_{first.line.kernel}" + (f"_and_{len(lines) - 1}_more" if is_mixed else "")
         printed = first.combiner.combine([item.kernel for item in candidates], positions, name_hint)
         origins = [(item.line, item.line.origin) for item in candidates if item.line.origin is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from fxwrap.lines import Alloc, ExternCall, Launch, StartCollective, View
 from fxwrap.passes.scheduling import SchedulingUnit
@@ -92,6 +93,16 @@ class UnitSchedule:
                 group = []
             group.append(unit)
         yield from [group] if len(group) > 1 else []
+
+    def sharing(self, units: Sequence[SchedulingUnit]) -> list[SchedulingUnit]:
+        """Returns those of some units that may share a position with another one: others end before it can start."""
+        spans = sorted([(self.earliest(unit.position), self.latest(unit.position), unit.position) for unit in units])
+        ends = [-1.0, *accumulate([high for _, high, _ in spans], max)]  # of the units before
+        starts = [*[low for low, _, _ in spans[1:]], float(len(self.units))]  # of the next unit
+        positions = {
+            position for (low, high, position), end, start in zip(spans, ends, starts) if low < end or start < high
+        }
+        return [unit for unit in units if unit.position in positions]
 
     def _span(self, group: Sequence[SchedulingUnit]) -> tuple[float, float] | None:
         """Returns the positions between which units can share one; None if there are none."""

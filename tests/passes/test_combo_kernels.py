@@ -87,19 +87,38 @@ def test_independent_launches_are_combined() -> None:
     assert launch.kernel.startswith("combo_")
 
 
-def test_kernels_of_other_texts_are_not_printed_for_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = lowered(lambda *x: (x[0].sin(), x[1].cos(), x[2].sin(), x[3].exp()), *vectors(20, 24, 30, 36))
-    keys: list[str] = []
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts of the kernels whose group keys are computed."""
+    sources: list[str] = []
     group_key = printers.TRITON_KERNEL_COMBINER.group_key
 
     def counted(kernel: PrintedKernel) -> Hashable:
-        keys.append(kernel.source)
+        sources.append(kernel.source)
         return group_key(kernel)
 
     combiner = dataclasses.replace(printers.TRITON_KERNEL_COMBINER, group_key=counted)
     monkeypatch.setattr(printers, "TRITON_KERNEL_COMBINER", combiner)
+    return sources
+
+
+def test_kernels_of_other_texts_are_not_printed_for_their_keys(keys: list[str]) -> None:
+    program = lowered(lambda *x: (x[0].sin(), x[1].cos(), x[2].sin(), x[3].exp()), *vectors(20, 24, 30, 36))
     assert len(launches(combined(program))) == 3
     assert len(keys) == 2 and all("sin" in source for source in keys)
+
+
+def test_kernels_of_layers_that_follow_each_other_are_not_printed_for_their_keys(keys: list[str]) -> None:
+    def layers(x: Tensor, *weights: Tensor) -> Tensor:
+        for weight in weights:
+            x = torch.mm(x.sin(), weight)
+        return x
+
+    inputs = [torch.rand(5, 5), torch.rand(5, 6), torch.rand(6, 5), torch.rand(5, 6)]
+    assert len(launches(check(lambda *x: (layers(*x),), *inputs))) == 3
+    assert keys == []
+    check(lambda y, *x: (layers(*x), y.sin()), torch.rand(4, 7), *inputs)
+    assert len(set(keys)) == 2, "the last one may run beside the first, which alone writes no operand either"
 
 
 def test_combined_launches_have_all_origins() -> None:
