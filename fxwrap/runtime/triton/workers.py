@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader, FileIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -108,33 +109,34 @@ class _Worker:
         path = "\n".join([os.path.abspath(item or ".") for item in sys.path])
         command = [sys.executable, "-I", "-c", _BOOTSTRAP, str(_WORKER_SCRIPT), path, str(os.getpid())]
         command += [_known_triton_key()]
-        # Unbuffered: a forked process would write buffered data again.
+        # Unbuffered jobs: a forked process would write buffered data again.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
             start_new_session=True,
         )  # fmt: skip
+        assert isinstance(self.process.stdout, FileIO), "the pipe has no buffer"
+        # Without one, `readline` reads each byte by a system call, in which threads hand the GIL to one another.
+        self._answers = BufferedReader(self.process.stdout)
         self.lock = threading.Lock()
         self.compiles_ahead = False
         self._is_ready = False
 
     def is_ready(self) -> bool:
         """Whether the process accepts jobs; also True for a dead one, which the first job detects."""
-        stdout = self.process.stdout
-        assert stdout is not None
-        if not self._is_ready and select.select([stdout], [], [], 0)[0]:
-            stdout.readline()
+        if not self._is_ready and select.select([self._answers], [], [], 0)[0]:
+            self._answers.readline()
             self._is_ready = True
         return self._is_ready
 
     def run(self, job: Job) -> Answer | None:
         """Returns the answer to a job, or None if the process died."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None
+        stdin = self.process.stdin
+        assert stdin is not None
         try:
             line = memoryview((json.dumps(job) + "\n").encode())
             while line:
                 line = line[stdin.write(line) or 0 :]
-            return Answer(**json.loads(stdout.readline()))
+            return Answer(**json.loads(self._answers.readline()))
         except (OSError, ValueError):
             return None
 
@@ -142,7 +144,7 @@ class _Worker:
         """Kills the process."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self.process.stdin, self._answers):
             with suppress(OSError):
                 if pipe is not None:
                     pipe.close()

@@ -149,6 +149,22 @@ def test_workers_compile_without_importing_torch(pool: WorkerPool) -> None:
     assert worker_results(pool, [kernel_use(f"{LONG}1"), kernel_use(3), later]) == [None, "", ""]
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="counts system calls of Linux")
+def test_an_answer_is_read_in_few_system_calls(pool: WorkerPool) -> None:
+    """Threads that wait for answers would hand the GIL to one another, and to a graph's lowering, in each call."""
+
+    def read_calls() -> int:
+        counts = dict([line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines()])
+        return int(counts["syscr"])
+
+    (worker,) = pool._workers
+    before = read_calls()
+    answer = worker.run({"path": "x" * 2000})
+    calls = read_calls() - before
+    assert answer is not None and "KeyError" in answer.error
+    assert calls < 10
+
+
 def test_a_forked_process_has_no_workers(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers, "WORKER_POOL", pool)
     child = os.fork()
