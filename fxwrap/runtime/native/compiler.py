@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fxwrap.caching import bounded_cache
-from fxwrap.errors import NativeBuildError
+from fxwrap.errors import NativeBuildError, OptionError
 from fxwrap.runtime.compiler_runs import count_compiler_runs
 
 log = logging.getLogger("fxwrap.native")
@@ -68,10 +68,13 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """Returns the compiler in `CXX`, else the first of g++, c++ and clang++. Raises NativeBuildError without one."""
-    command = os.environ.get("CXX", "")
+    """Returns the compiler in `CXX`, else the first of g++, c++ and clang++.
+
+    Raises NativeBuildError without one, and OptionError for a variable that is no command.
+    """
+    command = _environment_words("CXX")
     if command:
-        return _probe(tuple(shlex.split(command)))
+        return _probe(command)
     for candidate in ("g++", "c++", "clang++"):
         if find_executable(candidate):
             return _probe((candidate,))
@@ -95,7 +98,7 @@ def _search_path(name: str, _path: str) -> str:
 
 def compiler_identity() -> str:
     """Identifies the C++ compiler without running it: path, size, modification time and the user's flags; or ""."""
-    command = shlex.split(os.environ.get("CXX", ""))
+    command = _environment_words("CXX")
     for name in command[:1] or ("g++", "c++", "clang++"):
         path = find_executable(name)
         if path:
@@ -107,7 +110,16 @@ def compiler_identity() -> str:
 
 def user_kernel_flags() -> tuple[str, ...]:
     """Returns the flags of `FXWRAP_KERNEL_FLAGS`, such as `-O1`, by which kernels compile in half the time, or `-g`."""
-    return tuple(shlex.split(os.environ.get(KERNEL_FLAGS_ENV, "")))
+    return _environment_words(KERNEL_FLAGS_ENV)
+
+
+def _environment_words(name: str) -> tuple[str, ...]:
+    """Returns the words of an environment variable, which a shell would split it into. Raises OptionError."""
+    text = os.environ.get(name, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise OptionError(f"{name}={text!r} cannot be split into words: {error}; correct its quotes") from None
 
 
 @cache

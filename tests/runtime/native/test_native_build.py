@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxwrap.errors import NativeBuildError
+from fxwrap.errors import NativeBuildError, OptionError
 from fxwrap.runtime.cache_folder import UNFINISHED_ENTRIES, cache_folder
 from fxwrap.runtime.native import (
     KERNEL_FLAGS,
@@ -177,10 +177,28 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler --flag")
     with pytest.raises(NativeBuildError, match=r"cannot run the C\+\+ compiler 'no-such-compiler'.*Python emitter"):
         compile_cpp(DOUBLE, name="double")
-    monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(NativeBuildError, match=r"no C\+\+ compiler found"):
-        compile_cpp(DOUBLE, name="double")
+    for nothing in ("", " "):
+        monkeypatch.setenv("CXX", nothing)
+        with pytest.raises(NativeBuildError, match=r"no C\+\+ compiler found"):
+            compile_cpp(DOUBLE, name="double")
+
+
+@pytest.mark.parametrize("name", ["CXX", KERNEL_FLAGS_ENV])
+def test_a_variable_with_an_open_quote_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "g++ '-DX")
+    with pytest.raises(OptionError, match=f"{name}=.*No closing quotation; correct its quotes"):
+        driver.compiler_identity()
+
+
+def test_a_program_is_loaded_from_a_path_that_is_no_text(tmp_path: Path, own_cache: None) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xe4 '\n")
+    folder.mkdir()
+    library = shutil.copy(compile_cpp(DOUBLE, name="double"), folder)
+    program = load_program(library)
+    x = torch.rand(3)
+    torch.testing.assert_close(program(x)[0], x + x)
+    assert program.path == library
 
 
 def test_a_hanging_compiler_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_cache: None) -> None:

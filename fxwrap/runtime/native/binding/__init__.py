@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -47,7 +48,7 @@ def load_program(
 
     Raises ImportError for a file that is not a program of this version, InputError for wrong constants.
     """
-    return cast(NativeProgram, _binding().Program(str(path), constants=tuple(constants), symbol=symbol))
+    return cast(NativeProgram, _binding().Program(os.fsencode(path), constants=tuple(constants), symbol=symbol))
 
 
 def launcher_class() -> Any:

@@ -399,7 +399,7 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   const char* symbol = "fxwrap_program";
   const char* path = nullptr;
   PyObject* constant_items = nullptr;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "s|Os", const_cast<char**>(names), &path, &constant_items,
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "y|Os", const_cast<char**>(names), &path, &constant_items,
                                    &symbol)) {
     return nullptr;
   }
@@ -415,7 +415,7 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   }
   self->vectorcall = call_flat;
   self->program = program;
-  self->path = PyUnicode_FromString(path);
+  self->path = PyUnicode_DecodeFSDefault(path);
   self->constants = constants;
   self->movable = find_movable(*program);
   return reinterpret_cast<PyObject*>(self);
