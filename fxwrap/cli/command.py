@@ -404,5 +404,5 @@ def _build(chosen: argparse.Namespace) -> int:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically."""
+    """Writes a file atomically, or into a device or pipe."""
     write_file(path, lambda file: file.write(content.encode() if isinstance(content, str) else content))

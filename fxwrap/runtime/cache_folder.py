@@ -194,13 +194,12 @@ def read_cache_file(path: Path) -> bytes | None:
 def write_cache_file(root: Path, name: str, content: bytes, *, replaces: bool = True) -> Path:
     """Writes the file `name`, "kind/name", of the cache folder `root` atomically and returns its path.
 
-    A folder in its place is deleted. The file is not synced, which takes milliseconds of a compile for each kernel: a
+    What is no file in its place is deleted. It is not synced, which takes milliseconds of a compile for each kernel: a
     machine that stops may leave an empty one, so its readers check the content. Raises OSError, and FileExistsError for
     a file that exists unless it `replaces` that.
     """
     path = _make_folder(root, os.path.dirname(name)) / os.path.basename(name)
-    if path.is_dir():
-        remove_path(path)
+    _remove_unless_file(path)
     write_file(path, lambda file: file.write(content), 0o600, synced=False, replaces=replaces)
     return path
 
@@ -213,7 +212,39 @@ def write_file(
 
     `mode` are the file's permissions, by default those of a new file. Raises OSError; then, and when `write` raises,
     the previous file remains. Unless it `replaces` that, it is FileExistsError: the first of several processes writes.
+    A device or pipe, such as /dev/stdout, is not replaced: the content is written into it.
     """
+    with _naming_file(path):
+        if replaces and _is_stream(path):
+            with path.open("wb") as file:
+                write(file)
+        else:
+            _write_atomically(path, write, mode, synced, replaces)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path leads to a device, a pipe or a socket."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+@contextmanager
+def _naming_file(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError without one, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _write_atomically(
+    path: Path, write: Callable[[IO[bytes]], object], mode: int | None, synced: bool, replaces: bool
+) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w+b") as file:
@@ -224,10 +255,8 @@ def write_file(
                 os.fsync(file.fileno())
         if replaces or not _link(temporary, path):
             os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # that of a full disk names no file
         raise
 
 
@@ -260,6 +289,13 @@ def _make_folder(root: Path, kind: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     _check_folder(folder)
     return folder
+
+
+def _remove_unless_file(path: Path) -> None:
+    """Deletes what is in the place of a file: a folder, a link, a pipe or a device."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            remove_path(path)
 
 
 def remove_path(path: Path) -> None:
@@ -397,8 +433,7 @@ def file_lock(root: Path, name: str, timeout_s: float | None = None) -> Iterator
     """
     path = _make_folder(root, "locks") / name
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-        remove_path(path)
+    _remove_unless_file(path)
     with os.fdopen(os.open(path, flags, 0o600), "r+b", buffering=0) as file:
         if not _acquire(file, timeout_s):
             yield None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import fxwrap
 from fxwrap.cli import main
+from fxwrap.errors import ArtifactError
 
 
 @pytest.fixture
@@ -41,6 +43,30 @@ def test_values(name: str, folder: Path, full_disk: None, capsys: pytest.Capture
     assert main(["run", str(folder / "saved.fxw"), "-o", str(folder / name)]) == 3
     assert f"No space left on device: '{folder / name}'" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["saved.fxw"]
+
+
+@pytest.fixture
+def pipe(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A pipe, and the descriptor from which its content is read."""
+    path = folder / "pipe.npz"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reader
+    os.close(reader)
+
+
+def test_a_pipe_is_written_and_not_replaced(folder: Path, pipe: tuple[Path, int]) -> None:
+    path, reader = pipe
+    assert main(["run", str(folder / "saved.fxw"), "-o", str(path)]) == 0
+    assert path.is_fifo() and os.read(reader, 1 << 16).startswith(b"PK")
+
+
+def test_a_program_is_not_saved_into_a_pipe(folder: Path, pipe: tuple[Path, int]) -> None:
+    """Its entries are aligned to positions, which a pipe does not have."""
+    program = fxwrap.load(folder / "saved.fxw")
+    with pytest.raises(ArtifactError, match=r"pipe\.npz: it cannot be written: Illegal seek"):
+        program.save(pipe[0])
+    assert pipe[0].is_fifo()
 
 
 def test_a_signing_key(folder: Path, full_disk: None, capsys: pytest.CaptureFixture[str]) -> None:
