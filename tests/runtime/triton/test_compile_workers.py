@@ -149,7 +149,6 @@ def test_workers_compile_without_importing_torch(pool: WorkerPool) -> None:
     assert worker_results(pool, [kernel_use(f"{LONG}1"), kernel_use(3), later]) == [None, "", ""]
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="counts system calls of Linux")
 def test_an_answer_is_read_in_few_system_calls(pool: WorkerPool) -> None:
     """Threads that wait for answers would hand the GIL to one another, and to a graph's lowering, in each call."""
 
