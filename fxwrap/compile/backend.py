@@ -27,7 +27,7 @@ from fxwrap.fx_passes import (
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
-from fxwrap.runtime.plain_inputs import PLAIN_CLASSES, with_plain_inputs
+from fxwrap.runtime.plain_inputs import is_traced_class, with_plain_inputs, with_traced_inputs
 from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
@@ -41,7 +41,6 @@ from fxwrap.torch_compat import (
     is_precompiling,
     report_output_strides,
     serializable_callable,
-    without_subclass,
 )
 from fxwrap.wrapper_ir import Ownership, Program, TensorType, Value
 
@@ -119,7 +118,7 @@ def make_backend(
         options = with_repro_environment(chosen)
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
-        subclassed = [position for position, item in enumerate(example_inputs) if _is_subclassed(item)]
+        subclassed = [position for position, item in enumerate(example_inputs) if is_traced_class(type(item))]
         key = torch_cache_key(options, example_inputs) if compile_with is compile_graph else None
         compiled: CompiledGraphFunction
         if key is None:
@@ -133,7 +132,7 @@ def make_backend(
                 return serializable_callable(compiled, subclassed)
         if not subclassed:  # Dynamo guards the classes of inputs
             return compiled
-        return lambda *inputs: compiled(*[without_subclass(item) if _is_subclassed(item) else item for item in inputs])
+        return with_traced_inputs(compiled)
 
     return backend
 
@@ -152,14 +151,6 @@ def _with_autograd(options: Options, compile_with: Callable[..., Compiled], *, s
         decompositions=decomposition_table(options),
         keep_inference_input_mutations=True,
     )
-
-
-def _is_subclassed(item: object) -> bool:
-    """Whether torch's functions would wrap results of an input in its subclass, whose functions Dynamo has traced."""
-    kind = type(item)
-    if kind in PLAIN_CLASSES or not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter):
-        return False
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # AOTAutograd desugars the others
 
 
 @dataclass(frozen=True)

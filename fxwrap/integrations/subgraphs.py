@@ -25,6 +25,7 @@ from fxwrap.compile_cache import NotCacheable, content_key
 from fxwrap.errors import ArtifactError, CacheError, FxwrapError
 from fxwrap.options import Options
 from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
+from fxwrap.runtime.plain_inputs import with_traced_inputs
 from fxwrap.torch_compat import (
     FakeTensor,
     accept_real_tensors,
@@ -174,8 +175,8 @@ def returns_tuple(graph: GraphModule) -> bool:
 
 
 def _function(program: Compiled | LoadedProgram, is_tuple: bool) -> SubgraphFunction:
-    flat: SubgraphFunction = program.flat
-    return flat if is_tuple else lambda *inputs: flat(*inputs)[0]
+    function: SubgraphFunction = with_traced_inputs(program.flat)  # parameters of hosts may have classes of their own
+    return function if is_tuple else lambda *inputs: function(*inputs)[0]
 
 
 def _first_symbol(example_inputs: Sequence[object]) -> str:

@@ -41,6 +41,14 @@ class Redefined(Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
+class RedefinedParameter(torch.nn.Parameter):
+    """A parameter that defines how functions act on it, as those of vLLM do."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
 X = random(3, 4)
 PLAIN = "f32[3, 4] on cpu with strides (4, 1)"
 
@@ -285,6 +293,21 @@ def test_torch_compile_takes_a_subclass_whose_functions_dynamo_traces(emitter: s
         compiled = torch.compile(writes, backend="fxwrap", options={"emitter": emitter})
         torch.testing.assert_close(plain(compiled(x, random(4, 4))), writes(leaves[1], random(4, 4)))
         torch.testing.assert_close(*leaves)
+
+
+@emitters
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_torch_compile_takes_parameters_whose_functions_dynamo_traces(emitter: str, requires_grad: bool) -> None:
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    for layer, kind in zip(layers, (torch.nn.Parameter, RedefinedParameter), strict=True):
+        layer.weight, layer.bias = kind(random(4, 4), requires_grad), kind(random(4), requires_grad)
+    layers[1] = torch.compile(layers[1], backend="fxwrap", options={"emitter": emitter})
+    expected, result = [layer(X).sin() for layer in layers]
+    torch.testing.assert_close(result, expected)
+    if requires_grad:
+        torch.cat([expected, result]).sum().backward()
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(*[getattr(layer, name).grad for layer in layers])
 
 
 # --- version counters -------------------------------------------------------------------------------------------------
