@@ -14,6 +14,7 @@ import torch
 from fxwrap.artifact import tensor_file
 from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.errors import ArtifactError
+from fxwrap.runtime.plain_inputs import is_plain_class
 from fxwrap.torch_compat import DTYPE_NAMES
 from fxwrap.wrapper_ir import DTYPES, OpaqueType, Program
 
@@ -139,13 +140,14 @@ def check_no_objects(program: Program, path: str) -> None:
 
 def check_savable(program: Program, path: str) -> None:
     """Raises ArtifactError for a constant that is missing, or that is more than memory on a device."""
+    contents = program.constant_operands()
     for constant in program.constants:
         name = constant.value.name
-        tensor = program.store.tensors.get(name)
+        tensor = contents.get(name)
         if tensor is None:
             reason = f"the program has no payload for its constant '{name}'"
             raise ArtifactError(path, ENTRY, reason, "Give it one, or save with constants=False")
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        plain = is_plain_class(type(tensor)) and tensor.layout == torch.strided
         if not plain or tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             reason = f"constant '{name}' is a {type(tensor).__name__} that is more than numbers in memory"
             raise ArtifactError(path, ENTRY, reason, "Make it a plain tensor, or save with constants=False")

@@ -204,8 +204,8 @@ def _write_archive(
             writer.add_bytes(GRAPH, graph.encode())
         if plan is not None:
             writer.add_bytes(PLAN, plan_to_json(plan).encode())
-        tensors = {item.value.name: program.store.tensors[item.value.name] for item in program.constants
-                   if item.value.name in program.store.tensors}  # fmt: skip
+        contents, names = program.constant_operands(), [item.value.name for item in program.constants]
+        tensors = {name: contents[name] for name in names if name in contents}
         layout = layout_of(tensors) if tensors or not program.constants else declared_layout(program)
         if constants and program.constants:
             write_constants(writer, layout, tensors)

@@ -27,7 +27,7 @@ from fxwrap.fx_passes import (
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
-from fxwrap.runtime.plain_inputs import is_traced_class, with_plain_inputs, with_traced_inputs
+from fxwrap.runtime.plain_inputs import with_plain_inputs, with_traced_inputs
 from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
@@ -39,6 +39,7 @@ from fxwrap.torch_compat import (
     cacheable_compiler,
     is_aot_compiling,
     is_precompiling,
+    is_traced_class,
     report_output_strides,
     serializable_callable,
 )

@@ -18,13 +18,12 @@ from fxwrap.torch_compat import (
     storage_identity,
     tree_map,
     version_of,
-    without_subclass,
+    without_traced_class,
 )
 
 BoxedCallable = Callable[[list[object]], Any]
 
 PLAIN_CLASSES: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
-_UNTRACED_CLASSES = PLAIN_CLASSES | {int, float, bool, type(None)}
 
 _is_negative = torch.Tensor.is_neg
 _is_conjugate = torch.Tensor.is_conj
@@ -38,18 +37,6 @@ def is_plain_class(kind: type) -> bool:
         if "__torch_function__" in vars(base) or "__torch_dispatch__" in vars(base):
             return False
     return False
-
-
-def is_traced_class(kind: type) -> bool:
-    """Whether torch's functions act on tensors of a class in a way that Dynamo traces, and that operators do not see.
-
-    AOTAutograd desugars classes with `__torch_dispatch__`. Parameters of a plain class act as any others.
-    """
-    if kind in PLAIN_CLASSES or not issubclass(kind, torch.Tensor):
-        return False
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    return not (issubclass(kind, torch.nn.Parameter) and is_plain_class(kind))
 
 
 def needs_plain_inputs(inputs: Sequence[Any], *, has_complex: bool = True) -> bool:
@@ -87,9 +74,7 @@ def with_traced_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that passes plain aliases of tensors whose class Dynamo has traced; gradients flow through."""
 
     def call(*inputs: Any) -> Any:
-        if _UNTRACED_CLASSES.issuperset(map(type, inputs)):
-            return function(*inputs)
-        return function(*[without_subclass(item) if is_traced_class(type(item)) else item for item in inputs])
+        return function(*map(without_traced_class, inputs))
 
     return call
 

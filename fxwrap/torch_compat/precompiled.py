@@ -18,7 +18,7 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.aot_autograd_result import OutputCode  # type: ignore[attr-defined]
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCacheDetails
 
-from fxwrap.torch_compat.tensors import without_subclass
+from fxwrap.torch_compat.tensors import without_traced_class
 
 Entry = Callable[[list[object]], object]
 
@@ -145,7 +145,7 @@ class PrecompiledCallable(SerializableCallable):
             return self._function(*inputs)
         arguments = list(inputs)
         for position in self._plain_inputs:
-            arguments[position] = without_subclass(arguments[position])
+            arguments[position] = without_traced_class(arguments[position])
         return self._function(*arguments)
 
     @classmethod

@@ -59,13 +59,28 @@ def is_desugared(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_CLASSES
 
 
-def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a plain tensor that aliases a tensor of a subclass; gradients flow through it.
+def is_traced_class(kind: type) -> bool:
+    """Whether functions act on tensors of a class in a way that is traced, and that operators of a graph do not see.
 
-    Why: the method that does it is itself subject to the subclass's `__torch_function__`.
+    AOTAutograd desugars classes with `__torch_dispatch__`. Parameters whose class defines nothing act as any others.
     """
+    if kind in _PLAIN_CLASSES or not issubclass(kind, torch.Tensor):
+        return False
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    parameter = torch.nn.Parameter
+    return not issubclass(kind, parameter) or kind.__torch_function__ is not parameter.__torch_function__
+
+
+def without_traced_class(item: Any) -> Any:
+    """Returns a plain alias of a tensor of a traced class, through which gradients flow, and other objects unchanged.
+
+    Why: the method that returns it is itself subject to the class's `__torch_function__`.
+    """
+    if not is_traced_class(type(item)):
+        return item
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(torch.Tensor)
+        return item.as_subclass(torch.Tensor)
 
 
 def storage_identity(tensor: torch.Tensor | torch.UntypedStorage) -> int:

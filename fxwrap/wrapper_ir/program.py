@@ -13,6 +13,7 @@ import torch
 from fxwrap.devices.kernel_names import kernel_content_hash
 from fxwrap.errors import ArgumentError
 from fxwrap.symbolic import SymbolInfo, quote, symbol_kind
+from fxwrap.torch_compat import without_traced_class
 from fxwrap.wrapper_ir.highlight import highlight_html
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks
 from fxwrap.wrapper_ir.printer import print_lines, print_literal, print_symbol_info, print_type
@@ -104,6 +105,10 @@ class Program:
     functions: tuple[tuple[str, Block], ...] = ()
     header: tuple[tuple[str, str], ...] = ()
     store: ConstantStore = field(default_factory=ConstantStore, compare=False, repr=False)
+
+    def constant_operands(self) -> dict[str, Any]:
+        """Returns the contents of the constants as emitted code takes them: plain tensors, also for a traced class."""
+        return {name: without_traced_class(tensor) for name, tensor in self.store.tensors.items()}
 
     def replace(self, **changes: Any) -> Program:
         """Returns a copy with some fields changed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -308,6 +309,21 @@ def test_torch_compile_takes_parameters_whose_functions_dynamo_traces(emitter: s
         torch.cat([expected, result]).sum().backward()
     for name in ("weight", "bias"):
         torch.testing.assert_close(*[getattr(layer, name).grad for layer in layers])
+
+
+@emitters
+def test_constants_of_an_exported_program_whose_functions_are_traced(emitter: str, tmp_path: Path) -> None:
+    layer = torch.nn.Linear(4, 4)
+    layer.weight = RedefinedParameter(random(4, 4))
+    program = torch.export.export(layer, (X,))
+    compiled = fxwrap.compile_graph(program, options=Options(emitter=emitter))
+    compiled.save(tmp_path / "saved.fxw")
+    with torch.no_grad():
+        expected = layer(X)
+        torch.testing.assert_close(compiled(X), expected)
+        layer.weight.mul_(2)
+        torch.testing.assert_close(compiled(X), layer(X))  # it reads the parameter, and the file has the former content
+        torch.testing.assert_close(fxwrap.load(tmp_path / "saved.fxw")(X), expected)
 
 
 # --- version counters -------------------------------------------------------------------------------------------------

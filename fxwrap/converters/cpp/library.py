@@ -99,7 +99,8 @@ class EmittedCpp(EmittedProgram):
 
     def _load(self) -> native.NativeProgram | ReplayingProgram:
         program, library = self._program, self.library()
-        constants = [program.store.tensors[constant.value.name] for constant in program.constants]
+        contents = program.constant_operands()
+        constants = [contents[constant.value.name] for constant in program.constants]
         if not self._replayed_calls:
             return native.load_program(library, constants)
         functions = graphed_functions(program, self._replayed_calls, [item.emitted for item in self.functions])

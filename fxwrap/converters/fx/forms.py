@@ -98,8 +98,9 @@ def _inputs(converter: FxConverter, fake_inputs: Mapping[str, torch_compat.FakeT
 
 
 def _constants(converter: FxConverter) -> None:
+    contents = converter.program.constant_operands()
     for constant in converter.program.constants:
-        name = converter.modules.add(constant.value.name, converter.program.store.tensors[constant.value.name])
+        name = converter.modules.add(constant.value.name, contents[constant.value.name])
         val = converter.fakes.root(constant.value)
         node = converter.writer.node("get_attr", name, (), {}, name, val)
         node.meta["fxwrap_mutable"] = constant.mutable

@@ -80,8 +80,9 @@ class Interpreter(Converter):
     def _run(self, inputs: list[Content]) -> tuple[Content, ...]:
         self.define_inputs(inputs)
         inputs.clear()
+        contents = self.program.constant_operands()
         for constant in self.program.constants:
-            self.define(constant.value, self.program.store.tensors[constant.value.name])
+            self.define(constant.value, contents[constant.value.name])
             self.arguments.add(constant.value.name)
         self.prepare_kernels()
         with torch.no_grad():

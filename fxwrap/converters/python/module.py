@@ -76,7 +76,7 @@ def to_python(program: ir.Program, handlers: Handlers | None = None) -> EmittedP
     source = module.text(_title(program), _constants_text(names, constants) + function)
     checks, has_complex = checks_inputs(program), has_complex_inputs(program)
     text = PythonModuleText(source, program.name, module.local(program.name), checks, has_complex)
-    return EmittedPython(text, kernel_texts(program), program.store.tensors)
+    return EmittedPython(text, kernel_texts(program), program.constant_operands())
 
 
 def _title(program: ir.Program) -> str:
