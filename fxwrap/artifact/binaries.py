@@ -18,8 +18,8 @@ from fxwrap.artifact.archive import Archive, ArchiveWriter
 from fxwrap.artifact.native_target import native_entry
 from fxwrap.caching import bounded_cache
 from fxwrap.converters.cpp import to_cpp
-from fxwrap.converters.cpp.library import is_compiled_by_triton
-from fxwrap.converters.emitted_program import kernel_texts
+from fxwrap.converters.cpp.library import EmittedCpp, is_compiled_by_triton
+from fxwrap.converters.emitted_program import EmittedProgram, kernel_texts
 from fxwrap.devices import language_traits
 from fxwrap.errors import FxwrapError
 from fxwrap.runtime import native
@@ -39,10 +39,17 @@ FOLDER = "binaries"
 
 
 def write_binaries(
-    writer: ArchiveWriter, program: Program, emitters: Iterable[str], *, reuse: bool = False, relink: bool = False
+    writer: ArchiveWriter,
+    program: Program,
+    emitters: Iterable[str],
+    emitted: EmittedProgram | None = None,
+    *,
+    reuse: bool = False,
+    relink: bool = False,
 ) -> dict[str, object]:
     """Adds the compiled code of emitters, compiled now if necessary; returns its manifest entry.
 
+    `emitted` is the program in the form of one of them, which is emitted again if it is not that of the C++ emitter.
     `reuse` prefers a library that this process has, which may contain kernels of other programs, over one of the
     program's kernels alone; `relink` links all Triton code of this process instead of using the library of a loaded
     file. Raises NativeBuildError where C++ does not compile.
@@ -54,10 +61,10 @@ def write_binaries(
     in_cpp = [kernel for kernel in texts if language_traits(kernel.language).links_into_cpp]
     manifest: dict[str, object] = {}
     if "cpp" in emitters:
-        emitted = to_cpp(program)
-        entries = {key: _add(writer, path) for key, path in emitted.libraries(relink).items()}
+        in_native = emitted if isinstance(emitted, EmittedCpp) else to_cpp(program)
+        entries = {key: _add(writer, path) for key, path in in_native.libraries(relink).items()}
         manifest["programs"] = [{"source": key, "entry": entry} for key, entry in entries.items()]
-        manifest["native"] = native_entry(program, emitted, lambda unit: entries[native.source_key(unit.source)])
+        manifest["native"] = native_entry(program, in_native, lambda unit: entries[native.source_key(unit.source)])
     if in_cpp and emitters - {"cpp"}:
         symbols = list(dict.fromkeys([kernel.symbol for kernel in in_cpp]))
         known = set(native.compiled_kernels(tuple(symbols)).values()) if reuse else set()

@@ -136,7 +136,7 @@ def program_content(content: SavedContent, emitted: EmittedProgram, label: str, 
 
     def add_code(writer: ArchiveWriter) -> dict[str, object]:
         metadata["emitted"] = write_emitted(writer, program, emitted)
-        return write_binaries(writer, program, (content.emitter,), reuse=True)
+        return write_binaries(writer, program, (content.emitter,), emitted, reuse=True)
 
     _write_archive(file, content, metadata, add_code)
     return file.getvalue()

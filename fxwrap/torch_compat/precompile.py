@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:
     from fxwrap.torch_compat.precompiled import PrecompiledGraph
@@ -50,11 +51,13 @@ def cacheable_compiler(compile_graph: Callable[..., PrecompiledGraph]) -> Callab
     """Returns a compiler of graphs whose results AOTAutograd looks up in its cache first."""
     from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 
-    from fxwrap.torch_compat.precompiled import PrecompiledGraph, bundle_precompiled_graphs, hash_no_inductor_backends
+    from fxwrap.torch_compat import precompiled
 
-    bundle_precompiled_graphs()
-    hash_no_inductor_backends(_KEY_ATTRIBUTE)
-    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(PrecompiledGraph, compile_graph)
+    precompiled.bundle_precompiled_graphs()
+    precompiled.hash_no_inductor_backends(_KEY_ATTRIBUTE)
+    if TorchVersion("2.12") > torch.__version__:
+        precompiled.describe_no_keys(_KEY_ATTRIBUTE)
+    compiler: Callable[..., Any] = SerializableAOTDispatchCompiler(precompiled.PrecompiledGraph, compile_graph)
     return compiler
 
 

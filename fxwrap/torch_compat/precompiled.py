@@ -7,6 +7,7 @@ through AOTAutograd, which has imported it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache, wraps
@@ -16,7 +17,12 @@ import torch
 from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable, SerializableCallable
 from torch._functorch import config
 from torch._functorch._aot_autograd.aot_autograd_result import OutputCode  # type: ignore[attr-defined]
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCacheDetails
+from torch._functorch._aot_autograd.autograd_cache import (
+    AOTAutogradCache,
+    AOTAutogradCacheDetails,
+    AOTAutogradCachePickler,
+    log,
+)
 
 from fxwrap.torch_compat.tensors import without_traced_class
 
@@ -128,6 +134,22 @@ def hash_no_inductor_backends(key_attribute: str) -> None:
     inductor["init_backend_registration"] = register_for_inductor
     settings["_cache_config_serializer"] = serialize_for_inductor  # torch before 2.15 does not call it
     AOTAutogradCacheDetails.__init__ = make_details  # type: ignore[method-assign, assignment]
+
+
+@cache
+def describe_no_keys(key_attribute: str) -> None:
+    """Does not describe the parts of AOTAutograd's keys of graph modules with this attribute; once a process.
+
+    Why: torch 2.11 hashes each of them again for a debug message, whether it is logged or not, and others do not.
+    """
+    describe: Callable[..., list[str]] = AOTAutogradCachePickler.debug_lines
+
+    @wraps(describe)
+    def debug_lines(pickler: AOTAutogradCachePickler, details: Any) -> list[str]:
+        is_ours = hasattr(getattr(details, "gm", None), key_attribute)
+        return [] if is_ours and not log.isEnabledFor(logging.DEBUG) else describe(pickler, details)
+
+    AOTAutogradCachePickler.debug_lines = debug_lines
 
 
 class PrecompiledCallable(SerializableCallable):

@@ -13,13 +13,17 @@ import torch
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache, AOTAutogradCachePickler
 from torch.compiler._cache import CacheArtifactManager
 
 import fxwrap
+from fxwrap.artifact import binaries
 from fxwrap.compile.precompile import load_graph
+from fxwrap.converters.cpp import to_cpp
+from fxwrap.converters.cpp.library import EmittedCpp
 from fxwrap.errors import ArtifactError, OptionError
 from fxwrap.runtime.native import build_bridge
+from fxwrap.wrapper_ir import Program
 from tests.compile import precompiled
 from tests.compile.precompiled import AOT_NAMES, EMITTERS, Classifier, aot_compile, batch
 from tests.support.child_processes import child_environment, run_python
@@ -111,6 +115,35 @@ def test_options_are_in_the_key(torch_caches: Path) -> None:
     assert compiles_of({"fuse": False}) == 0
     assert (fxwrap.compile_counts().loaded, counters["aot_autograd"]["autograd_cache_hit"]) == (loads + 1, counted + 1)
     assert compiles_of({"fuse": False, "combo_kernels": False}) == 1
+
+
+def test_one_hash_is_the_key(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 hashes each input and setting again to describe them in a debug message."""
+    hashed: list[object] = []
+    get_hash = AOTAutogradCachePickler.get_hash
+
+    def counted(pickler: AOTAutogradCachePickler, item: Any) -> str:
+        hashed.append(item)
+        return get_hash(pickler, item)
+
+    monkeypatch.setattr(AOTAutogradCachePickler, "get_hash", counted)
+    assert compiles_of({"memory_planning": "none"}) == 1
+    assert len(hashed) == 1
+
+
+def test_an_entry_has_the_code_that_was_emitted(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not emitted again to be saved."""
+    again: list[str] = []
+
+    def counted(program: Program) -> EmittedCpp:
+        again.append(program.name)
+        return to_cpp(program)
+
+    monkeypatch.setattr(binaries, "to_cpp", counted)
+    saved = counters["aot_autograd"]["autograd_cache_saved"]
+    assert compiles_of({"memory_planning": "none", "emitter": "cpp"}) == 1
+    assert counters["aot_autograd"]["autograd_cache_saved"] == saved + 1
+    assert again == []
 
 
 def test_folders_of_other_users_are_not_read(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
