@@ -14,6 +14,7 @@ import torch
 from fxwrap.torch_compat import (
     FakeTensor,
     is_functional_tensor,
+    is_traced_class,
     negated_view,
     storage_identity,
     tree_map,
@@ -74,7 +75,8 @@ def with_traced_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that passes plain aliases of tensors whose class Dynamo has traced; gradients flow through."""
 
     def call(*inputs: Any) -> Any:
-        return function(*map(without_traced_class, inputs))
+        is_traced = any(map(is_traced_class, set(map(type, inputs))))
+        return function(*map(without_traced_class, inputs)) if is_traced else function(*inputs)
 
     return call
 
