@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import distributed
+from benchmarks import distributed, kernel_resources
 from benchmarks.dashboard import Dashboard, order_of, parsed_arguments
 from benchmarks.dashboard_rows import RowFile, is_complete, table_cells
 from benchmarks.dashboard_tables import details, inductor_side, summary, worst
@@ -255,3 +255,11 @@ def test_cases_of_flex_attention_are_measured_once(tmp_path: Path, monkeypatch: 
     assert measured == ["1x8/2x64x16", "1x8x64x16"]
     with pytest.raises(argparse.ArgumentTypeError, match="is not BATCHxHEADS"):
         Sizes.parse("1x8x64")
+
+
+def test_resources_of_kernels_are_those_of_the_gpus_code() -> None:
+    """Of kernels that are compiled for a GPU that is not here."""
+    (kernel,) = kernel_resources.compile_case(kernel_resources.CASES["softmax"]).program.kernels
+    usage = kernel_resources.usage(kernel)
+    assert usage["stack"] == usage["local"] == 0, "the kernel keeps values in local memory"
+    assert 8 <= usage["registers"] <= 255 and usage["threads"] % 32 == 0 and 1 <= usage["blocks"] <= 32
