@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
@@ -17,7 +16,15 @@ from fxwrap.artifact.environment import package_versions
 from fxwrap.cli.colours import add_color_flag, coloured
 from fxwrap.cli.conformance import add_conformance
 from fxwrap.cli.debugging import add_bisect_arguments, add_compare_arguments
-from fxwrap.cli.flags import Parser, check_files, refuse_flags, refuse_options, without_broken_pipe
+from fxwrap.cli.flags import (
+    Commands,
+    Parser,
+    add_command,
+    check_files,
+    refuse_flags,
+    refuse_options,
+    without_broken_pipe,
+)
 from fxwrap.cli.saved import SUFFIX, export_saved, inspect_saved, run_saved, sign_saved
 from fxwrap.cli.show import add_show_arguments, show_graphs, show_saved
 from fxwrap.cli.tables import passes_table
@@ -96,9 +103,6 @@ def main(arguments: Sequence[str]) -> int:
         return FAILURE
 
 
-_Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "python -m fxwrap",
@@ -115,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_compare(commands)
     _add_bisect(commands)
-    description = "list every step of a compile, with the option that turns it on"
-    commands.add_parser("passes", help=description, description=description).set_defaults(run=_passes)
+    summary = "list every step of a compile, with the option that turns it on"
+    add_command(commands, "passes", summary).set_defaults(run=_passes)
     _add_inspect(commands)
     _add_run(commands)
     _add_sign(commands)
@@ -126,16 +130,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_inspect(commands: _Commands) -> None:
+def _add_inspect(commands: Commands) -> None:
     summary = "print what a saved program contains: inputs, outputs, symbols, versions, constants, sizes"
-    command = commands.add_parser("inspect", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command = add_command(commands, "inspect", summary)
     command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
     command.set_defaults(run=inspect_saved)
 
 
-def _add_run(commands: _Commands) -> None:
+def _add_run(commands: Commands) -> None:
     summary = "run a saved program on inputs from a file, or on random ones"
-    command = commands.add_parser("run", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command = add_command(commands, "run", summary)
     command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
     command.add_argument(
         "--inputs", metavar="FILE", help="a .pt, .safetensors or .npz file with the inputs by name (default: random)"
@@ -152,26 +156,26 @@ def _add_run(commands: _Commands) -> None:
     command.set_defaults(run=run_saved)
 
 
-def _add_sign(commands: _Commands) -> None:
+def _add_sign(commands: Commands) -> None:
     summary = "sign a saved program, or create a key"
-    command = commands.add_parser("sign", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command = add_command(commands, "sign", summary)
     command.add_argument("target", metavar="FILE.fxw", nargs="?", help="a file that fxwrap.save wrote, signed in place")
     command.add_argument("--key", metavar="FILE", required=True, help="the file of the private key")
     command.add_argument("--new", action="store_true", help="create a key in that file, which must not exist")
     command.set_defaults(run=sign_saved)
 
 
-def _add_export_cmake(commands: _Commands) -> None:
+def _add_export_cmake(commands: Commands) -> None:
     summary = "write a saved program as a CMake project that builds with libtorch alone"
-    command = commands.add_parser("export-cmake", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command = add_command(commands, "export-cmake", summary)
     command.add_argument("target", metavar="FILE.fxw", help="a file that fxwrap.save wrote")
     command.add_argument("folder", metavar="DIR", help="a new or empty folder")
     command.set_defaults(run=export_saved)
 
 
-def _add_build(commands: _Commands) -> None:
+def _add_build(commands: Commands) -> None:
     summary = "compile fxwrap's native libraries before the first program needs them"
-    command = commands.add_parser("build", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    command = add_command(commands, "build", summary)
     command.add_argument(
         "--package", metavar="DIR", help="write them to DIR for a wheel (default: to the cache folder)"
     )
@@ -181,17 +185,17 @@ def _add_build(commands: _Commands) -> None:
     command.set_defaults(run=_build)
 
 
-def _add_show(commands: _Commands) -> None:
+def _add_show(commands: Commands) -> None:
     summary = "print the program: the typed lines between the graph and the emitted code"
-    command = _add_command(commands, "show", summary, 'model.py:block --inputs "f32[4, 64]" --origins')
+    command = _add_model_command(commands, "show", summary, 'model.py:block --inputs "f32[4, 64]" --origins')
     add_show_arguments(command)
     command.set_defaults(run=_show)
 
 
-def _add_emit(commands: _Commands) -> None:
+def _add_emit(commands: Commands) -> None:
     summary = "print, or write to a file, the text of an emitter"
     example = "model.py:make_model --emitter cpp --training --graph 1 -o backward.cpp"
-    command = _add_command(commands, "emit", summary, example)
+    command = _add_model_command(commands, "emit", summary, example)
     command.add_argument("--emitter", choices=EMITTERS, default="python", help="the emitter (default: python)")
     command.add_argument("-o", "--output", metavar="FILE", help="write to FILE, whole or not at all")
     command.add_argument("--graph", type=int, metavar="N", help="only graph N, from 0 (default: all)")
@@ -199,9 +203,9 @@ def _add_emit(commands: _Commands) -> None:
     command.set_defaults(run=_emit)
 
 
-def _add_plan(commands: _Commands) -> None:
+def _add_plan(commands: Commands) -> None:
     summary = "plan the program's memory: print pools, offsets and peak memory, write them as JSON, draw them"
-    command = _add_command(commands, "plan", summary, "model.py:make_model --training --graph 1 --svg memory.svg")
+    command = _add_model_command(commands, "plan", summary, "model.py:make_model --training --graph 1 --svg memory.svg")
     command.add_argument(
         "--algorithm", choices=PLANNERS, default="auto", help="algorithm of offset assignment (default: auto)"
     )
@@ -215,37 +219,31 @@ def _add_plan(commands: _Commands) -> None:
     command.set_defaults(run=_plan)
 
 
-def _add_report(commands: _Commands) -> None:
+def _add_report(commands: Commands) -> None:
     summary = "write one HTML page: source, graph, program, kernels, emitted code, coverage and memory, linked"
-    command = _add_command(commands, "report", summary, "model.py:make_model --training -o report.html")
+    command = _add_model_command(commands, "report", summary, "model.py:make_model --training -o report.html")
     command.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
     command.add_argument("--profile", action="store_true", help="run it, and show the time of each line")
     command.set_defaults(run=_report, stages=True, graph=None)
 
 
-def _add_compare(commands: _Commands) -> None:
+def _add_compare(commands: Commands) -> None:
     summary = "run eager, a float64 reference and all emitters on the same inputs, and print a table"
-    command = _add_command(
+    command = _add_model_command(
         commands, "compare", summary, "model.py:make_model --training --emitter cpp --emitter python"
     )
     add_compare_arguments(command, lambda chosen: (_target(chosen), _options(chosen)))
 
 
-def _add_bisect(commands: _Commands) -> None:
+def _add_bisect(commands: Commands) -> None:
     summary = "name the first line of the compiled graphs whose value is wrong, and the part of the compiler at fault"
-    command = _add_command(commands, "bisect", summary, "model.py:make_model --training --repro repro.py")
+    command = _add_model_command(commands, "bisect", summary, "model.py:make_model --training --repro repro.py")
     add_bisect_arguments(command, lambda chosen: (_target(chosen), _options(chosen)))
 
 
-def _add_command(commands: _Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """Adds a command with the common arguments."""
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"example:\n  python -m fxwrap {name} {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_model_command(commands: Commands, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    """Adds a command for a model, with the arguments that all of these have."""
+    command = add_command(commands, name, summary, example=example)
     command.add_argument("target", metavar="TARGET", help="MODULE:NAME, FILE.py:NAME or FILE.pt2")
     command.add_argument(
         "--inputs", metavar="TYPES", help='inputs filled at random, e.g. "f32[4, 8], i64[2], mask=bool[4]"'

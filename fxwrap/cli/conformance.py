@@ -9,29 +9,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
-from fxwrap.cli.flags import Parser, whole_number
+from fxwrap.cli.flags import Commands, add_command, whole_number
 from fxwrap.errors import CommandError
 from fxwrap.options import EMITTERS
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.testing.conformance import GROUPS, ConformanceReport, merge_reports, run_conformance
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""The commands of the command line, to which one is added."""
-
 
 def add_conformance(commands: Commands) -> None:
     """Adds the command."""
     summary = "run small programs on a registered device and compare each with eager PyTorch on the CPU"
-    command = commands.add_parser(
-        "conformance",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}. Exit code 1 if a case fails; what a device does not support "
-        "is listed with the reason.",
-        epilog="example:\n  python -m fxwrap conformance --device npu --import vendor_package",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    details = "Exit code 1 if a case fails; what a device does not support is listed with the reason."
+    command = add_command(commands, "conformance", summary, details, "--device npu --import vendor_package")
     command.add_argument("--device", required=True, help='a device type or device, such as "npu" or "npu:1"')
     command.add_argument(
         "--import", action="append", default=[], metavar="MODULE", dest="modules",

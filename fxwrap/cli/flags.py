@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fxwrap.errors import CommandError
+from fxwrap.runtime.cache_folder import is_stream
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +20,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **keywords: Any) -> None:
         super().__init__(prog, **{**keywords, "allow_abbrev": False})
         self.set_defaults(parser=self)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The commands of the command line, to which one is added."""
+
+
+def add_command(commands: Commands, name: str, summary: str, details: str = "", example: str = "") -> Parser:
+    """Adds a command. Its description is the summary and the details; `example` has the arguments after its name."""
+    description = " ".join([f"{summary[0].upper()}{summary[1:]}.", *([details] if details else [])])
+    epilog = f"example:\n  python -m fxwrap {name} {example}" if example else None
+    return commands.add_parser(
+        name, help=summary, description=description, epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
 
 
 def refuse_flags(chosen: argparse.Namespace, names: Sequence[str], reason: str) -> None:
@@ -42,6 +57,8 @@ def check_input_file(path: str | Path) -> None:
 def check_files(chosen: argparse.Namespace) -> None:
     """Raises CommandError, before the work, for a file that cannot be written."""
     for path in [Path(value) for name in _FILES if isinstance(value := getattr(chosen, name, None), str)]:
+        if is_stream(path):
+            continue
         if not path.parent.is_dir():
             raise CommandError(f"cannot write '{path}': the folder '{path.parent}' does not exist; create it first")
         if not os.access(path.parent, os.W_OK):

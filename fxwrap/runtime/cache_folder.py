@@ -215,14 +215,14 @@ def write_file(
     A device or pipe, such as /dev/stdout, is not replaced: the content is written into it.
     """
     with _naming_file(path):
-        if replaces and _is_stream(path):
+        if replaces and is_stream(path):
             with path.open("wb") as file:
                 write(file)
         else:
             _write_atomically(path, write, mode, synced, replaces)
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Whether a path leads to a device, a pipe or a socket."""
     try:
         mode = path.stat().st_mode

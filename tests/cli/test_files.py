@@ -55,8 +55,14 @@ def pipe(folder: Path) -> Iterator[tuple[Path, int]]:
     os.close(reader)
 
 
-def test_a_pipe_is_written_and_not_replaced(folder: Path, pipe: tuple[Path, int]) -> None:
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_pipe_is_written_and_not_replaced(
+    folder: Path, pipe: tuple[Path, int], is_writable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a folder that cannot be written, as /dev/stdout."""
     path, reader = pipe
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda item, mode: access(item, mode) and (is_writable or item != folder))
     assert main(["run", str(folder / "saved.fxw"), "-o", str(path)]) == 0
     assert path.is_fifo() and os.read(reader, 1 << 16).startswith(b"PK")
 
