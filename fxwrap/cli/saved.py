@@ -21,7 +21,7 @@ from fxwrap.comparison.report import bytes_text
 from fxwrap.errors import CommandError
 from fxwrap.runtime.cache_folder import write_file
 from fxwrap.signature import ProgramInput
-from fxwrap.symbolic import Number, SymbolInfo, evaluate, symbol_kind
+from fxwrap.symbolic import Number, SymbolInfo, evaluate_size, symbol_kind
 from fxwrap.wrapper_ir import Input, TensorType, Value, contiguous_strides, symbol_infos
 
 SUFFIX = ".fxw"
@@ -136,8 +136,8 @@ def _random_value(item: ProgramInput, values: Mapping[str, Number], generator: t
     if not isinstance(item.type, TensorType):
         return random_input(Input(item.value), generator)
     type_ = item.type
-    sizes = tuple([int(evaluate(size, values)) for size in type_.sizes])
-    strides = tuple([int(evaluate(stride, values)) for stride in type_.strides])
+    sizes = tuple([evaluate_size(size, values) for size in type_.sizes])
+    strides = tuple([evaluate_size(stride, values) for stride in type_.strides])
     dense = type_.strides == contiguous_strides(type_.sizes)
     concrete = TensorType(type_.dtype, sizes, contiguous_strides(sizes) if dense else strides, type_.device)
     return random_input(Input(Value(item.name, concrete)), generator)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fxwrap.errors import ExpressionError
-from fxwrap.symbolic import Number, evaluate
-from fxwrap.wrapper_ir import Size, TensorType
+from fxwrap.symbolic import Number, evaluate_size
+from fxwrap.wrapper_ir import TensorType
 
 
 def in_memory_order(tensor: Tensor, layout: Sequence[int] | None = None) -> Tensor | None:
@@ -28,11 +28,7 @@ def in_memory_order(tensor: Tensor, layout: Sequence[int] | None = None) -> Tens
 
 def strides_of(type_: TensorType, symbols: Mapping[str, Number]) -> tuple[int, ...] | None:
     """Returns the strides of a type, None if they have unknown symbols."""
-
-    def number(size: Size) -> int:
-        return size if isinstance(size, int) else int(evaluate(size, symbols))
-
     try:
-        return tuple([number(stride) for stride in type_.strides])
+        return tuple([evaluate_size(stride, symbols) for stride in type_.strides])
     except (ExpressionError, ArithmeticError, KeyError):
         return None

@@ -55,11 +55,6 @@ def _order_reductions(kernel: Kernel) -> Kernel:
     return replace(kernel, operations=tuple(operations))
 
 
-def accesses(kernel: Kernel) -> list[Load | Store]:
-    """Returns the loads and stores of a kernel, in order."""
-    return [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
-
-
 def _remove_unit_axes(kernel: Kernel) -> Kernel:
     trivial: dict[Atom, IndexLike] = {axis: 0 for axis in (*kernel.axes, *kernel.reduced) if axis.size == 1}
     if not trivial:
@@ -125,7 +120,7 @@ def _axis_divisor(atom: FloorDivide | Modulo) -> tuple[Axis, int] | None:
 
 def _reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Orders axes by descending stride of the largest accesses. Reduced axes of argmax and scans keep their order."""
-    moved = accesses(kernel)
+    moved = kernel.accesses
     weights: dict[Index, int] = {}
     for access in moved:
         weight = product(axis.size for axis in access.index.axes())

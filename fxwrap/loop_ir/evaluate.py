@@ -27,7 +27,7 @@ from fxwrap.loop_ir.kernel import (
 )
 from fxwrap.loop_ir.offsets import evaluate_index
 from fxwrap.loop_ir.operations import OPERATIONS
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, evaluate, evaluate_size
 
 
 def evaluate_kernel(
@@ -46,7 +46,7 @@ class _Evaluator:
         self.buffers = buffers
         self.numbers = numbers
         self.axes = (*kernel.axes, *kernel.reduced)
-        self.sizes = tuple([self._size(axis.size) for axis in self.axes])
+        self.sizes = tuple([evaluate_size(axis.size, self.numbers) for axis in self.axes])
         self.values: list[Any] = []
 
     def run(self) -> None:
@@ -54,9 +54,6 @@ class _Evaluator:
             return
         for operation in self.kernel.operations:
             self.values.append(self._value(operation))
-
-    def _size(self, size: Size) -> int:
-        return size if isinstance(size, int) else int(evaluate(size, self.numbers))
 
     def _value(self, operation: Operation) -> Any:
         match operation:
@@ -106,7 +103,7 @@ class _Evaluator:
                 shape[position] = -1
                 return torch.arange(self.sizes[position]).reshape(shape)
             case SizeAtom():
-                return int(evaluate(atom.expression, self.numbers))
+                return evaluate_size(atom.expression, self.numbers)
             case IndirectIndex():
                 return self.values[atom.operation].to(torch.int64)
             case _:

@@ -192,6 +192,11 @@ class Kernel:
         return tuple([operation for operation in self.operations if isinstance(operation, Store)])
 
     @cached_property
+    def accesses(self) -> tuple[Load | Store, ...]:
+        """The loads and stores, in order."""
+        return tuple([operation for operation in self.operations if isinstance(operation, Load | Store)])
+
+    @cached_property
     def reductions(self) -> tuple[int, ...]:
         """The positions of the reductions."""
         return tuple([position for position, item in enumerate(self.operations) if isinstance(item, Reduce)])

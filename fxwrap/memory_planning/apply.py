@@ -12,7 +12,7 @@ from fxwrap.errors import PlanningError
 from fxwrap.lines import Alloc, Free, Let, Pool, PoolSlice, Reuse
 from fxwrap.memory_planning.live_ranges import LiveRange
 from fxwrap.memory_planning.plan import BlockPlan, MemoryPlan, PoolPlan
-from fxwrap.symbolic import Number, Size, SymbolInfo, evaluate
+from fxwrap.symbolic import Number, Size, SymbolInfo, evaluate, evaluate_size
 from fxwrap.wrapper_ir import Block, LineBase, Program, TensorType, Value, blocks, defined, hints_with_fallback
 
 
@@ -119,11 +119,11 @@ def check_plan(
 def _check_pool(pool: PoolPlan, step: int, values: dict[str, Number]) -> None:
     for name, term in pool.terms:
         values[name] = evaluate(term, values)
-    pool_size = int(evaluate(pool.size, values))
+    pool_size = evaluate_size(pool.size, values)
     spans = []
     for allocation in pool.allocations:
-        item, start = allocation.range, int(evaluate(allocation.offset, values))
-        end = start + int(evaluate(item.size, values))
+        item, start = allocation.range, evaluate_size(allocation.offset, values)
+        end = start + evaluate_size(item.size, values)
         buffer = f"%{item.name} at bytes {start} to {end} of {pool.name}"
         if start < 0 or end > pool_size:
             raise PlanningError(f"{buffer} exceeds the pool's {pool_size} bytes")

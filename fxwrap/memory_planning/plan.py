@@ -13,7 +13,7 @@ from fxwrap.memory_planning.assignment import assign_offsets
 from fxwrap.memory_planning.live_ranges import LiveRange, MemoryOwner, live_ranges, program_live_ranges
 from fxwrap.memory_planning.offsets import assign_symbolic_offsets
 from fxwrap.memory_planning.pools import OffsetAssignment, Span, choose_pools, pool_span, profile
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, Size, evaluate_size
 
 _MAX_UNHINTED_BYTES = 2**40
 """Upper bound of the estimate of a size whose symbols have no hints."""
@@ -153,7 +153,7 @@ class _PlanBuilder:
 
         Raises PlanningError for an invalid size of known symbols.
         """
-        size = int(evaluate(item.size, self.values))
+        size = evaluate_size(item.size, self.values)
         if not isinstance(item.size, int) and any(symbol.name not in self.known for symbol in item.size.free_symbols):
             size = max(0, min(size, _MAX_UNHINTED_BYTES))
         if not 0 <= size < 2**62:

@@ -14,7 +14,7 @@ from fxwrap.devices import registered_spec
 from fxwrap.errors import ExpressionError
 from fxwrap.lines import Let, PoolSlice
 from fxwrap.memory_planning.live_ranges import LiveRange, MemoryOwner, program_live_ranges
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, evaluate, evaluate_size
 from fxwrap.wrapper_ir import LineBase, Program, defined, hints_with_fallback, live_bytes, print_line, used
 
 _LINE_US = 1000
@@ -52,7 +52,7 @@ class MemoryTrace:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """The live bytes at each line, with the peak of the blocks and functions that it runs."""
-        own = self._sums([(item.first, item.end, self._size(item.size)) for item in self.ranges])
+        own = self._sums([(item.first, item.end, evaluate_size(item.size, self.values)) for item in self.ranges])
         rounded = self._sums([(item.first, item.end, self.bytes_of(item)) for item in self.ranges])
         total = live_bytes(self.program, self.values).at_line
         inner = [max(0, all_ - outer) for all_, outer in zip(total, own, strict=False)]
@@ -62,10 +62,7 @@ class MemoryTrace:
         """Returns the bytes of a buffer, rounded up."""
         spec = registered_spec(item.device.type)
         step = 1 if spec is None else spec.alignment
-        return -(-self._size(item.size) // step) * step
-
-    def _size(self, size: Size) -> int:
-        return int(evaluate(size, self.values))
+        return -(-evaluate_size(item.size, self.values) // step) * step
 
     def _sums(self, spans: Sequence[tuple[int, int, int]]) -> list[int]:
         """Returns the sums of spans (first, end, bytes) at each line, and 0 after the last."""
@@ -118,7 +115,7 @@ class MemoryTrace:
         spans: dict[str, list[tuple[int, int, int]]] = {}
         for position, line in enumerate(self.program.body.lines):
             if isinstance(line, PoolSlice):
-                size = self._size(line.result.tensor_type.storage_bytes)
+                size = evaluate_size(line.result.tensor_type.storage_bytes, self.values)
                 end = last.get(line.result.name, position) + 1
                 spans.setdefault(line.pool.name, []).append((position, end, size))
         return spans

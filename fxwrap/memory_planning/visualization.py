@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from fxwrap.memory_planning.plan import MemoryPlan, PoolAllocation, PoolPlan
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, Size, evaluate, evaluate_size
 from fxwrap.wrapper_ir import Program, hints_with_fallback, live_bytes, print_line, symbol_infos
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 1000, 320, 90, 30, 60, 80
@@ -99,7 +99,7 @@ class _PoolSizes:
         """Returns a size in bytes, None if a symbol in it has no value."""
         if not isinstance(size, int) and any(symbol.name not in self.values for symbol in size.free_symbols):
             return None
-        return int(evaluate(size, self.values))
+        return evaluate_size(size, self.values)
 
     def text(self, size: Size) -> str:
         """Returns a size as text."""

@@ -14,7 +14,7 @@ from fxwrap.lines import ExtensionLine, ExternCall, StartCollective, View, WaitC
 from fxwrap.names import NameAllocator
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
-from fxwrap.symbolic import evaluate
+from fxwrap.symbolic import evaluate_size
 from fxwrap.wrapper_ir import LineBase, Operand, Origin, Program, Size, TensorType, Value
 
 _NAMESPACE, _OVERLOAD = "_c10d_functional.", ".default"
@@ -117,7 +117,7 @@ class _Bucketing:
                 if name not in spec.collectives.coalesced and not self._can_concatenate(name, type_, value):
                     return None
                 kind = _Kind(line.operator, tuple(others), line.group, type_.dtype, type_.device)
-                size = max(int(evaluate(item.storage_bytes, self.hints)) for item in (type_, result))
+                size = max(evaluate_size(item.storage_bytes, self.hints) for item in (type_, result))
                 return _Candidate(line, kind, size) if size <= self._limit(kind) else None
             case _:
                 return None

@@ -8,7 +8,7 @@ from fxwrap.lines import StartCollective
 from fxwrap.passes.bucket_collectives import functional_name
 from fxwrap.passes.scheduling import Orders, SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
-from fxwrap.symbolic import evaluate
+from fxwrap.symbolic import evaluate_size
 from fxwrap.wrapper_ir import TensorType, values_in
 
 
@@ -68,7 +68,7 @@ class _Positions:
 
     def _bytes(self, tree: object) -> int:
         types = [value.type for value in values_in(tree) if isinstance(value.type, TensorType)]
-        return sum([int(evaluate(type_.storage_bytes, self.regions.values)) for type_ in types])
+        return sum([evaluate_size(type_.storage_bytes, self.regions.values) for type_ in types])
 
     def _move_up(self, start: int) -> None:
         """Moves a start up to the lines that it needs, as far as memory allows, and its waits to it."""

@@ -12,7 +12,7 @@ from fxwrap.passes.bucket_collectives import functional_name
 from fxwrap.passes.collective_positions import needed_order
 from fxwrap.passes.scheduling import SchedulingRegions, SchedulingUnit
 from fxwrap.passes.unit_schedule import UnitSchedule
-from fxwrap.symbolic import Number, evaluate
+from fxwrap.symbolic import Number, evaluate_size
 from fxwrap.wrapper_ir import LineBase, Program
 
 _AHEAD = (16, 8, 4, 2, 1)
@@ -407,7 +407,7 @@ class _RegionOverlap:
         if isinstance(line, ExternCall) and line.target in _MATMULS:
             left, right = [value.tensor_type for value in ir.values_in(line.arguments)[-2:]]
             numbers = [left.element_count, right.sizes[-1]]
-            return max(size, 2 * prod([int(evaluate(item, self.values)) for item in numbers]) // _OPERATIONS_PER_BYTE)
+            return max(size, 2 * prod([evaluate_size(item, self.values) for item in numbers]) // _OPERATIONS_PER_BYTE)
         return size
 
     def _bytes(self, line: LineBase) -> int:
@@ -415,7 +415,7 @@ class _RegionOverlap:
         new = [value for value in ir.defined(line) if line.alias_of(value) is None]
         tensors = {value.name: value for value in (*ir.used(line), *new)}
         types = [value.type for value in tensors.values() if isinstance(value.type, ir.TensorType)]
-        return sum([int(evaluate(type_.storage_bytes, self.values)) for type_ in types])
+        return sum([evaluate_size(type_.storage_bytes, self.values) for type_ in types])
 
     def _awaited_before(self, number: int, distance: int) -> int:
         """Returns the position after the first wait that belongs to the collective `distance` starts before."""

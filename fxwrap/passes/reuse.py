@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, Free, Reuse
-from fxwrap.symbolic import Number, evaluate
+from fxwrap.symbolic import Number, evaluate_size
 
 _MAX_REUSE_DISTANCE = 256
 """Largest number of lines between a free and the allocation that reuses it, which keeps the cost linear."""
@@ -151,7 +151,7 @@ class _BlockReuse:
         return list(accumulate(steps[:count]))
 
     def _bytes(self, type_: ir.TensorType) -> int:
-        return max(0, int(evaluate(type_.storage_bytes, self.values)))
+        return max(0, evaluate_size(type_.storage_bytes, self.values))
 
 
 def _is_large_enough(old: ir.TensorType, new: ir.TensorType) -> bool:

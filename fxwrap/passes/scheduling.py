@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fxwrap import wrapper_ir as ir
 from fxwrap.lines import Alloc, Bind
 from fxwrap.lines.frees import insert_frees
-from fxwrap.symbolic import Number, evaluate
+from fxwrap.symbolic import Number, evaluate_size
 
 
 @dataclass(eq=False)
@@ -284,7 +284,7 @@ class SchedulingRegions:
         owned = {value.name for value in _owned_inputs(self.program)}
         values = [value for value in self.arguments if value.name not in owned]
         sizes = [value.type.storage_bytes for value in values if isinstance(value.type, ir.TensorType)]
-        return sum([int(evaluate(size, self.values)) for size in sizes])
+        return sum([evaluate_size(size, self.values) for size in sizes])
 
     def apply_order(
         self, orders: Orders, changed: Mapping[SchedulingUnit, Sequence[ir.LineBase]] | None = None
@@ -327,4 +327,4 @@ def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str,
     owned = _owned_inputs(program)
     owned += [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
     sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, ir.TensorType)}
-    return {name: int(evaluate(size, values)) for name, size in sizes.items()}
+    return {name: evaluate_size(size, values) for name, size in sizes.items()}

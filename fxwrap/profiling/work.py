@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxwrap.lines import CallFunction, ExternCall, Launch
 from fxwrap.loop_ir import Axis, Compute, Kernel, Reduce, accessed_bytes
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, evaluate_size
 from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import LineBase, Program, TensorType, Value, defined, reads, writes
 
@@ -64,19 +64,15 @@ def _tensor_bytes(tensors: Iterable[Value], values: Mapping[str, Number]) -> int
     for value in tensors:
         type_ = value.tensor_type
         dims = zip(type_.sizes, type_.strides, strict=True)
-        total += prod([_number(size, values) for size, stride in dims if stride != 0]) * type_.dtype.itemsize
+        total += prod([evaluate_size(size, values) for size, stride in dims if stride != 0]) * type_.dtype.itemsize
     return total
-
-
-def _number(size: Size, values: Mapping[str, Number]) -> int:
-    return size if isinstance(size, int) else int(evaluate(size, values))
 
 
 def _launch_work(line: Launch, program: Program, values: Mapping[str, Number]) -> Work:
     kernel = program.kernel(line.kernel).loop_ir
     if not isinstance(kernel, Kernel):
         return Work(_tensor_bytes(_tensors(line), values))
-    return Work(accessed_bytes(kernel, partial(_number, values=values)), *_kernel_flops(kernel, values))
+    return Work(accessed_bytes(kernel, partial(evaluate_size, environment=values)), *_kernel_flops(kernel, values))
 
 
 def _kernel_flops(kernel: Kernel, values: Mapping[str, Number]) -> tuple[int, torch.dtype]:
@@ -97,7 +93,7 @@ def _kernel_flops(kernel: Kernel, values: Mapping[str, Number]) -> tuple[int, to
 
 
 def _iterations(axes: Iterable[Axis], values: Mapping[str, Number]) -> int:
-    return prod([_number(axis.size, values) for axis in axes])
+    return prod([evaluate_size(axis.size, values) for axis in axes])
 
 
 def _call_flops(line: ExternCall, values: Mapping[str, Number]) -> int:
@@ -119,7 +115,7 @@ def _meta(item: object, values: Mapping[str, Number]) -> Any:
     """Returns an operand as torch's formulas take it: tensors without memory, numbers."""
     match item:
         case Value(type=TensorType() as type_):
-            return torch.empty([_number(size, values) for size in type_.sizes], dtype=type_.dtype, device="meta")
+            return torch.empty([evaluate_size(size, values) for size in type_.sizes], dtype=type_.dtype, device="meta")
         case tuple():
             return [_meta(part, values) for part in item]
         case _:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxwrap.memory_planning import MemoryPlan, PoolPlan, program_live_ranges
 from fxwrap.report.rows import OriginTable
-from fxwrap.symbolic import Number, Size, evaluate
+from fxwrap.symbolic import Number, evaluate, evaluate_size
 from fxwrap.wrapper_ir import Program, TensorType, defined, hints_with_fallback, live_bytes, symbol_infos
 from fxwrap.wrapper_ir.printer import print_type
 
@@ -28,7 +28,7 @@ def memory_data(program: Program, plan: MemoryPlan | None, table: OriginTable) -
     buffers = [
         {
             "name": item.name, "names": list(item.names), "first": item.first, "end": item.end,
-            "bytes": _bytes(item.size, values), "device": str(item.device),
+            "bytes": evaluate_size(item.size, values), "device": str(item.device),
             "owner": "pool" if item.name in pool_names else item.owner.value,
             "type": types.get(item.name, ""), "origin": origins.get(item.name, -1),
         }
@@ -62,17 +62,13 @@ def _definitions(program: Program, table: OriginTable) -> tuple[dict[str, str], 
 def _pool_data(pool: PoolPlan, values: Mapping[str, Number], types: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": pool.name, "device": str(pool.device), "first": pool.first, "end": pool.end,
-        "bytes": _bytes(pool.size, values), "algorithm": pool.algorithm,
+        "bytes": evaluate_size(pool.size, values), "algorithm": pool.algorithm,
         "buffers": [
             {
                 "name": item.range.name, "first": item.range.first, "end": item.range.end,
-                "bytes": _bytes(item.range.size, values), "offset": _bytes(item.offset, values),
+                "bytes": evaluate_size(item.range.size, values), "offset": evaluate_size(item.offset, values),
                 "type": types.get(item.range.name, ""),
             }
             for item in pool.allocations
         ],
     }  # fmt: skip
-
-
-def _bytes(size: Size, values: Mapping[str, Number]) -> int:
-    return int(evaluate(size, values))

@@ -265,6 +265,11 @@ def evaluate(expression: Expression, environment: Mapping[str, Number]) -> Numbe
     return _value(expression, environment)
 
 
+def evaluate_size(size: Expression, environment: Mapping[str, Number]) -> int:
+    """Returns the value of a size, stride or offset, given the values of its symbols by name. Raises as `evaluate`."""
+    return int(evaluate(size, environment))
+
+
 def _value(node: sympy.Basic, environment: Mapping[str, Number]) -> Number:
     node_class = type(node)
     if node_class is sympy.Symbol:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from fxwrap.devices import CUDA
-from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel, Load, Store, find_grouped_contraction
+from fxwrap.loop_ir import FLOAT8, IndirectIndex, Kernel, Load, find_grouped_contraction
 from fxwrap.printers import KernelRequest, PrintedKernel
 from fxwrap.runtime.cache_folder import read_cache_file, write_cache_file
 from fxwrap.runtime.cpp_kernels import KernelText
@@ -126,8 +126,7 @@ def _index_upper_bound(request: KernelRequest) -> int:
 
 
 def _indirect_indices(kernel: Kernel) -> list[IndirectIndex]:
-    accesses = [operation for operation in kernel.operations if isinstance(operation, Load | Store)]
-    return [atom for access in accesses for atom in access.index.atoms() if isinstance(atom, IndirectIndex)]
+    return [atom for access in kernel.accesses for atom in access.index.atoms() if isinstance(atom, IndirectIndex)]
 
 
 _FIELDS = {"fingerprint": str, "seconds": float, "default_seconds": float}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxwrap.symbolic import Number, Size, SymbolInfo, evaluate, symbol_kind
+from fxwrap.symbolic import Number, SymbolInfo, evaluate_size, symbol_kind
 from fxwrap.wrapper_ir.effects import Effect
 from fxwrap.wrapper_ir.line import (
     Block,
@@ -207,14 +207,11 @@ class _Meter:
             return 0
         last = 1
         for size, stride in zip(type_.sizes, type_.strides):
-            length = self._number(size)
+            length = evaluate_size(size, self.environment)
             if length == 0:
                 return 0
-            last += (length - 1) * self._number(stride)
+            last += (length - 1) * evaluate_size(stride, self.environment)
         return last * type_.dtype.itemsize
-
-    def _number(self, size: Size) -> int:
-        return size if isinstance(size, int) else int(evaluate(size, self.environment))
 
     def block(self, block: Block, live: dict[str, int]) -> list[int]:
         """Returns the live bytes while each line runs. `live` has the bytes of roots by name and is modified."""

@@ -15,9 +15,7 @@ from fxwrap.loop_ir import (
     Buffer,
     IndexLike,
     Kernel,
-    Load,
     Scalar,
-    Store,
     as_index,
     canonicalize_axes,
     fuse_segments,
@@ -128,7 +126,7 @@ class _PlannedKernelBuilder:
             kernel = _canonicalize_axes(kernel, hint, spec.massively_parallel)
         else:
             kernel = _canonicalize_static_axes(kernel, kernel.uncompared_fields, spec.massively_parallel)
-        used = {item.buffer for item in kernel.operations if isinstance(item, Load | Store)}
+        used = {item.buffer for item in kernel.accesses}
         loaded = [(buffer, value) for buffer, value in self.inputs if buffer.name in used]
         kernel = replace(kernel, inputs=tuple([buffer for buffer, _ in loaded]))
         computed = tuple(self.reader.evaluated_definitions)

@@ -18,7 +18,7 @@ from fxwrap.symbolic import (
     SymbolInfo,
     bounds,
     canonicalize,
-    evaluate,
+    evaluate_size,
     expression_kind,
     make_symbol,
     simplify_by_ranges,
@@ -281,7 +281,7 @@ def size_hints(symbols: ProgramSymbols, default: int = _UNBACKED_HINT) -> Callab
         if isinstance(size, int):
             return size
         values = {symbol.name: _symbol_hint(symbols, symbol.name, default) for symbol in size.free_symbols}
-        return max(int(evaluate(size, values)), 0)
+        return max(evaluate_size(size, values), 0)
 
     return hint
 

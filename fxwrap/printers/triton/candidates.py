@@ -22,12 +22,12 @@ from fxwrap.printers.triton.pointwise_configuration import pointwise_configurati
 from fxwrap.printers.triton.row_configuration import inner_reduction_configurations, row_part_configurations
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from fxwrap.printers.triton.tiling import Configuration
-from fxwrap.symbolic import Size, evaluate
+from fxwrap.symbolic import Size, evaluate_size
 
 
 def _default_hint(size: Size) -> int:
     """Returns a size for symbols of 1024."""
-    return size if isinstance(size, int) else int(evaluate(size, {str(symbol): 1024 for symbol in size.free_symbols}))
+    return size if isinstance(size, int) else evaluate_size(size, {str(symbol): 1024 for symbol in size.free_symbols})
 
 
 def configurations(

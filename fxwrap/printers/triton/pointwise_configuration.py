@@ -80,7 +80,7 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
 def _has_single_elements(kernel: Kernel, tile: TileConfiguration) -> bool:
     """Whether threads access elements of several axes one by one, except at indirect indices."""
     joined = {at for item in joined_accesses(kernel, tile.x[-1]) for at in item.positions}
-    return not any(map(_is_gather, _accesses(kernel))) and not has_vectors(kernel, tile.x, joined)
+    return not any(map(_is_gather, kernel.accesses)) and not has_vectors(kernel, tile.x, joined)
 
 
 def _vector_of_shared_sectors(kernel: Kernel, inner: Axis) -> int:
@@ -127,7 +127,7 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
 
     Interleaved accesses have 16 bytes together.
     """
-    moved = _accesses(kernel)
+    moved = kernel.accesses
     smallest = min([itemsize(kernel, access) for access in moved], default=4)
     joined = max([item.count for item in joined_accesses(kernel, inner)], default=1)
     elements = min(16 // smallest, 8) if joined == 1 else max(16 // smallest // joined, 1)
@@ -151,10 +151,6 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
     return min(block, next_power_of_2(total)), 4
 
 
-def _accesses(kernel: Kernel) -> list[Load | Store]:
-    return [item for item in kernel.operations if isinstance(item, Load | Store)]
-
-
 def _is_gather(access: Load | Store) -> bool:
     """Whether an access is at an indirect index."""
     return any(isinstance(atom, IndirectIndex) for atom in access.index.atoms())
@@ -163,7 +159,7 @@ def _is_gather(access: Load | Store) -> bool:
 def _gathers_rows(kernel: Kernel, inner: Axis) -> bool:
     """Whether all indirect indices select rows: none of them varies along the inner axis."""
     varies = kernel.varying_along((inner,))
-    atoms = [atom for item in _accesses(kernel) for atom in item.index.atoms()]
+    atoms = [atom for item in kernel.accesses for atom in item.index.atoms()]
     return not any(isinstance(atom, IndirectIndex) and varies[atom.operation] for atom in atoms)
 
 
@@ -198,7 +194,7 @@ def _pointwise_tile(
     size = hint(inner.size)
     x_block = min(block, next_power_of_2(size))
     filled = -(-size // x_block) * x_block
-    is_row = any(_is_gather(item) for item in _accesses(kernel)) and _gathers_rows(kernel, inner)
+    is_row = any(_is_gather(item) for item in kernel.accesses) and _gathers_rows(kernel, inner)
     while is_row and filled * 4 > size * 5 and x_block > _MIN_ROW_BLOCK:
         x_block //= 2
         filled = -(-size // x_block) * x_block
@@ -213,5 +209,5 @@ def _is_linear(kernel: Kernel) -> bool:
     """Whether all accesses are of adjacent elements in adjacent iterations, over all axes, without masks."""
     return all(
         item.mask is None and not _is_gather(item) and row_step(item.index, kernel.axes) == ONE
-        for item in _accesses(kernel)
+        for item in kernel.accesses
     )
