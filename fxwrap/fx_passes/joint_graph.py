@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fxwrap.fx_passes.compared_maxima import save_compared_elements
 from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
@@ -476,10 +477,8 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
         lambda joint, _options: inline_subgraph_calls(joint),
     ),
-    Step(
-        "decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",
-        decompose_for_recomputation,
-    ),
+    Step("decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",
+         decompose_for_recomputation),
     Step(
         "recognize_attention", "turn attention written as its formula, and its backward, into kernels",
         recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse,
@@ -488,15 +487,13 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         "group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
         group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
     ),
-    Step(
-        "decompose_wide_softmax", "decompose softmaxes in float32 whose operands are in half precision",
-        decompose_wide_softmax,
-    ),
+    Step("decompose_wide_softmax", "decompose softmaxes in float32 whose operands are in half precision",
+         decompose_wide_softmax),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),
     Step("recompute_norms", "compute layer norms again in kernels of the backward", recompute_norms),
-    Step(
-        "eliminate_common_subexpressions", "make equal pure calls once (CSE), in forward and backward",
-        eliminate_common_subexpressions,
-    ),
+    Step("eliminate_common_subexpressions", "make equal pure calls once (CSE), in forward and backward",
+         eliminate_common_subexpressions),
+    Step("save_compared_elements", "save elements that the backward compares with their maximum",
+         lambda joint, _options: save_compared_elements(joint)),
 )  # fmt: skip
 """The passes over the joint graph of training, before torch's partitioner. They do not run with `partitioner`."""

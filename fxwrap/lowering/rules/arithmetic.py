@@ -338,19 +338,24 @@ def _power_of_scalars(x: Scalar, y: Scalar) -> Scalar:
 
 # --- comparison and logic --------------------------------------------------------------------------------------------
 
-
-def _comparison(name: str) -> Callable[[Scalar, Scalar], Scalar]:
-    def formula(x: Scalar, y: Scalar) -> Scalar:
-        if x.dtype is torch.bool and name not in ("eq", "ne"):
-            x, y = x.to(torch.uint8), y.to(torch.uint8)
-        return x.apply(name, y)
-
-    return formula
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _names = (f"aten.{_name}.Tensor", f"aten.{_name}.Scalar")
-    register_elementwise(_names, _comparison(_name), "ALWAYS_BOOL", operands=2)
+@lowering_rule(*[f"aten.{name}.{kind}" for name in _COMPARISONS for kind in ("Tensor", "Scalar")])
+def _compare(call: OperatorCall, x: TensorOrNumber, y: TensorOrNumber) -> LoweringResult:
+    """Compares half precision as it is in memory: an element is its row's maximum although that was stored before."""
+    dtype = promoted_dtype((x, y))
+
+    def formula(*scalars: Scalar) -> Scalar:
+        if dtype is torch.bool and call.operator not in ("eq", "ne"):
+            scalars = tuple([scalar.to(torch.uint8) for scalar in scalars])
+        one, other = [
+            round_to_dtype(scalar, dtype) if isinstance(operand, Definition) else scalar
+            for scalar, operand in zip(scalars, (x, y), strict=True)
+        ]
+        return one.apply(call.operator, other)
+
+    return elementwise(call, (x, y), formula, promotion="ALWAYS_BOOL")
 
 
 @lowering_rule(*[f"aten.logical_{_name}.default" for _name in ("and", "or", "xor", "not")])
