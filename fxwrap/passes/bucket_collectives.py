@@ -40,6 +40,8 @@ def bucket_collectives(
         specs: the capabilities of device types, by name.
         speeds: the latency in seconds and the bytes per second of process groups, by name.
     """
+    if not any(map(functional_name, program.body.lines)):
+        return program
     buckets = _Bucketing(program, specs, speeds)
     return program if not buckets.candidates or ir.uses_streams(program) else buckets.bucketed()
 

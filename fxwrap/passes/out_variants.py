@@ -76,6 +76,9 @@ def use_out_variants(program: Program) -> Program:
 
 def _with_variants(program: Program, operators: Collection[str]) -> Program:
     """Returns the program with variants of these operators that write memory of the program."""
+    calls = [line for line in program.lines() if isinstance(line, ExternCall | StartCollective)]
+    if not any((line.target if isinstance(line, ExternCall) else line.operator) in operators for line in calls):
+        return program
     names = NameAllocator(value_names(program))
     functions = tuple([(name, _with_variants_in(block, names, operators)) for name, block in program.functions])
     return program.replace(body=_with_variants_in(program.body, names, operators), functions=functions)
