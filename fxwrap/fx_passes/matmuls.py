@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -368,7 +369,10 @@ def pack_matmuls(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
         spec = specs.get(fakes[group[0].matmul.node].device.type)
         if spec is None or not spec.matmuls.packed_bytes or len(group) < 2:
             continue
-        members = [item for item in group if _is_static(item, fakes) and _may_be_slice(views, item.matmul.node)]
+        members = [item for item in group if _is_static(item, fakes)]
+        if not _may_be_profitable(members, fakes, spec.matmuls.packed_bytes):
+            continue  # before the results of their readers are inferred, in each of equal layers
+        members = [item for item in members if _may_be_slice(views, item.matmul.node)]
         if _is_profitable(members, fakes, spec.matmuls.packed_bytes):
             packs.append(members)
     if not packs:
@@ -395,6 +399,13 @@ def _is_profitable(members: Sequence[_PackableMatmul], fakes: NodeValues, copy_b
     copied = sum(bytes_of(fakes[item.weight]) for item in members)
     has_bias = any(item.matmul.bias is not None for item in members)
     return len(members) > 1 and copied <= copy_budget * (len(members) - 1 - has_bias)
+
+
+def _may_be_profitable(group: Sequence[_PackableMatmul], fakes: NodeValues, copy_budget: int) -> bool:
+    """Whether packing some matmuls of a group may be profitable: of each number of them, those of the least weights."""
+    copied = accumulate(sorted([bytes_of(fakes[item.weight]) for item in group]))
+    has_bias = any(item.matmul.bias is not None for item in group)
+    return any(total <= copy_budget * (saved - has_bias) for saved, total in enumerate(copied) if saved)
 
 
 def _may_be_slice(views: StorageAliases, node: Node) -> bool:

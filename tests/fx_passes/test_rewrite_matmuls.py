@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
-from fxwrap.fx_passes import graph_copy, prepare_graph
+from fxwrap.fx_passes import graph_copy, matmuls, prepare_graph
 from fxwrap.fx_passes.graph_copy import run_on_fakes
 from fxwrap.fx_passes.prepared_graph import FxPassContext
 from fxwrap.fx_passes.storage_aliases import StorageAliases
@@ -307,6 +307,22 @@ def test_layouts_of_equal_layers_are_propagated_once(monkeypatch: pytest.MonkeyP
     assert accepts(first, (8, 1)) and len(calls) == 2, "the view and its reader"
     assert all(accepts(node, (8, 1)) and not calls for node in others)
     assert not accepts(first, (1, 8)), "no view of it has one stride for both dimensions of rows"
+
+
+@pytest.mark.parametrize(("function", "count"), [(heads, 3), (biased, 4)])
+def test_readers_of_matmuls_with_large_weights_are_not_examined(
+    function: Callable[..., Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of each layer would be, for nothing."""
+    examined: list[torch.fx.Node] = []
+    monkeypatch.setattr(matmuls, "_may_be_slice", lambda _views, node: examined.append(node) or True)
+
+    def targets(size: int) -> list[str]:
+        biases = weights(count, size) if function is biased else []
+        return extern_targets(lowered(function, torch.randn(6, 5), *weights(count, size, 5), *biases))
+
+    assert len(targets(64)) == count and examined == []
+    assert len(targets(4)) == 1 and len(examined) == count
 
 
 def test_symbolic_sizes_are_not_packed() -> None:
