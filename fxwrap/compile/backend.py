@@ -27,7 +27,7 @@ from fxwrap.fx_passes import (
 from fxwrap.fx_passes.effects import fake_of, storage_of
 from fxwrap.lines import Return
 from fxwrap.options import FIRST_CALL, Options, Step, enabled_steps
-from fxwrap.runtime.plain_inputs import with_plain_inputs, with_traced_inputs
+from fxwrap.runtime.plain_inputs import with_plain_inputs, with_traced_boxed_inputs, with_traced_inputs
 from fxwrap.torch_compat import (
     AotGraphInfo,
     aot_autograd,
@@ -120,12 +120,16 @@ def make_backend(
         for step in enabled_steps(DYNAMO_PASSES, options):
             graph_module = step.run(graph_module, options)
         subclassed = [position for position, item in enumerate(example_inputs) if is_traced_class(type(item))]
-        key = torch_cache_key(options, example_inputs) if compile_with is compile_graph else None
+        attributes = (*graph_module.parameters(), *graph_module.buffers())  # those of optimizers are no example inputs
+        has_traced = any(is_traced_class(type(item)) for item in attributes)
+        is_savable = compile_with is compile_graph and not has_traced
+        key = torch_cache_key(options, example_inputs) if is_savable else None
         compiled: CompiledGraphFunction
         if key is None:
             check_not_precompiling(options)
             with collection_paused(options):
-                compiled = _with_autograd(options, compile_with, savable=False)(graph_module, example_inputs)
+                autograd = _with_autograd(options, compile_with, savable=False, has_traced_attributes=has_traced)
+                compiled = autograd(graph_module, example_inputs)
         else:
             with autograd_cache(graph_module, key), collection_paused(options):
                 compiled = _with_autograd(options, compile_with, savable=True)(graph_module, example_inputs)
@@ -138,10 +142,17 @@ def make_backend(
     return backend
 
 
-def _with_autograd(options: Options, compile_with: Callable[..., Compiled], *, savable: bool) -> CompiledGraphFunction:
-    """Returns the backend that traces with AOTAutograd; torch can save its graphs if they are `savable`."""
+def _with_autograd(
+    options: Options, compile_with: Callable[..., Compiled], *, savable: bool, has_traced_attributes: bool = False
+) -> CompiledGraphFunction:
+    """Returns the backend that traces with AOTAutograd; torch can save its graphs if they are `savable`.
+
+    `has_traced_attributes` is whether attributes of the graph, which become inputs, have a class that was traced.
+    """
     kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
-    compilers: dict[GraphKind, Any] = {kind: _GraphCompiler(kind, options, compile_with, savable) for kind in kinds}
+    compilers: dict[GraphKind, Any] = {
+        kind: _GraphCompiler(kind, options, compile_with, savable, has_traced_attributes) for kind in kinds
+    }
     if savable:
         compilers = {kind: cacheable_compiler(compiler) for kind, compiler in compilers.items()}
     return aot_autograd(
@@ -160,6 +171,7 @@ class _GraphCompiler:
     options: Options
     compile_with: Callable[..., Compiled]
     savable: bool
+    has_traced_attributes: bool
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[object]) -> CompiledGraphFunction:
         outputs = graph_module.graph.output_node().args[0]
@@ -185,10 +197,12 @@ class _GraphCompiler:
                     "runs, such as the GraphModule that it received"
                 )
             entry = boxed_function(function)
-            call = boxed_call(with_plain_inputs(entry, negative) if negative else entry)
+            entry = with_plain_inputs(entry, negative) if negative else entry
+            call = boxed_call(with_traced_boxed_inputs(entry) if self.has_traced_attributes else entry)
             call.compiled = compiled  # type: ignore[attr-defined]  # holds it for `fxwrap.compiles`
             return call
         entry = graph_entry(compiled, static_inputs, negative)
+        entry = with_traced_boxed_inputs(entry) if self.has_traced_attributes else entry
         return savable_graph(entry, compiled, static_inputs, negative) if self.savable else boxed_call(entry)
 
     def _graph_info(self, program: Program, static_inputs: frozenset[int], donated_inputs: frozenset[int]) -> GraphInfo:

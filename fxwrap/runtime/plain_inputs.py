@@ -81,6 +81,16 @@ def with_traced_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def with_traced_boxed_inputs(run: BoxedCallable) -> BoxedCallable:
+    """Returns a boxed entry that passes plain aliases of tensors whose class was traced."""
+
+    def call(inputs: list[object]) -> Any:
+        inputs[:] = map(without_traced_class, inputs)
+        return run(inputs)
+
+    return call
+
+
 def run_on_plain_inputs(run: BoxedCallable, inputs: list[Any]) -> Any:
     """Runs a boxed entry with a plain tensor in place of each unusual input.
 

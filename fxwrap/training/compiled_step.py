@@ -13,7 +13,7 @@ from fxwrap.artifact import LoadedProgram, load, save_program
 from fxwrap.compile import Compiled, compile_graph
 from fxwrap.errors import ArtifactError, StepError
 from fxwrap.options import Options
-from fxwrap.torch_compat import one_compile_at_a_time, tree_flatten, tree_unflatten
+from fxwrap.torch_compat import is_traced_class, one_compile_at_a_time, tree_flatten, tree_unflatten
 from fxwrap.training.signature import StepSignature, signature_of
 from fxwrap.training.state import Slot, StepState, create_optimizer_state, find_state, optimizer_numbers
 from fxwrap.training.subclasses import append_parts, build, count_plain, layout_of
@@ -39,7 +39,6 @@ class CompiledStep:
         self._step = step
         self._signature = signature
         self._layouts = (*signature.layouts, *signature.input_layouts)
-        self._has_subclasses = any(layout is not None for layout in self._layouts)
         self._returns_one_tensor = signature.output_leaves == ((True, None),) and signature.outputs.is_leaf()
         self._bind(state)
 
@@ -50,6 +49,8 @@ class CompiledStep:
         if missing:
             raise StepError(f"'{missing[0]}' is no part of its state any more", "Restore it, or compile the step again")
         self._slots = [places[name] for name in self._signature.state]
+        has_layouts = any(layout is not None for layout in self._layouts)
+        self._has_subclasses = has_layouts or any(is_traced_class(type(slot.get())) for slot in self._slots)
         self._places = [(slot.container, slot.key) for slot in self._slots]
         self._optimizers = [(item, item.state, item.param_groups) for item in state.optimizers.values()]
         self._hyperparameters = [

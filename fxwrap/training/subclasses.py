@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from fxwrap.torch_compat import flatten_subclass
+from fxwrap.torch_compat import flatten_subclass, without_traced_class
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def layout_of(tensor: Tensor) -> TensorLayout:
 def append_parts(tensor: Tensor, layout: TensorLayout, parts: list[Tensor]) -> bool:
     """Appends the plain tensors of a tensor of a layout; False if it has another. Each call of a step asks for all."""
     if layout is None:
-        parts.append(tensor)
+        parts.append(without_traced_class(tensor))
         return type(tensor) in _PLAIN or flatten_subclass(tensor) is None
     if type(tensor) is not layout.kind:
         return False

@@ -14,6 +14,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.passes.split_module import split_module
 
+from tests.support.traced_classes import RedefinedParameter
+
 WIDTH, HEADS = 32, 4
 
 
@@ -43,14 +45,6 @@ class Norm(torch.nn.Module):
         return (total * scale).to(hidden.dtype) * self.weight, total.to(hidden.dtype)
 
 
-class LoadedParameter(torch.nn.Parameter):
-    """A weight of a linear layer, whose class also loads it; it has the function of vLLM's `BasevLLMParameter`."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 class Layer(torch.nn.Module):
     """A decoder layer as in Llama."""
 
@@ -62,7 +56,7 @@ class Layer(torch.nn.Module):
         self.gate_up = torch.nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.down = torch.nn.Linear(2 * WIDTH, WIDTH, bias=False)
         for linear in (self.qkv, self.out, self.gate_up, self.down):
-            linear.weight = LoadedParameter(linear.weight.detach(), requires_grad=False)
+            linear.weight = RedefinedParameter(linear.weight.detach(), requires_grad=False)
 
     def forward(
         self, hidden: torch.Tensor, residual: torch.Tensor, angles: torch.Tensor

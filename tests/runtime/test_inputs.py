@@ -18,6 +18,7 @@ from fxwrap.options import EMITTERS, Options
 from fxwrap.runtime.plain_inputs import plain_tensor
 from fxwrap.testing import assert_emitters_agree
 from fxwrap.torch_compat import negated_view
+from tests.support.traced_classes import Redefined, RedefinedParameter
 
 emitters = pytest.mark.parametrize("emitter", EMITTERS)
 
@@ -32,22 +33,6 @@ def direct(function: Callable[..., Any], *inputs: Any, emitter: str, symbolic: b
 
 
 # --- wrong inputs -----------------------------------------------------------------------------------------------------
-
-
-class Redefined(Tensor):
-    """A subclass that defines how functions act on it."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(function, types, args, kwargs or {})
-
-
-class RedefinedParameter(torch.nn.Parameter):
-    """A parameter that defines how functions act on it, as those of vLLM do."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 X = random(3, 4)

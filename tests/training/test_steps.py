@@ -21,6 +21,7 @@ from tests.runtime.cuda_graphs.cpu_graph_capturer import cpu_with_graph_capture
 from tests.support.long_form import LONG, long_only
 from tests.support.models import MODELS, SHALLOW
 from tests.support.planned_peaks import PlannedPeaks, planned_peak
+from tests.support.traced_classes import RedefinedParameter
 from tests.training.steps import STEPS, Training, mlp, square_step, tensors_of
 
 
@@ -245,3 +246,37 @@ def test_peak_memory_is_at_most_that_of_separate_programs() -> None:
     assert 0 < planned_peak(compiled.compiled) <= planned.largest + model[0].bias.nbytes + 4
     activations = 3 * x.nbytes  # the three results of the linear layers; GELU is computed again
     assert peaks[0] < activations + 4 * x.nbytes
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+@pytest.mark.parametrize("compiles_optimizer_only", [False, True])
+def test_parameters_whose_functions_are_traced(emitter: str, compiles_optimizer_only: bool) -> None:
+    options, layers, x = (
+        Options(emitter=emitter),
+        [nn.Linear(4, 4).double() for _ in range(2)],
+        torch.rand(3, 4).double(),
+    )
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].weight = RedefinedParameter(layers[1].weight.detach())
+    optimizers = [torch.optim.AdamW(layer.parameters()) for layer in layers]
+    updates = [optimizer.step for optimizer in optimizers]
+    if compiles_optimizer_only:
+        updates[1] = torch.compile(updates[1], backend="fxwrap", options={"emitter": emitter})
+
+    def step_of(layer: nn.Module, update: Callable[[], object]) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            layer.zero_grad()
+            loss: Tensor = layer(x).square().mean()
+            loss.backward()
+            update()
+            return loss.detach()
+
+        return step
+
+    steps = [step_of(*pair) for pair in zip(layers, updates, strict=True)]
+    if not compiles_optimizer_only:
+        steps[1] = fxwrap.compile_step(steps[1], (x,), options=options)
+    for _ in range(3):
+        torch.testing.assert_close(*[step(x) for step in steps])
+    for expected, result in zip(*[layer.parameters() for layer in layers], strict=True):
+        torch.testing.assert_close(result.detach(), expected.detach())
