@@ -14,7 +14,6 @@ import torch
 from fxwrap.torch_compat import (
     FakeTensor,
     is_functional_tensor,
-    is_traced_class,
     negated_view,
     storage_identity,
     tree_map,
@@ -25,6 +24,7 @@ from fxwrap.torch_compat import (
 BoxedCallable = Callable[[list[object]], Any]
 
 PLAIN_CLASSES: frozenset[type] = frozenset({torch.Tensor, torch.nn.Parameter})
+_UNTRACED_CLASSES = PLAIN_CLASSES | {int, float, bool, type(None)}
 
 _is_negative = torch.Tensor.is_neg
 _is_conjugate = torch.Tensor.is_conj
@@ -75,8 +75,9 @@ def with_traced_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that passes plain aliases of tensors whose class Dynamo has traced; gradients flow through."""
 
     def call(*inputs: Any) -> Any:
-        is_traced = any(map(is_traced_class, set(map(type, inputs))))
-        return function(*map(without_traced_class, inputs)) if is_traced else function(*inputs)
+        if _UNTRACED_CLASSES.issuperset(map(type, inputs)):
+            return function(*inputs)
+        return function(*map(without_traced_class, inputs))
 
     return call
 
