@@ -13,9 +13,19 @@ from functools import partial
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.loop_ir.index import Atom, Index, IndexLike, Modulo, as_index
-from fxwrap.loop_ir.kernel import DeviceAssert, Kernel, Load, Operation, Store, map_operation, renumber_index
-from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, decide_comparisons
+from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.kernel import (
+    DeviceAssert,
+    IndexValue,
+    Kernel,
+    Load,
+    Operation,
+    Store,
+    map_operation,
+    renumber_index,
+)
+from fxwrap.loop_ir.segments import MAX_SEGMENTS, axis_comparisons, comparisons_at, decide_comparisons
+from fxwrap.loop_ir.split import reduces_columns
 from fxwrap.loop_ir.traffic import NEAR_BYTES, TRANSFER_BYTES, access_bytes
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, floor_divide
@@ -30,11 +40,12 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int], near_bytes: int =
     Stores do not transfer more: scattered ones cost more than the loads that they save.
 
     The conditions on an axis must cut it into segments that provably have one length, which becomes the size of the
-    axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements that loads rotate,
-    as those of a cross product or a roll, has a segment for each element. Other kernels are returned unchanged. `hint`
-    returns a typical value of a size; stores within `near_bytes` of each other transfer few more bytes than one.
+    axis; each segment has stores of its own, after all loads. An axis of up to MAX_UNROLLED elements has a segment for
+    each element if loads or conditions rotate it, as in a cross product or the gradient of a strided slice, or if
+    stores are contiguous along it, as those of a stack. Other kernels are returned unchanged. `hint` returns a typical
+    value of a size; stores within `near_bytes` of each other transfer few more bytes than one.
     """
-    if kernel.reduced or any(store.mode != "set" for store in kernel.stores):
+    if reduces_columns(kernel) or any(store.mode != "set" for store in kernel.stores):
         return kernel
     for axis in kernel.axes:
         fused = _fuse_along(kernel, axis, hint, near_bytes)
@@ -47,7 +58,7 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int], near_by
     """Returns the kernel with the segments of an axis fused; None if lengths differ or no bytes are saved."""
     comparisons = axis_comparisons(kernel, axis)
     points = {point for comparison in comparisons.values() for point in comparison.points}
-    is_unrolled = _is_short(axis) and _rotates(kernel, axis)
+    is_unrolled = _is_short(axis) and (_is_rotated(kernel, axis) or (bool(points) and _is_interleaved(kernel, axis)))
     if is_unrolled:
         points |= {as_index(element) for element in range(1, int(axis.size))}
     ordinals = _equal_segments(axis, points)
@@ -55,9 +66,13 @@ def _fuse_along(kernel: Kernel, axis: Axis, hint: Callable[[Size], int], near_by
         return None
     count = max(ordinals.values())
     length = floor_divide(axis.size, count)
-    segments = [
-        decide_comparisons(kernel, comparisons, partial(_begins_before, ordinals, number)) for number in range(count)
-    ]
+    segments = []
+    for number in range(count):
+        begins_before = partial(_begins_before, ordinals, number)
+        results = {position: comparison.holds(begins_before) for position, comparison in comparisons.items()}
+        if is_unrolled:
+            results |= comparisons_at(kernel, axis, number)
+        segments.append(decide_comparisons(kernel, results))
     live = [_live_accesses(segment) for segment in segments]
     fused = _merge(segments, axis, Axis(f"{axis.name}s", length))
     shares: dict[int, float] = {}
@@ -78,10 +93,16 @@ def _is_short(axis: Axis) -> bool:
     return isinstance(axis.size, int) and axis.size <= MAX_UNROLLED
 
 
-def _rotates(kernel: Kernel, axis: Axis) -> bool:
-    """Whether a load rotates an axis, as a roll or a cross product does."""
-    atoms = {atom for load in kernel.operations if isinstance(load, Load) for atom in load.index.atoms()}
+def _is_rotated(kernel: Kernel, axis: Axis) -> bool:
+    """Whether a load or a condition rotates an axis, as rolls, cross products and gradients of strided slices do."""
+    operations = [item for item in kernel.operations if isinstance(item, Load | IndexValue)]
+    atoms = {atom for item in operations for atom in item.index.atoms()}
     return any(axis in atom.base.axes() for atom in atoms if isinstance(atom, Modulo))
+
+
+def _is_interleaved(kernel: Kernel, axis: Axis) -> bool:
+    """Whether stores are contiguous along an axis, as those of a stack of a last dimension."""
+    return all(store.index.stride(axis) == ONE for store in kernel.stores)
 
 
 def _equal_segments(axis: Axis, points: Set[Index]) -> dict[Index, int]:

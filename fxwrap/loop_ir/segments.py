@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -28,6 +29,7 @@ from fxwrap.loop_ir.operations import COMPARISONS, STORAGE_ONLY
 
 MAX_SEGMENTS = 8
 
+_OPPOSITES = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
 
 
@@ -58,7 +60,12 @@ def specialise(kernel: Kernel, axis: Axis, start: int) -> Kernel:
         for position, item in axis_comparisons(kernel, axis).items()
         if all(point.constant is not None for point in item.points)
     }
-    return decide_comparisons(kernel, comparisons, lambda point: point.constant is not None and start < point.constant)
+    is_before = partial(_precedes, start)
+    return decide_comparisons(kernel, {at: item.holds(is_before) for at, item in comparisons.items()})
+
+
+def _precedes(start: int, point: Index) -> bool:
+    return point.constant is not None and start < point.constant
 
 
 # --- conditions on an axis -------------------------------------------------------------------------------------------
@@ -94,22 +101,60 @@ def axis_comparisons(kernel: Kernel, axis: Axis) -> dict[int, AxisComparison]:
 
 def _comparison(kernel: Kernel, operation: Operation, axis: Axis) -> AxisComparison | None:
     """Returns a comparison of the axis with a number or a size; None for other operations."""
-    if not isinstance(operation, Compute) or operation.name not in COMPARISONS:
+    compared = _compared_indices(kernel, operation)
+    if compared is None or not isinstance(operation, Compute):
         return None
-    left, right = [kernel.operations[operand] for operand in operation.operands]
-    limit = _uniform_index(right) if isinstance(left, IndexValue) else None
-    if not isinstance(left, IndexValue) or limit is None:
-        return None
-    stride = left.index.stride(axis)
+    index, limit = compared
+    stride = index.stride(axis)
     scale = None if stride is None else stride.constant
     if scale is None or scale <= 0:
         return None
-    number = limit - (left.index - as_index(axis) * scale)
+    number = limit - (index - as_index(axis) * scale)
     if not _is_uniform(number) or (scale > 1 and number.constant is None):
         return None
     first_not_less, first_larger = -(-number // scale), number // scale + 1
     points = {"lt": (first_not_less,), "ge": (first_not_less,), "le": (first_larger,), "gt": (first_larger,)}
     return AxisComparison(operation.name, points.get(operation.name, (first_not_less, first_larger)))
+
+
+def comparisons_at(kernel: Kernel, axis: Axis, element: int) -> dict[int, bool]:
+    """Returns the comparisons of index values with numbers that have one result where an axis has a value.
+
+    Returns results by position.
+    """
+    results: dict[int, bool] = {}
+    for position, operation in enumerate(kernel.operations):
+        compared = _compared_indices(kernel, operation)
+        if compared is not None:
+            assert isinstance(operation, Compute), "comparisons are computed"
+            result = _result(operation.name, compared[0].substitute({axis: element}) - compared[1])
+            if result is not None:
+                results[position] = result
+    return results
+
+
+def _result(name: str, difference: Index) -> bool | None:
+    """Returns the result of a comparison of a difference with 0, or None if it may have several."""
+    known = {
+        "ge": difference.is_nonnegative(),
+        "lt": (-difference - 1).is_nonnegative(),
+        "gt": (difference - 1).is_nonnegative(),
+        "le": (-difference).is_nonnegative(),
+        "eq": difference.constant == 0,
+    }
+    known["ne"] = known["gt"] or known["lt"]
+    if known[name]:
+        return True
+    return False if known[_OPPOSITES[name]] else None
+
+
+def _compared_indices(kernel: Kernel, operation: Operation) -> tuple[Index, Index] | None:
+    """Returns an index value and the number or size that it is compared with; None for other operations."""
+    if not isinstance(operation, Compute) or operation.name not in COMPARISONS:
+        return None
+    left, right = [kernel.operations[operand] for operand in operation.operands]
+    limit = _uniform_index(right) if isinstance(left, IndexValue) else None
+    return (left.index, limit) if isinstance(left, IndexValue) and limit is not None else None
 
 
 def _uniform_index(operation: Operation) -> Index | None:
@@ -126,12 +171,10 @@ def _is_uniform(index: Index) -> bool:
 # --- specialisation --------------------------------------------------------------------------------------------------
 
 
-def decide_comparisons(
-    kernel: Kernel, comparisons: Mapping[int, AxisComparison], precedes: Callable[[Index], bool]
-) -> Kernel:
-    """Returns the kernel specialised to a segment, in which each of the comparisons, by position, has one value.
+def decide_comparisons(kernel: Kernel, results: Mapping[int, bool]) -> Kernel:
+    """Returns the kernel specialised to a segment, in which comparisons have these results, by position.
 
-    Operations keep their positions. `precedes` returns whether the segment begins before a point of a comparison.
+    Operations keep their positions.
     """
     new: list[Operation] = []
     same = list(range(len(kernel.operations)))
@@ -139,9 +182,8 @@ def decide_comparisons(
 
     for position, old in enumerate(kernel.operations):
         operation = map_operation(old, same.__getitem__)
-        comparison = comparisons.get(position)
-        if comparison is not None:
-            truth[position] = comparison.holds(precedes)
+        if position in results:
+            truth[position] = results[position]
         elif isinstance(operation, Compute):
             _fold(operation, position, same, truth)
             _fold_cast(operation, position, same, new)

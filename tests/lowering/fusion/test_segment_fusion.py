@@ -45,6 +45,20 @@ def interleaved_rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), -1).flatten(-2)
 
 
+def gradient_of_gates(packed: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = packed[..., ::2], packed[..., 1::2]
+    return (
+        aten.slice_backward(gradient * up, packed.shape, 1, 0, packed.shape[1], 2)
+        + aten.slice_backward(gradient * gate, packed.shape, 1, 1, packed.shape[1], 2)
+    )  # fmt: skip
+
+
+def gradient_of_thirds(x: Tensor, gradient: Tensor) -> Tensor:
+    first, second, third = [x[:, start::3] for start in range(3)]
+    slices = (gradient * second, gradient * first, gradient * third)
+    return sum(aten.slice_backward(item, x.shape, 1, start, x.shape[1], 3) for start, item in enumerate(slices))
+
+
 FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int, int]] = {
     "the gradient of a packed SwiGLU": (packed_swiglu_gradient, [(3, 16), (3, 8)], 3, 2),
     "values of several parts": (formula_of_packed_swiglu_gradient, [(3, 16), (3, 8)], 3, 2),
@@ -73,6 +87,10 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], int, int]] = {
         lambda x, y: torch.cat((a := torch.cat((x + y, x - y), 0), a * a), 1), [(3, 8), (3, 8)], 2, 4,
     ),
     "parts of two dtypes": (lambda x, y: torch.cat((x.double() + y, x * y), 1), [(3, 8), (3, 8)], 2, 2),
+    "sums of the rows of parts": (lambda x, y: torch.cat((x + y, x - y), 1).sum(-1), [(3, 16, 8), (3, 16, 8)], 2, 2),
+    "separate parts of a stack": (lambda x, y: torch.stack((x.exp(), y), -1), [(3, 32), (3, 32)], 2, 2),
+    "the gradient of strided slices": (gradient_of_gates, [(3, 16), (3, 8)], 3, 2),
+    "the gradient of slices of every third": (gradient_of_thirds, [(3, 48), (3, 16)], 4, 3),
     "a bounds check": (
         lambda x, y: torch.cat((x.gather(0, y.abs().long()), y), 1), [(9, 8), (3, 8)], 2, 2,
     ),
@@ -90,7 +108,8 @@ UNCHANGED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "short runs cost more than they share": (
         lambda x, y: torch.cat((x.exp(), *([y] * 7)), -1), [(3, 3), (3, 3)],
     ),
-    "a reduction": (lambda x, y: torch.cat((x + y, x - y), 1).sum(0), [(3, 8), (3, 8)]),
+    "reduced parts": (lambda x, y: torch.cat((x + y, x - y), 1).sum(1), [(3, 8), (3, 8)]),
+    "sums of the columns of parts": (lambda x, y: torch.cat((x + y, x - y), 1).sum(0), [(3, 8), (3, 8)]),
 }  # fmt: skip
 
 DIVIDED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
