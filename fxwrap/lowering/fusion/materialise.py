@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import STORAGE_ONLY
+from fxwrap.loop_ir import STORAGE_ONLY, as_index
 from fxwrap.lowering.fusion.concatenations import ConcatenatedParts
+from fxwrap.lowering.fusion.def_use import DefUse, DefUseChains
 from fxwrap.lowering.fusion.definitions import (
     Definition,
     DefinitionLabel,
@@ -22,7 +23,7 @@ from fxwrap.lowering.fusion.definitions import (
     Stored,
     Viewed,
 )
-from fxwrap.lowering.fusion.tracing import Access, Tracer, has_byte_weights, iteration_space, shared_source
+from fxwrap.lowering.fusion.tracing import Access, IndexTuple, Tracer, has_byte_weights, iteration_space, shared_source
 from fxwrap.symbolic import Size, product
 
 _CHEAP = 8
@@ -34,69 +35,14 @@ _MAX_INLINED_COST = 400
 _MAX_READS = 24
 _MAX_EXTRA_BYTES = 1.25
 """The bytes that recomputing a cheap tensor may read, relative to those that it saves."""
+_CACHED_INSTRUCTIONS_PER_BYTE = 1.5
+"""The instructions in the time to read a byte that an iteration beside it has read."""
+_MAX_MOVED_COST = 24
+"""The instructions of an element that a kernel may compute at other places of its iterations."""
 _MIN_STENCIL_READS = 3
 """An iteration that reads so many elements of one tensor counts as that many consumers."""
 _MAX_INLINE_DEPTH = 40
 """The longest chain of inlined definitions: their bodies call one another."""
-
-
-@dataclass(eq=False)
-class DefUse:
-    """A definition, the position of its node, and the definitions that read it.
-
-    `max_reads_per_iteration` is the largest number of its elements that one iteration of a consumer reads.
-    `operand_consumers` are definitions whose operators take it as an operand; not all of them read its elements.
-    """
-
-    definition: Definition
-    position: int
-    consumers: list[DefUse] = field(default_factory=list)
-    operand_consumers: list[DefUse] = field(default_factory=list)
-    max_reads_per_iteration: int = 0
-
-
-class DefUseChains:
-    """The definitions of a graph in an order in which they can be computed, each with its consumers.
-
-    A definition without a label, or without an operator, is labelled after its first reader. `operands` has, for each
-    result of an operator, the operands of the operator, which its region needs; it is None for kernels without regions.
-    """
-
-    def __init__(
-        self,
-        labels: Mapping[Definition, DefinitionLabel],
-        operands: Mapping[Definition, Sequence[Definition]] | None = None,
-    ) -> None:
-        self.tracer = Tracer()
-        self.operands = operands
-        self.labels = dict(labels)
-        self.uses: dict[Definition, DefUse] = {}
-
-    def add(self, definition: Definition, position: int) -> DefUse:
-        """Records a definition, after the definitions that it reads."""
-        if definition in self.uses:
-            return self.uses[definition]
-        use = DefUse(definition, position)
-        label = self.labels.setdefault(definition, DefinitionLabel(""))
-        for other, count in Counter(other for other, _ in self.tracer.trace(definition).reads).items():
-            known = self.labels.get(other, DefinitionLabel(""))
-            name = known.name or f"{label.name}_{len(self.uses)}"
-            self.labels[other] = DefinitionLabel(name, known.operator or label.operator)
-            producer = self.add(other, position)
-            producer.consumers.append(use)
-            producer.max_reads_per_iteration = max(producer.max_reads_per_iteration, count)
-        for operand in self.operands_of(definition):
-            self.add(operand, position).operand_consumers.append(use)
-        self.uses[definition] = use
-        return use
-
-    def operands_of(self, definition: Definition) -> Sequence[Definition]:
-        """Returns the operands of the operator of a result, which its region needs; none for other definitions."""
-        return () if self.operands is None else self.operands.get(definition, ())
-
-    def is_intermediate(self, definition: Definition) -> bool:
-        """Whether a definition is no result of an operator, and so no tensor of a region."""
-        return self.operands is not None and definition not in self.operands and not isinstance(definition, Stored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +224,8 @@ class _MaterialisationPlanner:
             return True
         if cost <= _CHEAP and self._is_summed_in_half_precision(plan):
             return True
-        return self._is_cheap_to_recompute(plan, elements, max(len(consumers), use.max_reads_per_iteration))
+        readers = max(len(consumers), use.max_reads_per_iteration)
+        return self._is_cheap_to_recompute(plan, elements, readers) or self._is_recomputed_from_cache(use, plan)
 
     def _is_of_one_concatenation(self, use: DefUse, elements: int) -> bool:
         """Whether all readers of a definition compute parts of one concatenation, element by element, that share reads.
@@ -341,6 +288,79 @@ class _MaterialisationPlanner:
         return (
             recomputed <= instructions_per_byte * plan.definition.dtype.itemsize * readers
         )  # one write, all but one read
+
+    def _is_recomputed_from_cache(self, use: DefUse, plan: DefinitionPlan) -> bool:
+        """Whether one kernel reads a tensor, which takes longer to write and read than to recompute for each read.
+
+        Its iterations read operands that others have read, as neighbours in a stencil, from a cache. Scatters wait for
+        memory, so that each may compute the values that several add.
+        """
+        spec = self.specs.get(plan.definition.device.type)
+        if spec is None or not spec.instructions_per_byte or self._is_computed_by_its_reduction(plan):
+            return False
+        ends, between = self._ends(use)
+        if not ends:
+            return False
+        elements, itemsize = self._count(plan.definition.sizes), plan.definition.dtype.itemsize
+        read = self._read_bytes(plan) / elements
+        places = [self._places(end, between, use.definition) for end in ends]
+        evaluations = [len(at) * self._iterations(self.chains.uses[end]) / elements for at, end in zip(places, ends)]
+        if places == [{tuple([as_index(axis) for axis in self.chains.tracer.trace(ends[0]).axes])}]:
+            return False  # the definition's kernel computes the end, too
+        if len(ends) > 1:
+            return max(evaluations) <= 1 and len(ends) * read <= (1 + len(ends)) * itemsize
+        again = plan.cost + _CACHED_INSTRUCTIONS_PER_BYTE * read
+        saved = 1.5 * spec.instructions_per_byte * itemsize
+        return plan.cost <= _MAX_MOVED_COST and (evaluations[0] - 1) * again <= saved
+
+    def _ends(self, use: DefUse) -> tuple[Sequence[Definition], Set[Definition]]:
+        """Returns the only definition that all readers of one lead to, or several scatters, and those between.
+
+        Returns no ends if there are others, or they are far.
+        """
+        between, ends = set[Definition](), list[Definition]()
+        readers = dict.fromkeys(self.consumers[use.definition])
+        while readers and (ends or len(readers) > 1) and len(between) <= _MAX_READS:
+            reader = min(readers, key=self._order.__getitem__)
+            del readers[reader]
+            if isinstance(reader.definition, Scattered):
+                ends.append(reader.definition)
+            elif type(reader.definition) is Pointwise and reader.definition not in self.external:
+                between.add(reader.definition)
+                readers |= dict.fromkeys(self.consumers[reader.definition])
+            else:
+                return (), between
+        ends += [reader.definition for reader in readers]
+        is_known = len(between) <= _MAX_READS and not any(isinstance(end, Viewed | Stored) for end in ends)
+        return ends if is_known else (), between
+
+    def _places(self, end: Definition, between: Set[Definition], definition: Definition) -> set[IndexTuple]:
+        """Returns the indices at which an iteration evaluates a definition, if it inlines what is between them."""
+
+        def access_of(item: Definition) -> Access:
+            return "inlined" if item in between else "fetched"
+
+        trace = self.chains.tracer.trace_inlining(end, access_of)
+        return {at for other, at in trace.reads if other is definition}
+
+    def _is_computed_by_its_reduction(self, plan: DefinitionPlan) -> bool:
+        """Whether the kernel of a reduction has a definition's operands, which are not in memory, in registers.
+
+        That kernel stores the definition instead of the operands.
+        """
+        trace = self.chains.tracer.trace_inlining(plan.definition, self._access_of)
+        after = [other for other, _ in trace.reads if isinstance(other, Reduced)]
+        element = tuple([as_index(axis) for axis in trace.axes])
+        operands = [other for other, at in trace.reads if at == element and not isinstance(other, Reduced)]
+        in_memory = all(isinstance(other, Stored) or other in self.external for other in operands)
+        elements = self._count(plan.definition.sizes)
+        return not in_memory and any(
+            self._count(item.sizes) * self._count(item.source.reduced) == elements for item in after
+        )
+
+    @cached_property
+    def _order(self) -> dict[DefUse, int]:
+        return {use: number for number, use in enumerate(self.chains.uses.values())}
 
     def _is_lookup_table(self, use: DefUse, plan: DefinitionPlan, reads_per_element: float) -> bool:
         """Whether elements are expensive and read so often that reading them from a cache is faster.

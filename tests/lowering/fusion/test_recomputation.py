@@ -82,6 +82,28 @@ def test_of_a_tensor_that_is_read_in_part_only_that_counts() -> None:
     assert (8, 1024, 32) not in allocated(lowered(rotated, *inputs))
 
 
+def test_values_that_one_kernel_reads_are_computed_by_it() -> None:
+    """Its iterations read the operands of neighbours from a cache, or each element of the value once."""
+
+    def shifted(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        value = x * y * 1.25
+        return value * weight + F.pad(value, (0, 0, 1, 0))[:, :-1] * (1 - weight)
+
+    def gated(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        value = (x - y).erf() / (weight.abs() + 1e-5)
+        return value[..., ::2].clamp(max=7.0) * torch.sigmoid(1.7 * value[..., ::2]) * (value[..., 1::2] + 1)
+
+    def two_kernels(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        value = (x * y).erf() * weight
+        return value - value.sum((0, 1))
+
+    inputs = torch.zeros(8, 512, 96), torch.zeros(8, 512, 96), torch.zeros(96)
+    for function in (shifted, gated):
+        assert len(allocated(lowered(function, *inputs))) == 1, function.__name__
+    assert (8, 512, 96) in allocated(lowered(two_kernels, *inputs))
+    assert len(allocated(lowered(shifted, *inputs, fast=False))) == 2
+
+
 def test_rows_at_indirect_indices_are_traversed_as_rows() -> None:
     """Not as columns, in parts: positions are adjacent, but the elements that are read there are not."""
 
