@@ -114,6 +114,26 @@ def test_rows_of_equal_elements_equal_their_mean(kernels: Literal["cpp", "triton
 
 
 @pytest.mark.gpu
+def test_quotients_of_selected_zeros_on_a_gpu_are_rounded_correctly() -> None:
+    """Elements of all magnitudes but those near the limits of the range, zeros, and quotients out of range."""
+    magnitudes = [10.0 ** torch.randint(-12, 12, (1 << 20,), device="cuda") for _ in "xy"]
+    x, y = [torch.randn(1 << 20, device="cuda") * magnitude for magnitude in magnitudes]
+    extreme = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.inf, -torch.inf, torch.nan, 1e-20, 1e20, 3e38], device="cuda")
+    pairs = torch.cartesian_prod(extreme, extreme)
+    x, y = torch.cat([x, pairs[:, 0]]), torch.cat([y, pairs[:, 1]])
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.where(y > -1e9, x, 0.0) / y
+
+    compiled = fxwrap.compile_graph(make_fx(function)(x, y), [x, y])
+    assert "float_quotient" in str(compiled.program)
+    quotient, expected = compiled(x, y), function(x, y)
+    is_normal = (expected.abs() > 1e-30) | (expected == 0) | expected.isnan()
+    assert torch.equal(quotient[is_normal].nan_to_num(7.0), expected[is_normal].nan_to_num(7.0))
+    torch.testing.assert_close(quotient, expected, rtol=3e-7, atol=1e-38, equal_nan=True)
+
+
+@pytest.mark.gpu
 def test_rows_of_equal_elements_equal_their_mean_on_a_gpu() -> None:
     check_equal_rows(Options(fallback="error"), "cuda")
 

@@ -78,6 +78,25 @@ def test_fast_math_only_where_half_precision_hides_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
+def test_quotients_of_selected_zeros_have_no_branch(dtype: torch.dtype) -> None:
+    axis = Axis("p0", 64)
+
+    def write(body: KernelBuilder) -> None:
+        x, y = [body.load(name, as_index(axis), dtype) for name in "xy"]
+        body.store("relu", as_index(axis), x.maximum(0.0) * y / (y * y + 1.0))
+        with body.masked(body.index(as_index(axis)) < 32):
+            shifted = body.load("x", as_index(axis) + 32, dtype)
+        body.store("shifted", as_index(axis), -shifted / (y * y + 1.0))
+        body.store("other", as_index(axis), x / (y * y + 1.0))
+        body.store("sum", as_index(axis), (x.maximum(0.0) + y) / (y * y + 1.0))
+
+    outputs = dict.fromkeys(("relu", "shifted", "other", "sum"), (dtype, 64))
+    text = check(build([axis], [], dict.fromkeys("xy", (dtype, 64)), outputs, write))
+    kernel = text[text.rindex("@triton.jit") :]
+    assert kernel.count("float_quotient(") == 2 * (dtype is F32) and kernel.count("div_rn(") == 2 * (dtype is F32)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
 def test_divisions_by_powers_of_two_are_multiplications(dtype: torch.dtype) -> None:
     axis = Axis("p0", 64)
 

@@ -18,6 +18,12 @@ _TRANSCENDENTAL = frozenset({"exp", "exp2", "sigmoid"})
 Quotients and roots may be exact, so that a difference is 0 (`1 - a / b` of equals).
 """
 
+_SELECTIONS = frozenset({"where", "maximum", "minimum", "fmax", "fmin"})
+"""Operations that return one of their operands, as where, relu and clamp do."""
+
+_ZERO_PRESERVING = frozenset({"mul", "neg", "abs", "cast", "where"})
+"""Operations whose results are 0 where an operand is, or may be."""
+
 _BOUNDED = frozenset({"erf", "tanh"})
 """Such operations whose fast forms have an absolute error of 1e-7."""
 
@@ -88,6 +94,29 @@ def fast_bounded_operations(kernel: Kernel) -> frozenset[int]:
         return names[user] == "mul" and not beside and is_summed(user)
 
     return frozenset(filter(is_summed, candidates))
+
+
+def divisions_of_zeros(kernel: Kernel) -> frozenset[int]:
+    """Returns the divisions whose dividends are 0 for many elements: masked loads, selected zeros and their multiples.
+
+    The exact division of such has a branch that takes longer than all other instructions of an element.
+    """
+    zeros: set[int] = set()
+    for position, operation in enumerate(kernel.operations):
+        if isinstance(operation, Load):
+            is_zero = operation.mask is not None and operation.other == 0
+        elif isinstance(operation, Compute) and operation.name in _SELECTIONS:
+            used = [kernel.operations[at] for at in operation.operands]
+            is_zero = any(isinstance(item, Constant) and item.value == 0 for item in used)
+        else:
+            is_zero = isinstance(operation, Compute) and operation.name in _ZERO_PRESERVING
+            is_zero = is_zero and any(at in zeros for at in operands(operation))
+        if is_zero:
+            zeros.add(position)
+    divisions = [
+        position for position, item in enumerate(kernel.operations) if isinstance(item, Compute) and item.name == "div"
+    ]
+    return frozenset(at for at in divisions if operands(kernel.operations[at])[0] in zeros)
 
 
 def reads_half_precision(kernel: Kernel) -> bool:

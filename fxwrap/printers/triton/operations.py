@@ -33,7 +33,7 @@ from fxwrap.loop_ir import (
     operation_dtype,
 )
 from fxwrap.loop_ir.builder import eliminate_dead_operations
-from fxwrap.printers.triton.fast_math import fast_bounded_operations, fast_math_operations
+from fxwrap.printers.triton.fast_math import divisions_of_zeros, fast_bounded_operations, fast_math_operations
 from fxwrap.printers.triton.helpers import HELPERS
 
 TRITON_DTYPES = {
@@ -83,7 +83,7 @@ _FLOAT: dict[str, str] = {
 
 _FLOAT32: dict[str, str] = {
     "div": "tl.div_rn({0}, {1})", "sqrt": "tl.sqrt_rn({0})", "reciprocal": "tl.div_rn(1.0, {0})",
-    "rsqrt": "float_rsqrt({0})", "exp2": "float_exp2({0})",
+    "div_of_zeros": "float_quotient({0}, {1})", "rsqrt": "float_rsqrt({0})", "exp2": "float_exp2({0})",
     "sigmoid": "tl.div_rn(1.0, 1.0 + libdevice.exp(-{0}))", "erf": "erf({0})", "fast_erf": "fast_erf({0})",
     "fast_tanh": "fast_tanh({0})",
     "floor_divide": "float_floor_divide({0}, {1}, tl.div_rn({0}, {1}))",
@@ -124,7 +124,7 @@ _BOOL: dict[str, str] = {
 _INFIX = re.compile(r"^\{0\} \S+ \{1\}$|^tl\.where\(")
 """Templates in which a literal has the dtype of the operand beside it."""
 
-_OF_LITERAL_DTYPE = re.compile(r"^tl\.(maximum|minimum|div_rn)\(")
+_OF_LITERAL_DTYPE = re.compile(r"^(tl\.(maximum|minimum|div_rn)|float_quotient)\(")
 """Templates in which a literal has a dtype of its own: float32, int32, or int64 where int32 is too narrow."""
 
 
@@ -281,6 +281,7 @@ class Arithmetic:
         self.kernel = kernel
         self.fast_math = fast_math_operations(kernel)
         self.fast_bounded = fast_bounded_operations(kernel)
+        self.divisions_of_zeros = divisions_of_zeros(kernel)
 
     def __call__(
         self, position: int, operation: Compute, value: Callable[[int], str], text: Callable[[int], str]
@@ -308,6 +309,8 @@ class Arithmetic:
             return narrow
         fast_math = position in self.fast_math
         name = f"fast_{operation.name}" if position in self.fast_bounded else operation.name
+        if position in self.divisions_of_zeros and not fast_math and operation.dtype is torch.float32:
+            name = "div_of_zeros"
         form = template(name, self.dtype(used[-1]), fast_math)
         typed = used[1:] if operation.name == "where" else used
         literal = form.literals and not all(isinstance(self.kernel.operations[item], Constant) for item in typed)
