@@ -115,3 +115,34 @@ def test_programs_of_column_sums_are_many_or_have_few_warps(rows: int, columns: 
     first = configurations(build([column], [row], inputs, outputs, write))[0]
     assert isinstance(first, TileConfiguration)
     assert (first.x_block, first.r_block, first.num_warps) == tile
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["rows", "columns"])
+def test_windows_that_are_reduced_stay_in_registers(across: bool) -> None:
+    """The 25 elements of a window of a pool, for each element of a column or row that is summed."""
+    p, r = Axis("p0", 4096), Axis("r0", 64)
+    axes = [r, p] if across else [p, r]
+    position = linearize_index(axes, [axis.size for axis in axes])
+
+    def write(body: KernelBuilder) -> None:
+        largest = body.load("x", position, F32)
+        for shift in range(1, 25):
+            largest = largest.maximum(body.load("x", position + 4 * shift, F32))
+        body.store("out", as_index(p), body.reduce("sum", largest)[0])
+
+    kernel = build([p], [r], {"x": (F32, 1 << 19)}, {"out": (F32, 4096)}, write)
+    for item in configurations(kernel)[:1]:
+        assert isinstance(item, TileConfiguration)
+        assert item.x_block * item.y_block * item.r_block <= 2 * 32 * item.num_warps
+
+
+def test_rows_of_few_elements_and_columns_are_flattened() -> None:
+    p, q, r = Axis("p0", 1 << 16), Axis("p1", 2), Axis("r0", 4)
+
+    def write(body: KernelBuilder) -> None:
+        element = body.load("x", linearize_index([p, r, q], [1 << 16, 4, 2]), F32)
+        body.store("out", linearize_index([p, q], [1 << 16, 2]), body.reduce("sum", element)[0])
+
+    kernel = build([p, q], [r], {"x": (F32, 1 << 19)}, {"out": (F32, 1 << 17)}, write)
+    first = configurations(kernel)[0]
+    assert isinstance(first, TileConfiguration) and first.x_block * first.y_block >= 32

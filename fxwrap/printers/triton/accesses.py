@@ -38,6 +38,9 @@ VECTOR_BYTES = 16
 LANES = 32
 """The threads of a warp."""
 
+MANY_LOADS, MAX_LOADED_ELEMENTS = 8, 32
+"""The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
+
 MIN_TILE_SIDE = 16
 """The least size of both axes of a tile with contiguous accesses along each: shorter ones leave most of it empty."""
 

@@ -5,11 +5,20 @@ The first configuration of a kernel is the default; autotuning times all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fxwrap.devices import CUDA, DeviceSpec
-from fxwrap.loop_ir import Kernel, ScheduleError, find_contraction, find_grouped_contraction, find_rows_and_columns
-from fxwrap.printers.triton.accesses import Hint
+from fxwrap.loop_ir import (
+    Kernel,
+    Load,
+    ScheduleError,
+    find_contraction,
+    find_grouped_contraction,
+    find_rows_and_columns,
+)
+from fxwrap.printers.triton.accesses import LANES, MANY_LOADS, MAX_LOADED_ELEMENTS, Hint
 from fxwrap.printers.triton.column_configuration import is_outer_reduction, outer_reduction_configurations
 from fxwrap.printers.triton.contraction_queries import can_use_dot, has_integer_columns
 from fxwrap.printers.triton.dot_configuration import (
@@ -21,8 +30,11 @@ from fxwrap.printers.triton.group_sum_configuration import group_sum_configurati
 from fxwrap.printers.triton.pointwise_configuration import pointwise_configurations
 from fxwrap.printers.triton.row_configuration import inner_reduction_configurations, row_part_configurations
 from fxwrap.printers.triton.streaming_configuration import streaming_configurations
-from fxwrap.printers.triton.tiling import Configuration
+from fxwrap.printers.triton.tiling import Configuration, TileConfiguration, next_power_of_2
 from fxwrap.symbolic import Size, evaluate_size
+
+_MOST_WARPS = 16
+"""The warps among which the elements of a tile with many loads are divided."""
 
 
 def _default_hint(size: Size) -> int:
@@ -76,7 +88,25 @@ def configurations(
         first, second = (split, rows) if has_integer_columns(contraction) else (rows, split)
         candidates = [*grouped_sums, *rows[:1]] if grouped_sums else [*first, *second]
     elif is_outer_reduction(kernel, hint):
-        candidates = outer_reduction_configurations(kernel, hint, spec)
+        candidates = [_for_windows(kernel, tile) for tile in outer_reduction_configurations(kernel, hint, spec)]
     else:
-        candidates = inner_reduction_configurations(kernel, hint, spec)
+        candidates = [_for_windows(kernel, tile) for tile in inner_reduction_configurations(kernel, hint, spec)]
     return tuple(dict.fromkeys(candidates))
+
+
+def _for_windows(kernel: Kernel, tile: TileConfiguration) -> TileConfiguration:
+    """Returns a reduction's tile with few elements a thread if an element has many loads, as of a window."""
+    loads = Counter([item.buffer for item in kernel.operations if isinstance(item, Load)])
+    if max(loads.values(), default=0) < MANY_LOADS:
+        return tile
+    elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    while tile.x_block * tile.y_block * tile.r_block > elements * LANES * tile.num_warps:
+        if tile.y_block > 1:
+            tile = replace(tile, y_block=tile.y_block // 2)
+        elif tile.num_warps < _MOST_WARPS:
+            tile = replace(tile, num_warps=2 * tile.num_warps)
+        elif tile.looped and tile.r_block > LANES:
+            tile = replace(tile, r_block=tile.r_block // 2)
+        else:
+            break
+    return tile

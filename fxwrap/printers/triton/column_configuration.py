@@ -39,6 +39,9 @@ _SUMMED_ELEMENTS = 32
 _MIN_NARROW_ROWS, _MAX_NARROW_ROWS = 64, 1024
 """The fewest and the most rows that a program of few columns has at once."""
 
+_FEWEST_SCANNED_COLUMNS, _SCANNED_ELEMENTS = 4, 4096
+"""The fewest columns of a program that scans them in blocks, and the elements of such a block."""
+
 _FEW_COLUMNS = 64
 """The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
 
@@ -111,7 +114,7 @@ def _loops(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[Ti
             shapes.insert(0, (64, 32, 1))
     if _has_column_steps(kernel, inner):
         if kernel.scans:
-            loops += _column_scan_configurations(inner, kernel, hint)
+            loops += _column_scan_configurations(kernel, inner, hint, spec)
         else:
             loops += _column_configurations(kernel, inner, hint, spec)
     elif has_several and is_unaligned(kernel, inner) and _has_masked_elements(kernel):
@@ -193,10 +196,18 @@ def _column_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: Device
     return [replace(whole, r_block=rows, num_warps=count) for rows, count in tiles]
 
 
-def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list[TileConfiguration]:
-    """Returns loops over columns of which each thread has one by itself, and scans it without shared memory."""
+def _column_scan_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
+    """Returns loops over columns of which each thread has one by itself, and scans it without shared memory.
+
+    Where these are too few threads, the threads of a program scan blocks of few columns together.
+    """
     size = next_power_of_2(hint(kernel.reduced_count))
-    shapes = ((LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4))
+    shapes = [(LANES, 64, 1), (LANES, 32, 1), (4 * LANES, 32, 4)]
+    if _column_programs(kernel, inner, hint, LANES) < 2 * spec.multiprocessors:
+        width = _FEWEST_COLUMNS
+        while width > _FEWEST_SCANNED_COLUMNS and _column_programs(kernel, inner, hint, width) < spec.multiprocessors:
+            width //= 2
+        shapes.insert(0, (width, _SCANNED_ELEMENTS // width, 8))
     return [
         TileConfiguration(x=(inner,), x_block=width, r_block=min(rows, size), looped=True, num_warps=warps)
         for width, rows, warps in shapes if width <= hint(inner.size)
@@ -204,9 +215,15 @@ def _column_scan_configurations(inner: Axis, kernel: Kernel, hint: Hint) -> list
 
 
 def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
-    """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns."""
+    """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns.
+
+    Not where a block of all rows by the elements of that axis is smaller than a warp: rows are flattened instead.
+    """
     pairs = zip(kernel.operations, kernel.address_axes, strict=True)
     has_elements = any(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
     scores = contiguity_scores(kernel, hint) if has_elements else {}
     parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
-    return parallel > max([scores.get(axis, 0) for axis in kernel.reduced], default=0)
+    if parallel <= max([scores.get(axis, 0) for axis in kernel.reduced], default=0):
+        return False
+    inner, _ = contiguous_axes(kernel, hint, reduced=False)
+    return next_power_of_2(hint(inner.size)) * next_power_of_2(hint(kernel.reduced_count)) >= LANES

@@ -24,6 +24,8 @@ from fxwrap.loop_ir import (
 )
 from fxwrap.printers.triton.accesses import (
     LANES,
+    MANY_LOADS,
+    MAX_LOADED_ELEMENTS,
     MIN_TILE_SIDE,
     VECTOR_BYTES,
     Hint,
@@ -47,9 +49,6 @@ _MIN_ROW_BLOCK = 128
 
 _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 """The loads of one tensor, as of a window, beyond which a thread has at most so many elements that take long."""
-
-_MANY_LOADS, _MAX_LOADED_ELEMENTS = 8, 32
-"""The loads, as of a window, from which on a thread loads at most so many elements, to keep them in registers."""
 
 _MOST_RUN_BYTES = 96
 """The bytes of a run of stores from which on few of them share a sector with others."""
@@ -138,9 +137,9 @@ def _pointwise_block(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) 
     elif _is_costly(kernel) or overlaps:
         is_window = max(loads.values(), default=0) > _WINDOW_LOADS
         elements = min(2 * elements, _WINDOW_ELEMENTS) if is_window else 2 * elements
-    has_windows = overlaps or max(loads.values(), default=0) >= _MANY_LOADS
-    if loads.total() >= _MANY_LOADS and (gathers or has_windows):
-        elements = max(_MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
+    has_windows = overlaps or max(loads.values(), default=0) >= MANY_LOADS
+    if loads.total() >= MANY_LOADS and (gathers or has_windows):
+        elements = max(MAX_LOADED_ELEMENTS // next_power_of_2(loads.total()), 2)
     moved_bytes = sum(itemsize(kernel, access) for access in moved if inner in access.index.axes())
     if 128 * elements * moved_bytes < spec.min_program_bytes:
         elements *= 2
