@@ -40,6 +40,7 @@ from fxwrap.torch_compat import (
     fresh_fake_mode,
     in_fake_mode,
     in_tracing_fake_mode,
+    is_flex_default_block,
     map_impl,
     without_fake_mode,
 )
@@ -365,6 +366,25 @@ def _with_used_lists(block_mask: tuple[Any, ...], is_trivial: bool, is_backward:
     return tuple([None if isinstance(item, Node) and number in unused else item
                   for number, item in enumerate(block_mask)])  # fmt: skip
 
+
+def drop_unread_block_lists(joint: GraphModule) -> GraphModule:
+    """Lets calls of FlexAttention without a block mask read no lists of blocks, in place; returns the joint graph.
+
+    The forward would compute them, and save them for the backward.
+    """
+    for node in joint.graph.nodes:
+        position = _MASK_POSITIONS.get(_label(node)) if node.op == "call_function" else None
+        if position is None:
+            continue
+        mask = node.args[position]
+        if all(is_flex_default_block(size) for size in mask[-3:-1]):
+            mask = _with_used_lists(mask, is_trivial=True, is_backward=False)
+            node.args = (*node.args[:position], mask, *node.args[position + 1 :])
+    return joint
+
+
+_MASK_POSITIONS = {"flex_attention": 4, "flex_attention_backward": 9}
+"""The positions of the block mask among the arguments of calls."""
 
 _QUERY_LISTS = range(6, 10)
 """The positions of the lists of query blocks in a block mask."""

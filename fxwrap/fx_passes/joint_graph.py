@@ -20,6 +20,7 @@ from fxwrap.fx_passes.compared_maxima import save_compared_elements
 from fxwrap.fx_passes.cse import common_subexpressions
 from fxwrap.fx_passes.effects import expand_to_rank
 from fxwrap.fx_passes.expert_loops import group_expert_loops_in_joint_graph
+from fxwrap.fx_passes.flex_attention import drop_unread_block_lists
 from fxwrap.fx_passes.graph_copy import (
     CallResults,
     can_propagate_fake,
@@ -477,16 +478,14 @@ JOINT_GRAPH_PASSES: tuple[Step[GraphModule, Options], ...] = (
         "inline_subgraph_calls", "inline the graphs of operators that only call them (control_deps, invoke_quant)",
         lambda joint, _options: inline_subgraph_calls(joint),
     ),
+    Step("drop_unread_block_lists", "let FlexAttention without a block mask read no lists of blocks",
+         lambda joint, _options: drop_unread_block_lists(joint)),
     Step("decompose_for_recomputation", "decompose operators that are cheap to recompute in the backward",
          decompose_for_recomputation),
-    Step(
-        "recognize_attention", "turn attention written as its formula, and its backward, into kernels",
-        recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse,
-    ),
-    Step(
-        "group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
-        group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse,
-    ),
+    Step("recognize_attention", "turn attention written as its formula, and its backward, into kernels",
+         recognize_attention_in_joint_graph, "fuse", lambda options: options.fuse),
+    Step("group_expert_loops", "turn loops over experts, and their backward, into grouped matmuls on sorted rows",
+         group_expert_loops_in_joint_graph, "fuse", lambda options: options.fuse),
     Step("decompose_wide_softmax", "decompose softmaxes in float32 whose operands are in half precision",
          decompose_wide_softmax),
     Step("recompute_dropout", "compute dropouts again in the backward, from their masks", recompute_dropout),

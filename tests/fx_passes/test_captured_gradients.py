@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxwrap
 from fxwrap.compile.backend import make_backend
+from fxwrap.lines import ExternCall, Launch
 from fxwrap.lowering import NodeCoverage
 
 BATCH, HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 2, 3, 1, 21, 35, 8
@@ -129,6 +130,27 @@ def test_operands_without_gradients(language: str) -> None:
     kernels, _ = check(make, [leaf(HEADS, ROWS + KEYS)], cpu_kernels=language)
     assert "flex_attention_grad_captured_0" in kernels
     assert not any("grad_query" in name or "grad_key" in name for name in kernels)
+
+
+def test_calls_without_a_block_mask_compute_no_lists_of_blocks() -> None:
+    """torch computes those of query blocks for the backward, with a sort of one element."""
+    programs: list[fxwrap.Compiled] = []
+
+    def compile_with(*arguments: Any, **keywords: Any) -> fxwrap.Compiled:
+        programs.append(fxwrap.compile_graph(*arguments, **keywords))
+        return programs[-1]
+
+    slopes, inputs = leaf(HEADS), operands()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, lambda s, b, h, m, n: s + slopes[h] * (n - m), enable_gqa=True)
+
+    torch.compiler.reset()
+    out = torch.compile(attention, backend=make_backend(fxwrap.Options(), compile_with), fullgraph=True)(*inputs)
+    torch.autograd.grad(out.sum(), slopes)
+    forward, backward = [list(item.program.lines()) for item in programs]
+    assert [line.kernel for line in forward if isinstance(line, Launch)] == ["flex_attention_0"]
+    assert not [line.target for line in (*forward, *backward) if isinstance(line, ExternCall)]
 
 
 def test_sums_of_rows() -> None:
