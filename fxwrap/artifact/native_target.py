@@ -15,7 +15,9 @@ from fxwrap.torch_compat import is_python_operator, operator_overload, torch_sch
 from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
-_WEIGHT_OPERATORS = ("prepacked_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm")
+_WEIGHT_OPERATORS = (
+    "prepacked_linear", "prepacked_int8_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm",
+)  # fmt: skip
 _GROUP_OPERATORS = ("to_host", "grouped_matmul", "grouped_products")
 _ALSO_NATIVE = frozenset({
     f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS, *_GROUP_OPERATORS)

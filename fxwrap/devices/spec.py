@@ -404,7 +404,7 @@ CPU = DeviceSpec(
         generated_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
         generated_bytes=1 << 18,
         grouped_dtypes=frozenset({torch.bfloat16}),
-        prepacked_dtypes=frozenset({torch.float32, torch.bfloat16}),
+        prepacked_dtypes=frozenset({torch.float32, torch.bfloat16, torch.int8}),
         biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
     ),
     attention=AttentionTraits(

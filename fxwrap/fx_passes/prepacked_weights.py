@@ -22,7 +22,7 @@ from fxwrap.torch_compat import FakeTensor
 _LEAST_OPERATIONS = 1 << 23
 """Smaller matmuls take less time than a call of an operator in Python."""
 
-_LEAST_ROWS = 16
+LEAST_ROWS = 16
 """Matmuls of fewer rows are bound by reading the weight once."""
 
 _LEAST_RESULTS = 1 << 16
@@ -115,7 +115,7 @@ def _library_operands(
     if type(columns) is not int or type(products) is not int:
         return None
     reads_rows = weight is not matmul.right  # as kernels read weights
-    if size_hint(rows) < _LEAST_ROWS or (
+    if size_hint(rows) < LEAST_ROWS or (
         reads_rows and spec.matmuls.generates(left.dtype, rows, columns * products * left.dtype.itemsize)
     ):
         return None

@@ -27,6 +27,7 @@ from fxwrap.fx_passes.layouts import optimize_layouts
 from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
+from fxwrap.fx_passes.prepacked_int8 import prepack_int8_weights
 from fxwrap.fx_passes.prepacked_weights import call_biased_linears, prepack_weights
 from fxwrap.fx_passes.prepared_graph import FxPassContext, GraphSource, PreparedGraph
 from fxwrap.fx_passes.recognize_attention import recognize_attention
@@ -117,6 +118,10 @@ FX_PASSES: tuple[Step[PreparedGraph, FxPassContext], ...] = (
     Step(
         "prepack_weights", "keep frozen weights of matmuls in the layout of the device's library",
         prepack_weights, "freeze", lambda options: options.freeze,
+    ),
+    Step(
+        "prepack_int8_weights", "multiply quantised rows by frozen int8 weights in the library's layout",
+        prepack_int8_weights, "freeze", lambda options: options.freeze,
     ),
     Step(
         "call_biased_linears", "let the device's library add biases to its accumulators",

@@ -52,6 +52,8 @@ from fxwrap.runtime.prepacked_weights import (
     frozen_grouped_mm,
     frozen_grouped_mm_fake,
     linear_fake,
+    prepacked_int8_linear,
+    prepacked_int8_linear_fake,
     prepacked_linear,
 )
 
@@ -217,6 +219,10 @@ _OPERATORS = (
     _Operator(
         "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed, int? rows=None) -> Tensor",
         prepacked_linear, linear_fake,
+    ),
+    _Operator(
+        "prepacked_int8_linear(Tensor rows, Tensor weight, bool transposed) -> Tensor",
+        prepacked_int8_linear, prepacked_int8_linear_fake,
     ),
     _Operator(
         "biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", biased_linear, linear_fake

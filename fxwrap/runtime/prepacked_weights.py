@@ -21,10 +21,12 @@ from fxwrap.torch_compat import (
     onednn_linear,
     packs_for_rows,
     prepack_convolution_weight,
+    prepack_int8_weight,
     prepack_linear_weight,
     prepacked_convolution,
     version_of,
 )
+from fxwrap.torch_compat import prepacked_int8_linear as library_int8_linear
 from fxwrap.torch_compat import prepacked_linear as library_linear
 
 _MOST_FORMS = 4
@@ -78,6 +80,23 @@ def biased_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, 
     with torch.no_grad():
         result = onednn_linear(left, columns_first, bias)
         return torch.addmm(bias, left, columns_first.t()) if result is None else result
+
+
+def prepacked_int8_linear(rows: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Returns `(rows - 128) @ weight` in float32, of `weight.t()` if `transposed`: uint8 and int8 matrices."""
+    columns_first = weight if transposed else weight.t()
+    form = _form([weight], ("int8", transposed), lambda: prepack_int8_weight(columns_first) or ())
+    packed = [item for item in form if item is not None]
+    with torch.no_grad():
+        if packed:
+            return library_int8_linear(rows, packed)
+        signed = (rows ^ 128).view(torch.int8)
+        return torch._int_mm(signed, columns_first.t()).float()
+
+
+def prepacked_int8_linear_fake(rows: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """The fake implementation: a contiguous matrix."""
+    return rows.new_empty(rows.shape[0], weight.shape[0 if transposed else 1], dtype=torch.float32)
 
 
 def linear_fake(

@@ -66,6 +66,30 @@ def prepacked_linear(
     return result
 
 
+def prepack_int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Returns an int8 weight of shape (columns, terms) in oneDNN's layout, and its scales and zeros: ones and zeros.
+
+    None where torch has no oneDNN. The result is opaque: only `prepacked_int8_linear` reads it.
+
+    Why: as for `prepack_linear_weight`.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+    return packed, torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
+
+
+def prepacked_int8_linear(rows: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the product of uint8 rows minus 128 and a packed weight, in float32.
+
+    Why: as for `prepack_linear_weight`.
+    """
+    result: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        rows, 1.0, 128, *packed, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return result
+
+
 def onednn_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:
     """Returns `left @ weight.t() + bias`, the bias added to accumulators; None where oneDNN lacks the dtype.
 

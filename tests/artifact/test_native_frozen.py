@@ -14,8 +14,10 @@ from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
+from tests.support.int8_layers import Int8Layers
 
 BIASED = "fxwrap.biased_linear.default"
+INT8 = "fxwrap.prepacked_int8_linear.default"
 FROZEN = ("fxwrap.frozen_convolution.default", "fxwrap.prepacked_linear.default")
 
 
@@ -63,6 +65,19 @@ def test_frozen_weights_without_python_follow_replaced_constants(dtype: torch.dt
         result = read_result(tmp_path / f"{name}.0", expected)
         assert (result.double() - expected.double()).norm() <= tolerance * expected.norm()
     assert (results[0] - results[1]).norm() > 0.1 * results[0].norm()
+
+
+def test_int8_layers_without_python(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Int8Layers(), torch.randn(64, 768)
+    options = Options(freeze=True, emitter="cpp")
+    compiled = fxwrap.compile_graph(torch.export.export(model, (x,)), name="int8", options=options)
+    assert [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)] == [INT8] * 2
+    compiled.save(tmp_path / "int8.fxw", target="native")
+    done = drive("open", tmp_path / "int8.fxw", *tensor_commands(tmp_path, [x]), "run", tmp_path / "result", "alive")
+    assert done.code == 0 and done.lines == ("alive 0",), (done.lines, done.errors)
+    expected = compiled(x)
+    assert torch.equal(read_result(tmp_path / "result.0", expected), expected)
 
 
 def test_biased_linear_layers_without_python(tmp_path: Path) -> None:

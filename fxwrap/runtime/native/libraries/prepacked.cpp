@@ -7,14 +7,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/_int_mm.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/cudnn_convolution_add_relu.h>
 #include <ATen/ops/cudnn_convolution_relu.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/mkldnn_reorder_conv2d_weight.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <bit>
@@ -138,6 +143,25 @@ Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional
   return call("mkldnn::_linear_pointwise", "", {left, packed, optional_tensor(shift), "none", scalars, ""}).toTensor();
 }
 
+// (rows - 128) times an int8 weight: oneDNN keeps the sums of the weights, with scales of 1 and zeros of 0.
+Tensor prepacked_int8_linear(const Tensor& rows, const Tensor& weight, bool transposed) {
+  const at::NoGradGuard no_grad;
+  const Tensor columns = transposed ? weight : weight.t();
+  if (!at::hasMKLDNN()) {
+    const Tensor sign = at::full({}, 128, rows.options());
+    return at::_int_mm(at::bitwise_xor(rows, sign).view(at::kChar), columns.t()).to(at::kFloat);
+  }
+  const auto convert = [&] {
+    const Tensor packed = call("onednn::qlinear_prepack", "", {columns.contiguous(), IValue()}).toTensor();
+    return Form{packed, at::ones({columns.size(0)}), at::zeros({columns.size(0)}, at::kInt)};
+  };
+  const Form form = forms().find({weight}, {-2, transposed}, convert);
+  const c10::List<optional<at::Scalar>> scalars;
+  return call("onednn::qlinear_pointwise", "",
+              {rows, 1.0, 128, form.packed, form.weight, form.bias, IValue(), 1.0, 0, at::kFloat, "none", scalars, ""})
+      .toTensor();
+}
+
 Tensor biased_linear(const Tensor& left, const Tensor& weight, const Tensor& bias, bool transposed) {
   const at::NoGradGuard no_grad;
   const Tensor columns = transposed ? weight : weight.t();
@@ -256,6 +280,8 @@ void register_prepacked_operators() {
   define_operators("fxwrap::prepacked_linear", [](const auto& add) {
     add("prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed, int? rows=None) -> Tensor",
         "prepacked_linear", &prepacked_linear);
+    add("prepacked_int8_linear(Tensor rows, Tensor weight, bool transposed) -> Tensor", "prepacked_int8_linear",
+        &prepacked_int8_linear);
     add("biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", "biased_linear", &biased_linear);
     add("frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor", "frozen_grouped_mm",
         &frozen_grouped_mm);
