@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from fxwrap.torch_compat import multiplies_bfloat16_matrices
+from fxwrap.torch_compat import multiplies_bfloat16_matrices, multiplies_bytes_exactly
 
 Dtypes: TypeAlias = frozenset[torch.dtype]
 SizesByDtype: TypeAlias = tuple[tuple[torch.dtype, int], ...]
@@ -404,7 +404,9 @@ CPU = DeviceSpec(
         generated_rows=((torch.float32, 8), (torch.bfloat16, 16 if multiplies_bfloat16_matrices() else 1)),
         generated_bytes=1 << 18,
         grouped_dtypes=frozenset({torch.bfloat16}),
-        prepacked_dtypes=frozenset({torch.float32, torch.bfloat16, torch.int8}),
+        prepacked_dtypes=frozenset(
+            {torch.float32, torch.bfloat16, *([torch.int8] if multiplies_bytes_exactly() else [])}
+        ),
         biased_linear_dtypes=frozenset({torch.bfloat16}) if multiplies_bfloat16_matrices() else frozenset(),
     ),
     attention=AttentionTraits(

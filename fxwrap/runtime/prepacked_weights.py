@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fxwrap.torch_compat import (
     ConvolutionGeometry,
     fused_convolution,
+    int8_matmul,
     onednn_linear,
     packs_for_rows,
     prepack_convolution_weight,
@@ -91,7 +92,7 @@ def prepacked_int8_linear(rows: torch.Tensor, weight: torch.Tensor, transposed: 
         if packed:
             return library_int8_linear(rows, packed)
         signed = (rows ^ 128).view(torch.int8)
-        return torch._int_mm(signed, columns_first.t()).float()
+        return int8_matmul(signed, columns_first.t()).float()
 
 
 def prepacked_int8_linear_fake(rows: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:

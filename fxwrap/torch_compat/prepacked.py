@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fxwrap.torch_compat.processor import multiplies_bytes_exactly
+
 
 @cache
 def _has_bfloat16() -> bool:
@@ -69,11 +71,12 @@ def prepacked_linear(
 def prepack_int8_weight(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """Returns an int8 weight of shape (columns, terms) in oneDNN's layout, and its scales and zeros: ones and zeros.
 
-    None where torch has no oneDNN. The result is opaque: only `prepacked_int8_linear` reads it.
+    None where torch has no oneDNN, or its sums are not exact. The result is opaque: only `prepacked_int8_linear` reads
+    it.
 
     Why: as for `prepack_linear_weight`.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available() or not multiplies_bytes_exactly():  # type: ignore[no-untyped-call]
         return None
     packed = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
     return packed, torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int32)
@@ -88,6 +91,14 @@ def prepacked_int8_linear(rows: torch.Tensor, packed: Sequence[torch.Tensor]) ->
         rows, 1.0, 128, *packed, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return result
+
+
+def int8_matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Returns the int32 product of int8 matrices.
+
+    Why: torch publishes no function for it.
+    """
+    return torch._int_mm(left, right)
 
 
 def onednn_linear(left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor | None:

@@ -13,6 +13,16 @@ def multiplies_bfloat16_matrices() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
+def multiplies_bytes_exactly() -> bool:
+    """Whether libraries sum products of unsigned and signed bytes exactly (x86 processors with VNNI).
+
+    On others, oneDNN adds two products in 16 bits, which saturate.
+
+    Why: as for `multiplies_bfloat16_matrices`.
+    """
+    return torch.cpu._is_vnni_supported()
+
+
 def sums_empty_groups(device: torch.device) -> bool:
     """Whether a grouped matmul along the rows returns zeros for groups without rows, as gradients of weights need.
 

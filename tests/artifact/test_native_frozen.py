@@ -13,11 +13,12 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
 from fxwrap.lines import ExternCall
+from fxwrap.torch_compat import multiplies_bytes_exactly
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 from tests.support.int8_layers import Int8Layers
 
 BIASED = "fxwrap.biased_linear.default"
-INT8 = "fxwrap.prepacked_int8_linear.default"
+INT8 = f"{'fxwrap.prepacked_int8_linear' if multiplies_bytes_exactly() else 'aten._int_mm'}.default"
 FROZEN = ("fxwrap.frozen_convolution.default", "fxwrap.prepacked_linear.default")
 
 

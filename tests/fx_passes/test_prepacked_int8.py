@@ -12,9 +12,10 @@ import fxwrap
 from fxwrap import Options
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.runtime import prepacked_weights
+from fxwrap.torch_compat import multiplies_bytes_exactly
 from tests.support.int8_layers import Int8Layers
 
-PREPACKED = "fxwrap.prepacked_int8_linear.default"
+PREPACKED = f"{'fxwrap.prepacked_int8_linear' if multiplies_bytes_exactly() else 'aten._int_mm'}.default"
 
 
 def targets(compiled: fxwrap.Compiled) -> list[str]:

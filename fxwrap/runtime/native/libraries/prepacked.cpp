@@ -110,6 +110,15 @@ bool has_bfloat16() {
   return has;
 }
 
+// Whether oneDNN sums products of unsigned and signed bytes in 32 bits: without VNNI, two of them saturate in 16.
+bool multiplies_bytes_exactly() {
+#if defined(__x86_64__)
+  return at::hasMKLDNN() && __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
 // Whether the fastest packed weight is for one number of rows: MKL's, which is slow on processors of others than Intel.
 bool packs_for_rows(const Tensor& weight) {
 #if defined(__x86_64__)
@@ -147,7 +156,7 @@ Tensor prepacked_linear(const Tensor& left, const Tensor& weight, const optional
 Tensor prepacked_int8_linear(const Tensor& rows, const Tensor& weight, bool transposed) {
   const at::NoGradGuard no_grad;
   const Tensor columns = transposed ? weight : weight.t();
-  if (!at::hasMKLDNN()) {
+  if (!multiplies_bytes_exactly()) {
     const Tensor sign = at::full({}, 128, rows.options());
     return at::_int_mm(at::bitwise_xor(rows, sign).view(at::kChar), columns.t()).to(at::kFloat);
   }
