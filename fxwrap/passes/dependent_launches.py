@@ -68,7 +68,10 @@ class _DependentLaunches:
             if item.language == TRITON.name and is_printed(item.source) and not is_waiting(item.source)
         ]  # fmt: skip
         self.warps = {item.name: int(dict(item.options).get("num_warps", 4)) for item in printed}
-        self.registers = {item.name: int(dict(item.options).get("maxnreg", _FEW_REGISTERS)) for item in printed}
+        self.registers = {
+            item.name: self.warps[item.name] * int(dict(item.options).get("maxnreg", _FEW_REGISTERS))
+            for item in printed
+        }  # fmt: skip
 
     def program(self) -> Program:
         """Returns the program with dependent launches."""
@@ -82,6 +85,7 @@ class _DependentLaunches:
 
     def _block(self, block: Block, arguments: Collection[Value]) -> Block:
         root_of, chain, lines = alias_roots(block.lines, arguments), LaunchChain(), []
+        later = self._large_launches(block)
         earlier: Launch | None = None  # the launch that may still run when the one before waits
         before: Launch | None = None
         for line in block.lines:
@@ -93,7 +97,7 @@ class _DependentLaunches:
                     new = line.replace(dependent=True)
                     early = chain.unwritten(line, root_of)
                     self.unwritten[line.kernel] = self.unwritten.get(line.kernel, early) & early
-                    signal = self._signal(earlier, before, line)
+                    signal = self._signal(earlier, before, line, later.get(id(line)))
                     self.signals[before.kernel] = min(self.signals.get(before.kernel, signal), signal)
                     self.signals.setdefault(line.kernel, Signal.AT_START)
                     earlier = before
@@ -108,12 +112,25 @@ class _DependentLaunches:
         on_device = bool(line.outs) and line.outs[0].tensor_type.device.type in self.specs
         return on_device and line.kernel in self.warps
 
-    def _signal(self, earlier: Launch | None, before: Launch, line: Launch) -> Signal:
+    def _large_launches(self, block: Block) -> Mapping[int, Launch]:
+        """Returns the first launch after each small one that is not small, by the identity of the small one."""
+        launches: dict[int, Launch] = {}
+        large: Launch | None = None
+        for line in reversed(block.lines):
+            if isinstance(line, Launch) and self._may_wait(line):
+                if not self._is_small(line):
+                    large = line
+                elif large is not None:
+                    launches[id(line)] = large
+        return launches
+
+    def _signal(self, earlier: Launch | None, before: Launch, line: Launch, later: Launch | None) -> Signal:
         """Returns when a launch may start: as early as its programs occupy a GPU evenly nevertheless.
 
         Programs start where others end first. That leaves processors without work unless one launch has few programs,
         or the later one has so many that they are distributed until its end. Before its wait, the launch `before` runs
         beside the one `earlier`, which must have few programs, too, or leave room for all programs of the other two.
+        The launch `later` starts soon after a small one.
         """
         programs, new = product(before.grid), product(line.grid)
         if not isinstance(programs, int) or not isinstance(new, int):
@@ -121,14 +138,15 @@ class _DependentLaunches:
         many = 2 * self._spec(line).multiprocessors * _RESIDENT_WARPS
         if not self._is_small(before) and not self._is_small(line) and new * self.warps[line.kernel] < many:
             return Signal.AT_END
-        is_even = earlier is None or self._is_even(earlier, before, line)
+        is_even = earlier is None or self._is_even(earlier, before, line, later)
         return Signal.AT_START if is_even else Signal.AFTER_WAIT
 
-    def _is_even(self, earlier: Launch, before: Launch, line: Launch) -> bool:
+    def _is_even(self, earlier: Launch, before: Launch, line: Launch, later: Launch | None) -> bool:
         """Whether the programs of a launch occupy a GPU evenly although they start while `earlier` runs.
 
-        They do if processors have registers and shared memory for all of them. Where shared memory does not suffice,
-        those that start later are a small part of a processor's work if it has many.
+        They do if processors have registers and shared memory for all of them, and registers for those of the launch
+        `later`. Where there is not so much, programs that start later are a small part of a processor's work if it has
+        many: those of the launch where shared memory does not suffice, those of `later` where registers do not.
         """
         if self._is_small(earlier):
             return True
@@ -137,7 +155,11 @@ class _DependentLaunches:
         if len(counts) < len(launches):
             return False
         programs = [(item.kernel, count / spec.multiprocessors) for item, count in zip(launches, counts, strict=True)]
-        if sum([number * self.warps[name] * self.registers[name] for name, number in programs]) > _REGISTERS:
+        registers = sum([number * self.registers[name] for name, number in programs])
+        following = 0 if later is None else product(later.grid)
+        if later is not None and isinstance(following, int) and following < _MANY_PROGRAMS * spec.multiprocessors:
+            registers += following / spec.multiprocessors * self.registers[later.kernel]
+        if registers > _REGISTERS:
             return False
         if counts[-1] >= _MANY_PROGRAMS * spec.multiprocessors:
             return True

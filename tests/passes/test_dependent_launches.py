@@ -147,6 +147,28 @@ def test_launches_that_start_early_need_room_in_shared_memory(after: int, signal
     assert signal_of(program.kernel("k").source) is signal
 
 
+@pytest.mark.parametrize(
+    ("after", "registers", "signal"),
+    [(300, 64, Signal.AT_START), (300, 128, Signal.AFTER_WAIT), (600, 128, Signal.AT_START)],
+)
+def test_launches_that_small_ones_let_start_need_registers(after: int, registers: int, signal: Signal) -> None:
+    """Those of the large launch count, too, unless it has many programs: these start where others end."""
+    options = (("X_BLOCK", 64), ("maxnreg", registers), ("num_warps", 4))
+    lines = f"""%a = memory.alloc() : {F}
+        kernel.launch @other(%x, %w) outs=(%a) grid=(300, 1, 1)
+        kernel.launch @other(%x, %w) outs=(%a) grid=(300, 1, 1)
+        kernel.launch @k(%a, %w) outs=(%c)
+        kernel.launch @k(%a, %w) outs=(%c)
+        %y = memory.alloc() : {F}
+        kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
+        memory.free(%a)
+        control.return(%y)"""
+    program = program_of(lines)
+    large = KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)
+    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), large)), {"cuda": CUDA})
+    assert signal_of(program.kernel("k").source) is signal
+
+
 def test_a_kernel_signals_when_all_its_launches_may() -> None:
     """The first of a chain may at its start, the second, behind a large one, after its wait."""
     lines = f"""%a = memory.alloc() : {F}

@@ -103,6 +103,7 @@ def test_one_row_has_fragments_first() -> None:
         for item in firsts
     ]
     assert tiles == [(4, 64, False), (8, 64, True), (4, 64, False), (2, 16, False), (4, 16, False), (4, 16, False)]
+    assert [item.max_registers for item in firsts] == [128, 128, 168, 128, 128, 128]
     for rows in (2, 8, 16):
         known = configurations(large(rows))
         have_fragments = [isinstance(item, FragmentConfiguration) for item in known]

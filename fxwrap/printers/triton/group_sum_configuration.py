@@ -68,9 +68,10 @@ _LONG_ROW_GROUPS = 128
 
 _FRAGMENT_TILE = FragmentTile(16, 2, 1, True, 128)
 _SEVERAL_SUMS_FRAGMENT_TILE = FragmentTile(16, 4, 1, True, 168)
-_ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 168)
+_ONE_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 128)
+_MASKED_STEP_FRAGMENT_TILE = FragmentTile(16, 4, 2, False, 168)
 """The best tiles of fragments of up to 4 rows: of one sum of many columns, of several sums, and of one sum of few
-columns and groups, which are loaded at once."""
+columns and groups, which are loaded at once, all of a step or fewer: masks take registers."""
 
 _RESIDENT_FRAGMENT_TILES = (
     FragmentTile(16, 8, 1, True, 128), FragmentTile(16, 4, 1, True, 160), FragmentTile(16, 4, 1, True, 128),
@@ -80,8 +81,9 @@ _RESIDENT_FRAGMENT_TILES = (
 or more warps, they would not."""
 
 _FRAGMENT_TILES = (
-    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, *_RESIDENT_FRAGMENT_TILES,
-    FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0), FragmentTile(16, 2, 1, False, 0),
+    _FRAGMENT_TILE, _SEVERAL_SUMS_FRAGMENT_TILE, _ONE_STEP_FRAGMENT_TILE, _MASKED_STEP_FRAGMENT_TILE,
+    *_RESIDENT_FRAGMENT_TILES, FragmentTile(16, 1, 1, True, 104), FragmentTile(16, 8, 1, False, 0),
+    FragmentTile(16, 2, 1, False, 0),
 )  # fmt: skip
 
 _FULL_FRAGMENT_TILE = FragmentTile(16, 2, 4, False, 128)
@@ -224,8 +226,9 @@ def _best_fragment_tile(contraction: ContractionForm, form: GroupedSums, hint: H
     if programs > 2:
         return {3: three, 4: four, 5: six, 6: six}.get(programs, _FRAGMENT_TILE)
     for item in fragment_configurations(contraction, form, [_ONE_STEP_FRAGMENT_TILE]):
-        if item.p_block >= hint(product([axis.size for axis in form.groups])):
-            return _ONE_STEP_FRAGMENT_TILE
+        groups = hint(product([axis.size for axis in form.groups]))
+        if item.p_block >= groups:
+            return _ONE_STEP_FRAGMENT_TILE if item.p_block == groups else _MASKED_STEP_FRAGMENT_TILE
     return two if _is_long(form, hint) else three
 
 
