@@ -260,6 +260,9 @@ class GraphCopy:
         self.node_map: dict[Node, Node] = {}
         self.fakes: dict[Node, Any] = {}
         self._results = CallResults()
+        # The fake mode of calls that create tensors before a node without a tensor, such as the output.
+        tensors = [item for fake in source.fakes.values() for item in items_of(fake) if isinstance(item, FakeTensor)]
+        self._fake = tensors[0] if tensors else None
         for node in source.nodes:
             copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
             if node in source.fakes:
@@ -283,7 +286,7 @@ class GraphCopy:
             warnings.filterwarnings("ignore", "Raw SymInt")  # lowering reads sizes that are symbols, not nodes
             call = self.graph.create_node("call_function", target, tuple(arguments), dict(keywords or {}), name)
         if fake is None:
-            fake = self._results.run(call, self.fakes, self.fakes.get(before))
+            fake = self._results.run(call, self.fakes, (*items_of(self.fakes.get(before)), self._fake))
         call.meta = {**(origin or before).meta, "val": fake}
         call.meta.pop("unbacked_bindings", None)
         self.fakes[call] = fake
