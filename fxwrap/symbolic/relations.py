@@ -96,37 +96,46 @@ def _divide_exactly(dividend: Size, divisor: Size) -> Size | None:
 def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
     """Returns `(quotient, rest)` with `size = quotient * divisor + rest`: of each term, the multiples of the divisor.
 
-    For constants it is the floor division, for sums that of polynomials if it leaves a number; the rest of a symbolic
-    size may be larger than the divisor.
+    For constants it is the floor division, for sums that of polynomials if the rest cannot be negative; the rest of a
+    symbolic size may be larger than the divisor.
     """
     if isinstance(size, int) and isinstance(divisor, int):
         return divmod(size, divisor)
-    if isinstance(divisor, sympy.Add) and (parts := _divide_by_sum(size, divisor)) is not None:
-        return parts
+    if isinstance(divisor, sympy.Expr) and divisor.has(sympy.Add):
+        parts = _divide_by_sum(size, divisor)
+        if parts is not None:
+            return parts
     quotients: list[Size] = []
     rest: list[Size] = []
-    for term in sympy.Add.make_args(sympy.expand(_without_maximum(size))):
-        number: Size = canonicalize(term)
-        quotient = divide_exactly(number, divisor)
-        if quotient is None and isinstance(number, int) and isinstance(divisor, int):
-            quotient, number = divmod(number, divisor)
-            rest.append(number)
-        elif quotient is None:
-            rest.append(number)
-        if quotient is not None:
-            quotients.append(quotient)
+    factor, primitive = sympy.sympify(divisor).as_coeff_Mul()
+    for coefficient, monomial in _terms(_without_maximum(size)):
+        quotient = divide_exactly(canonicalize(monomial), canonicalize(primitive))
+        whole, left = (0, coefficient) if quotient is None else divmod(coefficient, factor)
+        quotients.append(product((canonicalize(whole), quotient or 0)))
+        rest.append(canonicalize(left * monomial))
     return total(quotients), total(rest)
 
 
 @bounded_cache(16384)
-def _divide_by_sum(size: Size, divisor: sympy.Add) -> tuple[Size, Size] | None:
-    """Returns the quotient and rest of polynomials with whole coefficients, if the rest is a number from 0 on."""
+def _divide_by_sum(size: Size, divisor: sympy.Expr) -> tuple[Size, Size] | None:
+    """Returns the quotient and rest of polynomials with whole coefficients, if the rest cannot be negative."""
+    dividend = sympy.expand(_without_maximum(size))
+    factor, primitive = sympy.expand(_without_maximum(divisor)).as_content_primitive()
     try:
-        parts = sympy.div(sympy.expand(_without_maximum(size)), sympy.expand(_without_maximum(divisor)), domain="ZZ")
+        quotient, rest = sympy.div(dividend, primitive, domain="ZZ")
     except sympy.PolynomialError:  # functions that are no variables of polynomials
         return None
-    quotient, rest = map(canonicalize, parts)
-    return (quotient, rest) if isinstance(rest, int) and rest >= 0 else None
+    for number, least in ((quotient, rest), (quotient - 1, rest + primitive)):
+        whole = sum([coefficient // factor * monomial for coefficient, monomial in _terms(number)])
+        left = sympy.expand(least + (number - factor * whole) * primitive)
+        if all(coefficient >= 0 for coefficient, _ in _terms(left)):
+            return canonicalize(whole), canonicalize(left)
+    return None
+
+
+def _terms(size: sympy.Expr) -> list[tuple[sympy.Number, sympy.Expr]]:
+    """Returns the terms of a sum, each as its coefficient and the rest."""
+    return [term.as_coeff_Mul() for term in sympy.Add.make_args(sympy.expand(size))]
 
 
 def simplify_by_ranges(size: Size, infos: Mapping[str, SymbolInfo]) -> Size:
