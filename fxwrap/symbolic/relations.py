@@ -119,17 +119,16 @@ def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
 @bounded_cache(16384)
 def _divide_by_sum(size: Size, divisor: sympy.Expr) -> tuple[Size, Size] | None:
     """Returns the quotient and rest of polynomials with whole coefficients, if the rest cannot be negative."""
-    dividend = sympy.expand(_without_maximum(size))
-    factor, primitive = sympy.expand(_without_maximum(divisor)).as_content_primitive()
+    dividend, divided = [sympy.expand(_without_maximum(item)) for item in (size, divisor)]
     try:
-        quotient, rest = sympy.div(dividend, primitive, domain="ZZ")
+        quotients, _ = sympy.reduced(dividend, [divided], domain="QQ")  # none of zero
     except sympy.PolynomialError:  # functions that are no variables of polynomials
         return None
-    for number, least in ((quotient, rest), (quotient - 1, rest + primitive)):
-        whole = sum([coefficient // factor * monomial for coefficient, monomial in _terms(number)])
-        left = sympy.expand(least + (number - factor * whole) * primitive)
-        if all(coefficient >= 0 for coefficient, _ in _terms(left)):
-            return canonicalize(whole), canonicalize(left)
+    whole = sum([coefficient // 1 * monomial for coefficient, monomial in _terms(sum(quotients))])
+    for number in (whole, whole - 1):
+        rest = sympy.expand(dividend - number * divided)
+        if all(coefficient >= 0 for coefficient, _ in _terms(rest)):
+            return canonicalize(number), canonicalize(rest)
     return None
 
 
