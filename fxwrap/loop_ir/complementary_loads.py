@@ -23,10 +23,7 @@ from fxwrap.loop_ir.kernel import (
     operands,
     operation_dtype,
 )
-from fxwrap.loop_ir.operations import STORAGE_ONLY
-
-_OPPOSITES = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
-"""The comparison of integers that holds where another one does not."""
+from fxwrap.loop_ir.operations import OPPOSITES, STORAGE_ONLY
 
 
 def merge_complementary_loads(kernel: Kernel) -> Kernel:
@@ -58,7 +55,7 @@ def _are_complementary(kernel: Kernel, one: int, other: int) -> bool:
     if not isinstance(first, Compute) or not isinstance(second, Compute) or first.operands != second.operands:
         return False
     dtypes = {operation_dtype(kernel.operations[position]) for position in first.operands}
-    return _OPPOSITES.get(first.name) == second.name and dtypes <= {torch.int32, torch.int64}
+    return OPPOSITES.get(first.name) == second.name and dtypes <= {torch.int32, torch.int64}
 
 
 def _mask_of(load: Operation) -> int:

@@ -125,6 +125,9 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 }  # fmt: skip
 """The comparisons, of Python's numbers."""
 
+OPPOSITES = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+"""The comparison of integers that holds where another one does not."""
+
 _FLOAT, _NUMBER, _INTEGER, _BOOL, _BITS = Domain.FLOAT, Domain.NUMBER, Domain.INTEGER, Domain.BOOL, Domain.BITS
 
 _SPECS: list[OperationSpec] = [

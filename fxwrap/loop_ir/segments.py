@@ -25,11 +25,10 @@ from fxwrap.loop_ir.kernel import (
     Store,
     map_operation,
 )
-from fxwrap.loop_ir.operations import COMPARISONS, STORAGE_ONLY
+from fxwrap.loop_ir.operations import COMPARISONS, OPPOSITES, STORAGE_ONLY
 
 MAX_SEGMENTS = 8
 
-_OPPOSITES = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _ABSORBING_VALUES = {"logical_and": False, "bitwise_and": False, "logical_or": True, "bitwise_or": True}
 
 
@@ -145,7 +144,7 @@ def _result(name: str, difference: Index) -> bool | None:
     known["ne"] = known["gt"] or known["lt"]
     if known[name]:
         return True
-    return False if known[_OPPOSITES[name]] else None
+    return False if known[OPPOSITES[name]] else None
 
 
 def _compared_indices(kernel: Kernel, operation: Operation) -> tuple[Index, Index] | None:

@@ -16,9 +16,9 @@ import torch
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.index import ZERO, Index, as_index
 from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, IndexValue, Kernel, Operation, operation_dtype
+from fxwrap.loop_ir.operations import OPPOSITES
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-_NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 _LARGEST = 1 << 60
 """More than any index. Numbers are limited to this, so that no sum of some of them overflows."""
@@ -156,9 +156,9 @@ class _BoundFinder:
     def _bound(self, condition: int, holds: bool) -> AxisBound | None:
         """Returns the bound that a condition with a value is, if it compares the index of an axis with a limit."""
         test = self.kernel.operations[condition]
-        if not isinstance(test, Compute) or test.name not in _NEGATED:
+        if not isinstance(test, Compute) or test.name not in _FLIPPED:
             return None
-        relation, (left, right) = test.name if holds else _NEGATED[test.name], test.operands
+        relation, (left, right) = test.name if holds else OPPOSITES[test.name], test.operands
         for axis in self.axes:
             if axis not in self.kernel.value_axes[condition]:
                 continue
