@@ -108,8 +108,9 @@ def split_multiple(size: Size, divisor: Size) -> tuple[Size, Size]:
     quotients: list[Size] = []
     rest: list[Size] = []
     factor, primitive = sympy.sympify(divisor).as_coeff_Mul()
+    unit = canonicalize(primitive)
     for coefficient, monomial in _terms(_without_maximum(size)):
-        quotient = divide_exactly(canonicalize(monomial), canonicalize(primitive))
+        quotient = divide_exactly(canonicalize(monomial), unit)
         whole, left = (0, coefficient) if quotient is None else divmod(coefficient, factor)
         quotients.append(product((canonicalize(whole), quotient or 0)))
         rest.append(canonicalize(left * monomial))

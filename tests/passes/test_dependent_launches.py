@@ -125,6 +125,13 @@ def fxwrap_sum(in0_ptr, in1_ptr, out0_ptr, X_BLOCK: tl.constexpr, R_BLOCK: tl.co
 """
 
 
+def signal_beside(lines: str, other: KernelDefinition) -> Signal:
+    """The signal of kernel `k` in a program whose other kernel is `other`."""
+    program = program_of(lines)
+    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), other)), {"cuda": CUDA})
+    return signal_of(program.kernel("k").source)
+
+
 @pytest.mark.parametrize(
     ("after", "signal"), [(264, Signal.AT_START), (400, Signal.AFTER_WAIT), (528, Signal.AT_START)]
 )
@@ -141,10 +148,7 @@ def test_launches_that_start_early_need_room_in_shared_memory(after: int, signal
         kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
         memory.free(%a)
         control.return(%y)"""
-    program = program_of(lines)
-    loop = KernelDefinition("other", "triton", LOOP, ("*f32",) * 3, options)
-    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), loop)), {"cuda": CUDA})
-    assert signal_of(program.kernel("k").source) is signal
+    assert signal_beside(lines, KernelDefinition("other", "triton", LOOP, ("*f32",) * 3, options)) is signal
 
 
 @pytest.mark.parametrize(
@@ -163,10 +167,7 @@ def test_launches_that_small_ones_let_start_need_registers(after: int, registers
         kernel.launch @other(%a, %v) outs=(%y) grid=({after}, 1, 1)
         memory.free(%a)
         control.return(%y)"""
-    program = program_of(lines)
-    large = KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)
-    program = insert_dependent_launches(program.replace(kernels=(program.kernel("k"), large)), {"cuda": CUDA})
-    assert signal_of(program.kernel("k").source) is signal
+    assert signal_beside(lines, KernelDefinition("other", "triton", SOURCE, ("*f32",) * 3, options)) is signal
 
 
 def test_a_kernel_signals_when_all_its_launches_may() -> None:

@@ -21,8 +21,8 @@ Quotients and roots may be exact, so that a difference is 0 (`1 - a / b` of equa
 _SELECTIONS = frozenset({"where", "maximum", "minimum", "fmax", "fmin"})
 """Operations that return one of their operands, as where, relu and clamp do."""
 
-_ZERO_PRESERVING = frozenset({"mul", "neg", "abs", "cast", "where"})
-"""Operations whose results are 0 where an operand is, or may be."""
+_ZERO_PRESERVING = frozenset({"mul", "neg", "abs", "cast"})
+"""Operations whose results are 0 where an operand is."""
 
 _BOUNDED = frozenset({"erf", "tanh"})
 """Such operations whose fast forms have an absolute error of 1e-7."""
