@@ -65,17 +65,19 @@ def to_int32_or_minus_one(a):
 
 
 def float_quotient(a, b):
-    """a / b of float32, rounded correctly where it is not near the limits of the range.
+    """a / b of float32, rounded correctly where neither it nor b is near the limits of the range.
 
-    The remainder of an approximate quotient corrects it. Unlike tl.div_rn, this has no branch, which runs many
-    instructions for dividends of 0.
+    An approximate quotient is corrected twice by its remainder, which is exact the second time, and a reciprocal that
+    is nearly rounded correctly. Unlike tl.div_rn, this has no branch, which runs many instructions for dividends of 0.
     """
     if has_ptx():
         quotient = a / b
         reciprocal = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], tl.float32, is_pure=True, pack=1
         )
+        reciprocal = tl.fma(tl.fma(reciprocal * -1.0, b, 1.0), reciprocal, reciprocal)
         corrected = tl.fma(tl.fma(quotient * -1.0, b, a), reciprocal, quotient)
+        corrected = tl.fma(tl.fma(corrected * -1.0, b, a), reciprocal, corrected)
         return tl.where((tl.abs(corrected) > 1e-30) & (tl.abs(corrected) < 1e38), corrected, quotient)
     else:
         return tl.div_rn(a, b)
