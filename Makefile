@@ -6,6 +6,7 @@
 #   make form-round-trips   the models through the functional form, with every plan (FORM_ROUND_TRIPS_ARGS="--models t5")
 #   make distributed   training on 2 and 4 ranks beside eager, then 500 random programs on 2 (DISTRIBUTED_FUZZ_ARGS="50 7")
 #   make fuzz   random graphs, options and emitters beside eager until interrupted (FUZZ_ARGS="--graphs 2000")
+#   make sanitize-kernels   the GPU tests of kernels under NVIDIA's compute-sanitizer (SANITIZE_KERNELS_ARGS="--tools racecheck")
 #   make docs   the documentation site in build/site, without warnings and without the network; make linkcheck asks external links
 #   make wheels   a wheel in dist/ with the native libraries of each release in TORCHES, each in an environment of its own
 #   make wheels WHEEL_ENVIRONMENTS="/a /b"   the same for the torch of these environments
@@ -31,7 +32,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 # Without bytecode on disk, each of the processes that tests start compiles all of fxwrap again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test types suite docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize other-releases wheels clean
+.PHONY: demo test types suite docs linkcheck long-test fuzz round-trips form-round-trips distributed shared-folder sanitize sanitize-kernels other-releases wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built
@@ -75,6 +76,9 @@ form-round-trips: $(VENV)/.installed-test
 
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m tests.artifact.sanitize $(SANITIZE_ARGS)
+
+sanitize-kernels: $(VENV)/.installed-test
+	$(BIN)/python -m tests.sanitize_kernels $(SANITIZE_KERNELS_ARGS)
 
 # PYTHONS are the interpreters of environments with other releases of torch.
 other-releases: $(VENV)/.installed-test
