@@ -10,6 +10,7 @@ CUDA graphs cannot be captured then. Backtraces would keep frames of Python aliv
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -41,20 +43,32 @@ PATHS = (
 )
 """The tests that run by default: those of contractions, attention, quantised weights, scatters and launches."""
 
+_FIRST_PORT, _PORTS = 49152, 16
 
-def run(tool: str, path: str, deadline: float) -> str:
-    """Prints what the tool and pytest say of the tests of a path; returns their output, or "" if all is well.
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a tool over the tests of a path, through TCP ports from `port` on, which no other run uses."""
+
+    tool: str
+    path: str
+    port: int
+
+
+def run(deadline: float, job: Job) -> str:
+    """Prints what the tool and pytest say of a job's tests; returns their output, or "" if all is well.
 
     deadline: seconds of `time.monotonic`, at which the run ends.
     """
     command = [
-        "compute-sanitizer", "--tool", tool, "--target-processes", "application-only", "--show-backtrace", "no",
+        "compute-sanitizer", "--tool", job.tool, "--target-processes", "application-only", "--show-backtrace", "no",
+        "--base-port", str(job.port), "--max-connections", str(_PORTS),
         sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider",
-        "-k", "not captur and not graphs", path,
+        "-k", "not captur and not graphs", job.path,
     ]  # fmt: skip
     begin = time.monotonic()
     with subprocess.Popen(
-        command, env={**os.environ, **TOOLS[tool]}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command, env={**os.environ, **TOOLS[job.tool]}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
@@ -66,7 +80,7 @@ def run(tool: str, path: str, deadline: float) -> str:
     tests = re.search(r"^\d+ (?:passed|failed|skipped|deselected)[^\n]*", text, re.M)
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: [^\n]*", text)
     words = [tests[0] if tests else "stopped before the end", summary[0] if summary else "", *sorted(set(reports))[:5]]
-    print(f"{tool} {path}: {time.monotonic() - begin:.0f} s, {', '.join(filter(None, words))}", flush=True)
+    print(f"{job.tool} {job.path}: {time.monotonic() - begin:.0f} s, {', '.join(filter(None, words))}", flush=True)
     return "" if process.returncode in (0, 5) and not reports else text
 
 
@@ -83,16 +97,13 @@ def main(arguments: list[str]) -> int:
         print("compute-sanitizer is not on the PATH: it is in the bin folder of the CUDA toolkit", file=sys.stderr)
         return 2
     deadline = time.monotonic() + chosen.seconds
-    jobs = [(tool, path) for tool in chosen.tools.split(",") for path in chosen.paths]
+    runs = itertools.product(chosen.tools.split(","), chosen.paths)
+    jobs = [Job(tool, path, _FIRST_PORT + _PORTS * index) for index, (tool, path) in enumerate(runs)]
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        failures = list(filter(None, pool.map(partial(_run_job, deadline), jobs)))
+        failures = list(filter(None, pool.map(partial(run, deadline), jobs)))
     if chosen.log:
         chosen.log.write_text("\n".join(failures), encoding="utf-8")
     return 1 if failures else 0
-
-
-def _run_job(deadline: float, job: tuple[str, str]) -> str:
-    return run(*job, deadline)
 
 
 if __name__ == "__main__":
