@@ -61,15 +61,19 @@ class LoopPrinter(ABC):
         assert self.plan.vector_axis is not None
         return self.plan.vector_axis
 
-    def print_kernel(self) -> None:
-        """Writes the body: the loops, and the failure of the launch where an assertion is violated."""
+    def print_kernel(self, function: str) -> None:
+        """Writes the body: the loops, and the failure of the launch where an assertion is violated.
+
+        `function` is the name of the kernel's function, which errors show: it lists the operators.
+        """
         if self.device_asserts:
             self.writer.line("int64_t failed = 0;")
         if self.statements.has_indices_from_bools():
             self.writer.line("const int64_t zero = opaque_zero();")
         self.print()
         for bit, item in enumerate(self.device_asserts.values()):
-            self.writer.line(f"if (failed & {1 << bit}) fxwrap_{item.error}_error({json.dumps(item.message)});")
+            message = json.dumps(f"{item.message}, in kernel {function}")
+            self.writer.line(f"if (failed & {1 << bit}) fxwrap_{item.error}_error({message});")
 
     def write_device_asserts(self, positions: Collection[int], known: EmittedValues) -> None:
         """Writes the checks of assertions."""

@@ -64,14 +64,15 @@ def print_cpp_kernel(kernel: Kernel, name: str = "", origin_comments: bool = Tru
     """Returns a kernel as C++ source. `name` describes its computation; `origin_comments` prints origins."""
     kernel = decompose_reductions(_sanitize_names(kernel))
     writer = CppSourceWriter()
-    _make_loop_printer(make_loop_plan(flatten_rows(kernel)), writer, origin_comments).print_kernel()
+    function = make_function_name(name)
+    _make_loop_printer(make_loop_plan(flatten_rows(kernel)), writer, origin_comments).print_kernel(function)
     symbols = [(SYMBOL_TYPES[symbol_kind(symbol.name)], symbol.name) for symbol in kernel.symbols]
     parameters = [
         *[f"const {CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.inputs],
         *[f"{CPP_TYPES[item.dtype]}* {item.name}" for item in kernel.outputs],
         *[f"{types[1]} {text}" for types, text in symbols],
     ]
-    head = f'extern "C" void {make_function_name(name)}({", ".join(parameters)}) {{'
+    head = f'extern "C" void {function}({", ".join(parameters)}) {{'
     body = "\n".join(writer.lines)
     signature = (
         *[f"*{SIGNATURE_TYPES[item.dtype]}" for item in (*kernel.inputs, *kernel.outputs)],

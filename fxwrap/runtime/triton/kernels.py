@@ -77,8 +77,9 @@ class _TritonKernel:
         arguments = tuple(self._arguments(arguments))
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in arguments):
             return self._on_gpu[tuple(grid)](*arguments, **self.constants, **self._options)
-        with interpreter_mode(), unwrap_interpreter_errors():
-            self._interpreted[tuple(grid)](*arguments, **self.constants)
+        function = self._interpreted
+        with interpreter_mode(), unwrap_interpreter_errors(function.__name__):
+            function[tuple(grid)](*arguments, **self.constants)
         return None
 
     def compile(self, grid: Sequence[int], *arguments: torch.Tensor | float) -> Any:
@@ -98,8 +99,8 @@ def _as_declared(argument: torch.Tensor | float, entry: str | None) -> torch.Ten
 
 
 @contextmanager
-def unwrap_interpreter_errors() -> Iterator[None]:
-    """Raises the error of a kernel's assertion, which the interpreter wraps."""
+def unwrap_interpreter_errors(kernel: str) -> Iterator[None]:
+    """Raises the error of an assertion of the named kernel, which the interpreter wraps, with that name."""
     try:
         yield
     except Exception as error:
@@ -108,7 +109,7 @@ def unwrap_interpreter_errors() -> Iterator[None]:
             cause = cause.__cause__
         if cause is None:
             raise
-        raise IndexError(*cause.args) from None
+        raise IndexError(f"{cause}, in kernel {kernel}") from None
 
 
 @contextmanager

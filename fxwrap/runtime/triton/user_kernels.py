@@ -121,8 +121,8 @@ class UserKernel:
         if any(isinstance(item, torch.Tensor) and not item.is_cpu for item in named.values()):
             self._launch_on_gpu(grids, named)
             return
-        with interpreter_mode(), unwrap_interpreter_errors():
-            loaded = self._interpreted
+        loaded = self._interpreted
+        with interpreter_mode(), unwrap_interpreter_errors(loaded.kernel.__name__):
             arguments = _make_tensor_descriptors(named, loaded.descriptors)
             loaded.kernel[grids[0]](**arguments, **loaded.constants)
 

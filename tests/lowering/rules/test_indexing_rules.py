@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from fxwrap.lowering.fusion.definitions import Scattered, Stored, pointwise
 from fxwrap.lowering.fusion.tracing import BodyBuilder
 from fxwrap.lowering.rules import RULES, OperatorCall, embedding_gradients, indexing
 from fxwrap.lowering.rules.indexing_common import checked_indirect_index
+from fxwrap.options import Options
 from fxwrap.torch_compat import operator_overload
 from tests.lowering import evaluate_definitions
 from tests.lowering.rules.check_rules import (
@@ -182,6 +183,16 @@ def test_an_index_out_of_bounds_raises(name: str) -> None:
         with pytest.raises(eager.type, match="an index is out of bounds for a dimension of size") as caught:
             run_rule(name, arguments, "cuda", fake=operator_overload(name)(*RIGHT[name](maker(torch.float32))))
         assert caught.type is eager.type
+
+
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+def test_the_error_of_an_index_out_of_bounds_names_the_kernel(language: Literal["cpp", "triton"]) -> None:
+    x, position = torch.randn(10, 4), torch.tensor([3, 9])
+    graph = make_fx(lambda x, position: x.sin()[position])(x, position)
+    compiled = fxwrap.compile_graph(graph, [x, position], options=Options(cpu_kernels=language))
+    torch.testing.assert_close(compiled(x, position), (x[position].sin(),))
+    with pytest.raises(IndexError, match=r"for a dimension of size 10, in kernel fxwrap_sin_index\w*$"):
+        compiled(x, position + 1)
 
 
 @pytest.mark.parametrize("name", WRONG)
