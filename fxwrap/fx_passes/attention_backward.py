@@ -27,6 +27,7 @@ from fxwrap.fx_passes.attention_nodes import (
     swaps_last_two,
     without_aliases,
 )
+from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 
@@ -66,6 +67,7 @@ class AttentionBackward:
         inner: the nodes of the backward, without gradients of operands. Only the backward reads them, but for
             `matrices`.
         group_sums: sums of the gradients of keys and values, if they alone read these.
+        grad_sink: the gradient of the logits of a sink; None where unused.
     """
 
     grad_output: Node
@@ -76,12 +78,13 @@ class AttentionBackward:
     matrices: tuple[Node, ...]
     inner: frozenset[Node]
     group_sums: GroupSums | None = None
+    grad_sink: Node | None = None
 
     @property
     def results(self) -> tuple[Node, ...]:
         """The nodes that others read: gradients of operands, and of scores."""
-        gradients = [node for node in (self.grad_query, self.grad_key, self.grad_value) if node is not None]
-        return (*gradients, *self.matrices)
+        gradients = (self.grad_query, self.grad_key, self.grad_value, self.grad_sink)
+        return (*[node for node in gradients if node is not None], *self.matrices)
 
     @property
     def group(self) -> int:
@@ -150,6 +153,7 @@ class ForwardNodes:
         weights: the left operand of `output`, a view or a cast of the weights.
         output: the matmul of weights and values.
         dropout: what drops some weights, or None.
+        sink: the logits that are concatenated to the scores, or None.
     """
 
     query_key: Node
@@ -158,6 +162,7 @@ class ForwardNodes:
     weights: Node
     output: Node
     dropout: Dropout | None
+    sink: Sink | None = None
 
 
 def find_backward(forward: ForwardNodes, fakes: NodeValues) -> AttentionBackward | None:
@@ -170,6 +175,7 @@ class _Search:
         self.forward = forward
         self.fakes = fakes
         self.inner: set[Node] = set()
+        self.grad_sink: Node | None = None
 
     def result(self) -> AttentionBackward | None:
         forward = self.forward
@@ -189,13 +195,14 @@ class _Search:
         grad_value = self._grad_value(grad_output)
         self.inner |= {*weights[1:], *path}
         gradients = grad_query, grad_key, grad_value
-        own = {*self.inner, *[node for node in gradients if node is not None]}
+        own = {*self.inner, *[node for node in (*gradients, self.grad_sink) if node is not None]}
         read_again = {node for node in self.inner if not own.issuperset(node.users)}
         if not read_again.issubset(path):
             raise UnsupportedBackwardError("a value that its backward computes from scores is read again")
         matrices = tuple([node for node in path if node in read_again])
         sums = self._group_sums(grad_key, grad_value)
-        return AttentionBackward(grad_output, tuple(path), *gradients, matrices, frozenset(self.inner), sums)
+        inner = frozenset(self.inner)
+        return AttentionBackward(grad_output, tuple(path), *gradients, matrices, inner, sums, self.grad_sink)
 
     def _aliases(self, node: Node) -> list[Node]:
         """Returns a node and what aliases it without a change of shape."""
@@ -213,9 +220,12 @@ class _Search:
     def _grad_output(self, start: Node) -> Node:
         """Returns the left operand of the matmul that computes the gradient of weights."""
         node: Any = start.args[0]
-        is_dropped = self.forward.dropout is None
+        is_dropped, sink = self.forward.dropout is None, self.forward.sink
         while node.target not in _PRODUCTS:
             self.inner.add(node)
+            if sink is not None and sink.pads_scores(node, self.fakes):
+                node = node.args[0]
+                continue
             factor = self._dropout_factor(node)
             if factor is not None:
                 node, is_dropped = node.args[0], True
@@ -266,12 +276,20 @@ class _Search:
         path = [start]
         while not any(user.target in _PRODUCTS for user in path[-1].users):
             node = path[-1]
-            following = [user for user in node.users if self._passes(user, node)]
+            following = self._scores_of_sink(node) or [user for user in node.users if self._passes(user, node)]
             if len(following) != 1 or len(path) > _MAX_LENGTH:
                 raise UnsupportedBackwardError("the gradient of its scores reaches no matmul")
             self._add_sides(following[0], node)
             path.append(following[0])
         return path
+
+    def _scores_of_sink(self, node: Node) -> list[Node]:
+        """Returns the gradient of scores in that of scores and the logits of a sink, whose gradient is noted."""
+        sink, fakes = self.forward.sink, self.fakes
+        if sink is None:
+            return []
+        self.grad_sink = next((user for user in node.users if sink.selects_logits(user, fakes)), self.grad_sink)
+        return [user for user in node.users if sink.selects_scores(user, fakes)]
 
     def _passes(self, user: Node, node: Node) -> bool:
         """Whether an operator of single elements, a cast or a view passes a gradient on."""

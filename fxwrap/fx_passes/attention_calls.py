@@ -20,9 +20,11 @@ from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
 from fxwrap.fx_passes.attention_score_gradients import score_gradients
 from fxwrap.fx_passes.attention_scores import ScoreFunctions, score_functions
+from fxwrap.fx_passes.attention_sinks import Sink
+from fxwrap.fx_passes.decoding_attention import has_few_rows
 from fxwrap.fx_passes.dropout_masks import drawn_mask
 from fxwrap.fx_passes.effects import name_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
 from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
 from fxwrap.fx_passes.library_attention import WHOLE
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
@@ -78,12 +80,15 @@ class AttentionRewriter:
         functions = score_functions(formula, operands, self.fakes, self.written)
         spec = self.specs.get(self.fakes[formula.output].device.type)
         in_library = functions.only_scale and spec is not None and self._reaches(formula, spec.attention.library_sizes)
-        in_kernel = spec is not None and self._reaches(formula, spec.attention.streaming_sizes)
-        if not in_library and not in_kernel:
-            raise UnsupportedScoresError(_SMALL)
         before, name = self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
         stages = (operands.query, operands.key, operands.value)
         tensors = [kernel_operand(self.copy, before, stage, operands, name) for stage in stages]
+        query, key, _ = [self.copy.fakes[item] for item in tensors]
+        in_kernel = spec is not None and (
+            self._reaches(formula, spec.attention.streaming_sizes) or has_few_rows(query, key, spec)
+        )
+        if not in_library and not in_kernel:
+            raise UnsupportedScoresError(_SMALL)
         chain = self._split_and_copies(formula, operands)
         result = None
         if in_library:
@@ -131,7 +136,8 @@ class AttentionRewriter:
         options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
         fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], len(chain) > 1)
         weight_mods = self._weight_mods(before, functions.weight_mods, name)
-        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0], buffers, ())
+        sink_mod = self._sink_mod(before, functions.sink_mod, name)
+        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, ())
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
@@ -150,6 +156,40 @@ class AttentionRewriter:
                      options | weight_mods[1], (*buffers, results[2]), ())  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
         self._replace_gradients(backward, call, gradient_fakes, before, name)
+        if formula.sink is not None and backward.grad_sink is not None:
+            result = self._sink_gradient(formula.sink, backward.grad_sink, (*results, gradient), before, name)
+            copy.substitute(backward.grad_sink, result, "fused")
+
+    def _sink_gradient(
+        self, sink: Sink, gradient: Node, tensors: tuple[Node, ...], before: Node, name: str
+    ) -> Node:  # fmt: skip
+        """Returns the gradient of the logits of a sink, in the sizes and dtype of the node `gradient`.
+
+        It is the sink's weight times the sum of the output times its gradient, negated. `tensors` are output,
+        log-sum-exp without maxima, maxima, and the output's gradient.
+        """
+        copy = self.copy
+        output, logsumexp, maxima, grad_output = tensors
+        dtype = copy.fakes[maxima].dtype
+
+        def call(target: Any, *arguments: Any, **keywords: Any) -> Node:
+            return copy.call(before, target, arguments, name, keywords)
+
+        rows = copy.size_arguments(before, [*copy.fakes[maxima].shape, 1])
+        logits = call(_aten.reshape.default, copy.node_map[sink.logits], rows)
+        logits = call(_aten._to_copy.default, logits, dtype=dtype)
+        shift, total = [call(_aten.unsqueeze.default, item, -1) for item in (maxima, logsumexp)]
+        difference = call(_aten.sub.Tensor, call(_aten.sub.Tensor, logits, shift), total)
+        factors = [call(_aten._to_copy.default, item, dtype=dtype) for item in (output, grad_output)]
+        sums = call(_aten.sum.dim_IntList, call(_aten.mul.Tensor, *factors), [-1], True)
+        product = call(_aten.mul.Tensor, call(_aten.exp.default, difference), call(_aten.neg.default, sums))
+        fake = self.fakes[gradient]
+        result = call(_aten._to_copy.default, product, dtype=fake.dtype)
+        return call(_aten.view.default, result, copy.size_arguments(before, fake.shape))
+
+    def _sink_mod(self, before: Node, function: torch.fx.GraphModule | None, name: str) -> dict[str, Any]:
+        """Returns the options of a forward with the function of a sink."""
+        return {} if function is None else {SINK_MOD: self.copy.attribute(before, f"{name}_sinks", function)}
 
     def _check_backward_device(self, formula: AttentionFormula) -> None:
         """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
@@ -284,6 +324,7 @@ class AttentionRewriter:
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
+        kernel_options |= self._sink_mod(before, functions.sink_mod, name)
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, ())
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], is_transposed)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)

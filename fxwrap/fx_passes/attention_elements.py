@@ -81,6 +81,19 @@ class ScalarGraph:
         self.graph.output((result,))
         return LazyGraphModule({}, self.graph), self.all_true()
 
+    def part(self, results: Sequence[Node | None], without: Sequence[Node] = ()) -> GraphModule:
+        """Returns the graph of some values, without some of the operands."""
+        graph, copies = Graph(), dict[Node, Node]()
+        needed = {item for item in results if item is not None}
+        for node in reversed(self.graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        for node in self.graph.nodes:
+            if node in needed or (node.op == "placeholder" and node not in without):
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple([None if item is None else copies[item] for item in results]))
+        return LazyGraphModule({}, graph)
+
     def all_true(self) -> GraphModule:
         """Returns the graph of a mask that is all true."""
         graph = Graph()

@@ -8,7 +8,6 @@ intermediate result has no other reader, so that nothing is computed twice.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,10 +27,13 @@ from fxwrap.fx_passes.attention_nodes import (
     ELEMENTWISE,
     element_count,
     is_cast,
+    is_last_dimension,
     is_tensor,
     keeps_order,
+    row_reduction,
     sizes_of,
 )
+from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import OpOverload
@@ -52,6 +54,7 @@ class AttentionFormula:
         output: the matmul of weights and values.
         inner: the nodes between `query_key` and `output`, which only they read.
         dropout: the call that drops some weights, or None; only with a backward.
+        sink: the logits that are concatenated to the scores before the softmax, or None.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
         backward: the backward in the same graph, or None.
     """
@@ -64,6 +67,7 @@ class AttentionFormula:
     zeroes_fully_masked_rows: bool
     backward: AttentionBackward | None = None
     dropout: Dropout | None = None
+    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[Atten
         softmax = _softmax_ending_at(node, fakes)
         if softmax is None:
             continue
-        result = _Search(softmax, fakes).result()
+        result = _Search(softmax.without_sink(fakes), fakes).result()
         if isinstance(result, AttentionFormula):
             formulas.append(result)
         elif result is not None:
@@ -95,11 +99,26 @@ def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[Atten
 
 @dataclass(frozen=True)
 class _Softmax:
-    """A softmax over the last dimension: its operand, the nodes that compute it, the last of which has the weights."""
+    """A softmax over the last dimension: its scores, the nodes that compute it, the last of which has the weights.
+
+    With a sink, its logits are concatenated to the scores, and the weights have a column for them.
+    """
 
     operand: Node
     nodes: tuple[Node, ...]
     zeroes_fully_masked_rows: bool = False
+    sink: Sink | None = None
+
+    def without_sink(self, fakes: NodeValues) -> _Softmax:
+        """Returns the softmax of the scores to which the logits of a sink are concatenated, if they are."""
+        node, nodes = self.operand, list[Node]()
+        while is_tensor(node, fakes) and (is_cast(node, fakes) or name_of(node) in ALIASES):
+            nodes.insert(0, node)
+            node = node.args[0]  # type: ignore[assignment]
+        sink = Sink.of(node, fakes)
+        if sink is None:
+            return self
+        return replace(self, operand=sink.scores, nodes=(sink.concatenation, *nodes, *self.nodes), sink=sink)
 
 
 def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
@@ -109,7 +128,7 @@ def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
     name, rank = name_of(node), fakes[node].ndim
     if name in ("softmax", "safe_softmax"):
         arguments: Any = node.args
-        is_last = rank >= 2 and arguments[1] in (-1, rank - 1)
+        is_last = rank >= 2 and is_last_dimension(arguments[1], rank)
         return _Softmax(arguments[0], (node,), name == "safe_softmax") if is_last else None
     match name:
         case "div" if rank >= 2:
@@ -123,7 +142,7 @@ def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
 def _normalised_exponentials(node: Node, fakes: NodeValues) -> _Softmax | None:
     """Returns e / sum(e) of e = exp(x - max(x))."""
     weights, divisor = node.args[:2]
-    total = _row_reduction(divisor, ("sum",), fakes)
+    total = row_reduction(divisor, ("sum",), fakes)
     if total is None or total[0] is not weights or name_of(total[0]) != "exp":
         return None
     shifted = _shifted_exponentials(total[0], ("amax", "max"), fakes)
@@ -136,36 +155,10 @@ def _shifted_exponentials(node: Node, reductions: Sequence[str], fakes: NodeValu
     if not isinstance(difference, Node) or name_of(difference) != "sub" or difference.kwargs:
         return None
     operand, shift = difference.args
-    reduced = _row_reduction(shift, reductions, fakes)
+    reduced = row_reduction(shift, reductions, fakes)
     if reduced is None or reduced[0] is not operand:
         return None
     return _Softmax(reduced[0], (*reduced[1], difference, node))
-
-
-def _row_reduction(node: object, names: Sequence[str], fakes: NodeValues) -> tuple[Node, tuple[Node, ...]] | None:
-    """Returns the tensor that calls reduce along its last dimension, which they keep, and these calls in order."""
-    nodes: list[Node] = []
-    is_kept = False
-    while isinstance(node, Node) and name_of(node) not in names:
-        rank = fakes[node].ndim if is_tensor(node, fakes) else 0
-        is_added = name_of(node) == "unsqueeze" and node.args[1] in (-1, rank - 1) and not is_kept
-        is_values = node.target is operator.getitem and node.args[1] == 0
-        if not is_added and not is_values and name_of(node) not in ALIASES:
-            return None
-        is_kept |= is_added
-        nodes.append(node)
-        node = node.args[0]
-    if not isinstance(node, Node) or node.kwargs:
-        return None
-    operand, dims, keeps = (*node.args, None, False)[:3]
-    if not isinstance(operand, Node) or not is_tensor(operand, fakes) or keeps is is_kept:
-        return None
-    over: Any = [dims] if isinstance(dims, int) else dims
-    rank = fakes[operand].ndim
-    if not isinstance(over, list | tuple) or [dim % rank for dim in over] != [rank - 1]:
-        return None
-    unused = [user for user in node.users if user.target is operator.getitem and not user.users]  # positions of maxima
-    return operand, (node, *unused, *reversed(nodes))
 
 
 # --- data flow --------------------------------------------------------------------------------------------------------
@@ -203,14 +196,16 @@ class _Search:
         for node in self._fixed_shapes(scores, output):
             if self._last_two(node) != (rows, keys):
                 return "its scores are reshaped across rows and keys"
-        zeroes = self.softmax.zeroes_fully_masked_rows
-        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout)
+        zeroes, sink = self.softmax.zeroes_fully_masked_rows, self.softmax.sink
+        if zeroes and sink is not None:
+            return "its sink is that of a safe softmax"
+        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout, sink)
 
     def _backward(
         self, scores: Sequence[Node], passed: Sequence[Node], output: Node, dropout: Dropout | None
     ) -> AttentionBackward | None:
         weights = (self.weights, *passed)[-1]
-        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout)
+        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout, self.softmax.sink)
         return find_backward(forward, self.fakes)
 
     def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
@@ -262,11 +257,18 @@ class _Search:
         if any(_drops_out(user, node) for user in users):
             return passed, DROPOUT
         for user in users:
-            passes = len(passed) < _MAX_DEPTH and (is_cast(user, self.fakes) or keeps_order(user, self.fakes))
-            result = self._product_after(user, (*passed, user)) if passes else None
+            passes = is_cast(user, self.fakes) or keeps_order(user, self.fakes) or self._drops_sink(user, passed)
+            is_near = len(passed) < _MAX_DEPTH
+            result = self._product_after(user, (*passed, user)) if passes and is_near else None
             if result is not None:
                 return result
         return None
+
+    def _drops_sink(self, node: Node, passed: Sequence[Node]) -> bool:
+        """Whether a call drops the weights of a sink, before a dropout."""
+        sink = self.softmax.sink
+        is_first = not any(Dropout.of(item) for item in passed)
+        return sink is not None and is_first and sink.selects_scores(node, self.fakes)
 
 
 DROPOUT = "its weights have dropout"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -99,6 +100,37 @@ def swaps_last_two(node: Node, fakes: NodeValues) -> bool:
 def is_cast(node: Node, fakes: NodeValues) -> bool:
     """Whether a call casts its operand to a floating-point dtype."""
     return name_of(node) == "to_copy" and is_tensor(node, fakes) and bool(fakes[node].is_floating_point())
+
+
+def is_last_dimension(dim: object, rank: int) -> bool:
+    """Whether a dimension's number is that of the last of some dimensions."""
+    return dim in (-1, rank - 1)
+
+
+def row_reduction(node: object, names: Sequence[str], fakes: NodeValues) -> tuple[Node, tuple[Node, ...]] | None:
+    """Returns the tensor that calls reduce along its last dimension, which they keep, and these calls in order."""
+    nodes: list[Node] = []
+    is_kept = False
+    while isinstance(node, Node) and name_of(node) not in names:
+        rank = fakes[node].ndim if is_tensor(node, fakes) else 0
+        is_added = name_of(node) == "unsqueeze" and node.args[1] in (-1, rank - 1) and not is_kept
+        is_values = node.target is operator.getitem and node.args[1] == 0
+        if not is_added and not is_values and name_of(node) not in ALIASES:
+            return None
+        is_kept |= is_added
+        nodes.append(node)
+        node = node.args[0]
+    if not isinstance(node, Node) or node.kwargs:
+        return None
+    operand, dims, keeps = (*node.args, None, False)[:3]
+    if not isinstance(operand, Node) or not is_tensor(operand, fakes) or keeps is is_kept:
+        return None
+    over: Any = [dims] if isinstance(dims, int) else dims
+    rank = fakes[operand].ndim
+    if not isinstance(over, list | tuple) or [dim % rank for dim in over] != [rank - 1]:
+        return None
+    unused = [user for user in node.users if user.target is operator.getitem and not user.users]  # positions of maxima
+    return operand, (node, *unused, *reversed(nodes))
 
 
 def element_count(node: Node, fakes: NodeValues) -> Size:

@@ -8,12 +8,12 @@ the log-sum-exp of these: so they are exact where all scores of a row are a larg
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
 from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, UnsupportedScoresError
@@ -38,6 +38,7 @@ class ScoreGradients:
         mask_mod: a mask that is all true.
         weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without dropout.
         reads: the buffers of all of them, in order, but for the maxima.
+        sink_mod: the logit of a row's sink; None without a sink.
     """
 
     score_mod: GraphModule
@@ -46,6 +47,7 @@ class ScoreGradients:
     mask_mod: GraphModule
     weight_mods: tuple[GraphModule, GraphModule] | None
     reads: tuple[ReadTensor, ...]
+    sink_mod: GraphModule | None = None
 
     @property
     def matrices(self) -> tuple[FakeTensor, ...]:
@@ -120,18 +122,19 @@ class _Builder(ScoreFunctionBuilder):
                 self._add_side(item, passed)
             passed[node] = gradient = self.step(node, gradient, passed)
         factor = None if self.formula.dropout is None else self._dropout_factor(self.formula.dropout)
+        sink = self.sink_logit()
         maxima = self._maxima()
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
         empty = [None] * len(self.indices)
         matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
         return ScoreGradients(
-            self._part([value], (start, maxima)), self._part([relative], (start,)),
-            self._part([gradient, *empty, *matrices], ()), self.all_true(),
+            self.part([value], (start, maxima)), self.part([relative], (start,)),
+            self.part([gradient, *empty, *matrices], ()), self.all_true(),
             None if factor is None else (
-                self._part([factor], (self.score, start, maxima)), self._part([factor], (self.score, start))
+                self.part([factor], (self.score, start, maxima)), self.part([factor], (self.score, start))
             ),
-            self.read_tensors,
+            self.read_tensors, None if sink is None else self.part([sink], (self.score, start, maxima)),
         )  # fmt: skip
 
     def _dropout_factor(self, dropout: Dropout) -> Node:
@@ -180,16 +183,3 @@ class _Builder(ScoreFunctionBuilder):
             return self.placeholder("maxima", fake)
         with self.graph.inserting_before(first):
             return self.placeholder("maxima", fake)
-
-    def _part(self, results: Sequence[Node | None], without: Sequence[Node]) -> GraphModule:
-        """Returns the graph of some values, without some of the operands."""
-        graph, copies = Graph(), dict[Node, Node]()
-        needed = {item for item in results if item is not None}
-        for node in reversed(self.graph.nodes):
-            if node in needed:
-                needed.update(node.all_input_nodes)
-        for node in self.graph.nodes:
-            if node in needed or (node.op == "placeholder" and node not in without):
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple([None if item is None else copies[item] for item in results]))
-        return GraphModule({}, graph)

@@ -34,17 +34,22 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ScoreFunctions:
-    """`score_mod` and `mask_mod` of a formula as graphs on scalars, and what `score_mod` reads, in order."""
+    """`score_mod` and `mask_mod` of a formula as graphs on scalars, and what `score_mod` reads, in order.
+
+    `sink_mod` returns the logit of a row's sink; None without a sink.
+    """
 
     score_mod: GraphModule
     mask_mod: GraphModule
     scale: float
     reads: tuple[ReadTensor, ...]
+    sink_mod: GraphModule | None = None
 
     @property
     def only_scale(self) -> bool:
-        """Whether the scores are products times the scale, without bias and mask."""
-        return all(node.op in ("placeholder", "output") for node in self.score_mod.graph.nodes)
+        """Whether the scores are products times the scale, without bias, mask and sink."""
+        is_score = all(node.op in ("placeholder", "output") for node in self.score_mod.graph.nodes)
+        return is_score and self.sink_mod is None
 
 
 def score_functions(
@@ -112,7 +117,18 @@ class ScoreFunctionBuilder(ElementGraph):
 
     def build(self) -> ScoreFunctions:
         value = self.modified_score()[self.formula.scores[-1]]
-        return ScoreFunctions(*self.finish_graph(value), self.scale, self.read_tensors)
+        sink = self.sink_logit()
+        if sink is None:
+            return ScoreFunctions(*self.finish_graph(value), self.scale, self.read_tensors)
+        sink_mod = self.part([sink], (self.score,))
+        return ScoreFunctions(self.part([value]), self.all_true(), self.scale, self.read_tensors, sink_mod)
+
+    def sink_logit(self) -> Node | None:
+        """Returns the logit of a row's sink; None without one."""
+        if self.formula.sink is None:
+            return None
+        logits = self.formula.sink.logits
+        return self.element(logits, self._coordinates(logits))
 
     def modified_score(self) -> dict[Node, Node]:
         """Returns the score after each operator of the formula."""

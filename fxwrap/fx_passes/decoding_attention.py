@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention_scores import biased_score_functions, computed_bias_functions
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
@@ -71,6 +72,12 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
     bias = bias_of(arguments)
     if spec is None or (bias is not None and not is_readable(fakes[bias], query)):
         return False
+    has_kernel = has_attention_kernel(operands, [query.shape[3], value.shape[3]], context.options)
+    return has_kernel and has_few_rows(query, key, spec)
+
+
+def has_few_rows(query: FakeTensor, key: FakeTensor, spec: DeviceSpec) -> bool:
+    """Whether queries (batch, heads, rows, width) are so few for their keys that a kernel is split over these."""
     heads, rows, key_heads = query.shape[1], query.shape[2], key.shape[1]
     if not all(type(size) is int for size in (heads, rows, key_heads)) or heads % key_heads:
         return False
@@ -79,11 +86,7 @@ def _is_split(node: Node, arguments: Mapping[str, Any], fakes: NodeValues, conte
         is_few = rows <= _MAX_ROWS and matrices * _MULTIPROCESSORS_PER_MATRIX <= spec.multiprocessors
     else:
         is_few = heads // key_heads * rows <= dict(spec.attention.decoding_rows).get(query.dtype, 0)
-    return (
-        is_few
-        and size_hint(key.shape[2]) >= spec.attention.decoding_keys
-        and has_attention_kernel(operands, [query.shape[3], value.shape[3]], context.options)
-    )
+    return is_few and size_hint(key.shape[2]) >= spec.attention.decoding_keys
 
 
 def _replace(

@@ -28,7 +28,7 @@ from fxwrap.fx_passes.captured_gradients import CapturedGradients, UnsupportedGr
 from fxwrap.fx_passes.decompositions import decomposition_table
 from fxwrap.fx_passes.effects import attribute_of, operator_label
 from fxwrap.fx_passes.fake_propagation import in_one_mode
-from fxwrap.fx_passes.flex_formulas import WEIGHT_MOD, FlexAttention, RowLoop
+from fxwrap.fx_passes.flex_formulas import SINK_MOD, WEIGHT_MOD, FlexAttention, RowLoop
 from fxwrap.fx_passes.graph_copy import GraphCopy, size_hint
 from fxwrap.fx_passes.model_source import location_of
 from fxwrap.fx_passes.prepared_graph import PreparedGraph
@@ -217,9 +217,10 @@ class _Call:
             self.node.args[score_position]: ([score, *indices, *attention.score_buffers], attention.score_mod),
             block_mask[-1]: ([*indices, *attention.mask_buffers], attention.mask_mod),
         }
-        if attention.weight_mod is not None:
-            options: Any = self.node.args[(joint or score_position) + 3]
-            graphs[options[WEIGHT_MOD]] = [*indices, *attention.score_buffers], attention.weight_mod
+        options: Any = self.node.args[(joint or score_position) + 3]
+        for option, function in ((WEIGHT_MOD, attention.weight_mod), (SINK_MOD, attention.sink_mod)):
+            if function is not None:
+                graphs[options[option]] = [*indices, *attention.score_buffers], function
         captured = [path[1] for path in self.results if path[0] == _CAPTURED] if joint is not None else []
         if joint is not None:
             function = self.fake_arguments[joint]

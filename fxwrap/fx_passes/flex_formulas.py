@@ -34,6 +34,11 @@ WEIGHT_MOD = "FXWRAP_WEIGHT_MOD"
 """The kernel option with a function that returns the factor of a weight: dropout. Its operands are a weight's indices,
 and the buffers of `score_mod`."""
 
+SINK_MOD = "FXWRAP_SINK_MOD"
+"""The kernel option with a function that returns the logit of a row's sink: an element of the softmax without a value.
+Its operands are the indices of the row's first weight, and the buffers of `score_mod`. Log-sum-exp and maxima count
+it."""
+
 
 @dataclass(frozen=True)
 class Indices:
@@ -157,6 +162,7 @@ class FlexAttention:
         zeroes_fully_masked_rows: whether the output is 0, not NaN, where all scores of a row are minus infinity.
         has_relative_logsumexp: whether maxima are subtracted from the log-sum-exp.
         weight_mod: a function of indices and `score_buffers`, whose results weights of values are multiplied by.
+        sink_mod: a function of indices and `score_buffers`, which returns the logit of a row's sink.
     """
 
     query: Tensor
@@ -172,6 +178,7 @@ class FlexAttention:
     zeroes_fully_masked_rows: bool = True
     has_relative_logsumexp: bool = False
     weight_mod: ScalarFunction | None = None
+    sink_mod: ScalarFunction | None = None
 
     @classmethod
     def from_arguments(
@@ -198,7 +205,7 @@ class FlexAttention:
         is_relative = kernel_options.get(RELATIVE_LOGSUMEXP, False)
         return cls(
             query, key, value, score_mod, mask_mod, blocks, scale, unit, *buffers, zeroes, is_relative,
-            kernel_options.get(WEIGHT_MOD),
+            kernel_options.get(WEIGHT_MOD), kernel_options.get(SINK_MOD),
         )  # fmt: skip
 
     @property
@@ -245,6 +252,15 @@ class FlexAttention:
         result: Tensor = values * factors.to(self.dtype)
         return result
 
+    def sinks(self, indices: Indices) -> Tensor | None:
+        """Returns the logits of sinks, (batch, head, row); None for no sinks."""
+        if self.sink_mod is None:
+            return None
+        first = Indices(indices.batch, indices.head, indices.row, self.arange(1))
+        logits = first.vectorise(self.sink_mod, 0, (None,) * len(self.score_buffers))(*self.score_buffers)
+        result: Tensor = logits.to(self.dtype).squeeze(-1)
+        return result
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, indices: Indices) -> tuple[Tensor, Tensor, Tensor]:
         """Returns output, log-sum-exp and maxima for some of the rows, heads and keys.
 
@@ -258,12 +274,17 @@ class FlexAttention:
         total = weights.sum(indices.key_dims)
         weights = self.factored(weights, indices)
         products = _matmul(weights.view(*_grouped_shape(query, key), -1), _heads(value, query, self.dtype))
+        products = products.view(*query.shape[:3], value.shape[3])
+        largest, shift, sinks = largest.view(total.shape), shift.view(total.shape), self.sinks(indices)
+        if sinks is not None:
+            scores_maximum, largest = largest, torch.maximum(largest, sinks)
+            factor, shift = torch.exp(scores_maximum - largest), largest
+            total, products = total * factor + torch.exp(sinks - largest), products * factor[..., None]
         divisor = torch.where(total == 0, 1.0, total) if self.zeroes_fully_masked_rows else total
-        out = products.view(*query.shape[:3], value.shape[3]) / divisor[..., None]
+        out = products / divisor[..., None]
         logsumexp = torch.log(total)
         if not self.has_relative_logsumexp:
-            logsumexp = logsumexp + shift.view(total.shape)
-        largest = largest.view(total.shape)
+            logsumexp = logsumexp + shift
         return out.to(self.query.dtype), logsumexp / self.stats_unit, largest / self.stats_unit
 
     def gradients(

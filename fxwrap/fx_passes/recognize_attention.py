@@ -20,6 +20,7 @@ from fxwrap.fx_passes.composed_permutations import compose_permutations
 from fxwrap.fx_passes.flex_attention import has_attention_kernel
 from fxwrap.fx_passes.graph_copy import GraphCopy, storages_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
+from fxwrap.fx_passes.softmax_shifts import remove_softmax_shifts
 from fxwrap.fx_passes.storage_aliases import written_storages
 from fxwrap.options import Options
 
@@ -62,7 +63,7 @@ def recognize_attention_in_joint_graph(joint: GraphModule, options: Options) -> 
 
 
 def _recognize(graph: PreparedGraph, context: FxPassContext, only_with_backward: bool) -> PreparedGraph:
-    graph = compose_permutations(replace_biased_attention(graph, context))
+    graph = remove_softmax_shifts(compose_permutations(replace_biased_attention(graph, context)))
     formulas, missed = find_attention(graph.nodes, graph.fakes)
     if only_with_backward:
         formulas = [item for item in formulas if item.backward is not None]

@@ -9,24 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import torch
 from torch.fx import Node
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import (
-    Axis,
-    Buffer,
-    IndexLike,
-    Kernel,
-    KernelBuilder,
-    Scalar,
-    as_index,
-    canonicalize_axes,
-    rename_axes,
-    strided_index,
-)
+from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, Kernel, Scalar, as_index, canonicalize_axes, rename_axes
 from fxwrap.lowering.attention_scores import AttentionCall, Positions, ScoreBuilder, store_element
 from fxwrap.lowering.builder import Builder, LoweringRequest
-from fxwrap.lowering.fusion.kernels import extent_of
 from fxwrap.lowering.launches import emit_whole_kernel
 from fxwrap.lowering.scalar_graphs import ScalarKernelBuilder
 from fxwrap.lowering.symbols.table import size_hints
@@ -64,7 +53,9 @@ def emit_attention(builder: Builder, request: LoweringRequest, node: Node) -> No
         emit_whole_kernel(builder, request, node, "flex_attention", kernel, inputs, parts)
         for group in (outputs[:1], outputs[1:]):  # of each column, and of each row
             if any(group):
-                inputs, kernel = _combination(call, parts, [item if item in group else None for item in outputs])
+                elements = ScalarKernelBuilder(builder, request.options)
+                used_outputs = [item if item in group else None for item in outputs]
+                inputs, kernel = _combination(elements, call, parts, used_outputs)
                 written = [value for value in group if value is not None]
                 name = "flex_attention_parts"
                 emit_whole_kernel(builder, request, node, name, canonicalize_axes(kernel, hint), inputs, written)
@@ -96,44 +87,50 @@ _CPU_TILES, _CPU_PART = 16, 1024
 
 
 def _combination(
-    call: AttentionCall, parts: Sequence[Value], outputs: Sequence[Value | None]
+    elements: ScalarKernelBuilder, call: AttentionCall, parts: Sequence[Value], outputs: Sequence[Value | None]
 ) -> tuple[tuple[Value, ...], Kernel]:
-    """Returns the kernel that combines the results of parts, and those that it reads.
+    """Returns the kernel that combines the results of parts, and what it reads.
 
     `parts` are weighted sums, sums of weights, and maxima. `outputs` are the output alone, or others.
     """
-    body, sizes = KernelBuilder(), parts[0].tensor_type.sizes
+    body, sizes = elements.body, parts[0].tensor_type.sizes
     *point, split, column = [Axis(f"axis{number}", size) for number, size in enumerate(sizes)]
-    buffers = [Buffer(f"in{number}", item.tensor_type.dtype, extent_of(item.tensor_type))
-               for number, item in enumerate(parts)]  # fmt: skip
-
-    def load(number: int, indices: Sequence[Axis]) -> Scalar:
-        index = strided_index(tuple(map(as_index, indices)), parts[number].tensor_type.strides)
-        return body.load(buffers[number].name, index, buffers[number].dtype)
-
-    maximum = load(2, (*point, split))
+    row = tuple(map(as_index, point))
+    by_column = outputs[0] is not None
+    products = elements.load(parts[0], (*row, as_index(split), as_index(column))) if by_column else None
+    sums, maximum = [elements.load(item, (*row, as_index(split))) for item in parts[1:]]
     (largest,) = body.reduce("max", maximum)
     shift = largest.equals(-math.inf).where(0.0, largest)
     weight = (maximum - shift).exp()
-    (total,) = body.reduce("sum", load(1, (*point, split)) * weight)
+    (total,) = body.reduce("sum", sums * weight)
     weighted = total  # of results that nothing uses
-    if outputs[0] is not None:
-        (weighted,) = body.reduce("sum", load(0, (*point, split, column)) * weight)
+    if products is not None:
+        (weighted,) = body.reduce("sum", products * weight)
+    results = _results(elements, call, row, (weighted, total, largest, shift))
     written: list[Buffer] = []
-    for result, output in zip(_results(call, weighted, total, largest, shift), outputs, strict=True):
+    for result, output in zip(results, outputs, strict=True):
         if output is not None:
             indices = (*point, column)[: len(output.tensor_type.sizes)]
             written.append(store_element(body, f"out{len(written)}", output, indices, result))
-    by_column = outputs[0] is not None
     axes = [*point, *([column] if by_column else [])]
-    first = 0 if by_column else 1
-    return tuple(parts[first:]), body.finish(axes, [split], buffers[first:], written)
+    kernel = body.finish(axes, [split], [buffer for buffer, _ in elements.inputs], written)
+    return tuple([value for _, value in elements.inputs]), kernel
 
 
 def _results(
-    call: AttentionCall, weighted: Scalar, total: Scalar, largest: Scalar, shift: Scalar
+    elements: ScalarKernelBuilder, call: AttentionCall, row: Sequence[Index], reductions: tuple[Scalar, ...]
 ) -> tuple[Scalar, Scalar, Scalar]:
-    """Returns output, log-sum-exp and maximum of a row from its reductions."""
+    """Returns output, log-sum-exp and maximum of a row (batch, head, query) from its reductions.
+
+    These are the sums of weighted values and of weights, the maximum of scores, and what they are shifted by.
+    """
+    weighted, total, largest, shift = reductions
+    if call.sink_mod is not None:
+        indices = [elements.body.index(item).to(torch.int32) for item in (*row, as_index(0))]
+        sink = elements.call(call.sink_mod, [*indices, *call.score_buffers]).to(total.dtype)
+        shift = largest.apply("maximum", sink)
+        factor = (largest - shift).exp()
+        weighted, total, largest = weighted * factor, total * factor + (sink - shift).exp(), shift
     divisor = total.equals(0.0).where(1.0, total) if call.zeroes_fully_masked_rows else total
     return (
         weighted / divisor,
@@ -181,7 +178,9 @@ class _AttentionBuilder(ScoreBuilder):
         (weighted,) = body.reduce("sum", scaled * self.load_key(call.value, key, self.columns), keys)
         results = (weighted, total, largest)
         if self.split is None:
-            results = _results(call, weighted, total, largest, shift)
+            row = (self.batch_index, self.head_index, query.index)
+            with self.unmasked(query):
+                results = _results(self.elements, call, row, (weighted, total, largest, shift))
         split = () if self.split is None else (self.split,)
         indices: tuple[IndexLike, ...] = (self.batch_index, self.head_index, query.index, *split, self.columns)
         buffers: list[Buffer] = []

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.effects import attribute_of
-from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, WEIGHT_MOD
+from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
 from fxwrap.loop_ir import Axis, Buffer, Index, IndexLike, KernelBuilder, Scalar, as_index, strided_index
 from fxwrap.lowering.builder import Builder
 from fxwrap.lowering.calls.nodes import literal, literals
@@ -62,7 +62,7 @@ class AttentionCall:
     keys visit, or None where the block mask has no such lists.
     `zeroes_fully_masked_rows` is whether the output is 0, not NaN, where all scores of a row are minus infinity, and
     `has_relative_logsumexp` whether maxima are subtracted from the log-sum-exp. `weight_mod` returns the factor of a
-    weight from its indices and `score_buffers`.
+    weight from its indices and `score_buffers`, and `sink_mod` the logit of a row's sink.
     """
 
     query: Value
@@ -79,6 +79,7 @@ class AttentionCall:
     zeroes_fully_masked_rows: bool = True
     has_relative_logsumexp: bool = False
     weight_mod: GraphModule | None = None
+    sink_mod: GraphModule | None = None
 
     @classmethod
     def of(cls, builder: Builder, node: Node, arguments: Sequence[Any]) -> AttentionCall:
@@ -101,7 +102,7 @@ class AttentionCall:
             attribute_of(mask_mod), key_blocks, query_blocks, factor, unit, literals(builder, score_buffers, node),
             literals(builder, mask_buffers, node), not options.get("ROWS_GUARANTEED_SAFE", False),
             options.get(RELATIVE_LOGSUMEXP, False),
-            attribute_of(options[WEIGHT_MOD]) if WEIGHT_MOD in options else None,
+            *[attribute_of(options[name]) if name in options else None for name in (WEIGHT_MOD, SINK_MOD)],
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -54,16 +54,17 @@ FORMULAS = st.builds(
     divides=st.booleans(), bias=st.none() | st.tuples(st.booleans(), st.booleans()),
     mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
     written_out=st.just(False), transposes=st.booleans(), merged=st.booleans(),
+    sink=st.sampled_from(("none", "last", "first")), shift=st.sampled_from(("none", "max", "amax", "detached")),
 )  # fmt: skip
 
 
-def _step(function: Callable[..., Tensor], count: int = 3) -> Callable[..., tuple[Tensor, ...]]:
-    """Returns a function of the output's gradient and operands: the output, and gradients of the first operands."""
+def _step(function: Callable[..., Tensor], trained: Sequence[int] = (0, 1, 2)) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns a function of the output's gradient and operands: the output, and gradients of trained operands."""
 
     def run(gradient: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-        leaves = [item.detach().requires_grad_() for item in operands[:count]]
-        output = function(*leaves, *operands[count:])
-        return (output.detach(), *torch.autograd.grad(output, leaves, gradient))
+        leaves = {position: operands[position].detach().requires_grad_() for position in trained}
+        output = function(*[leaves.get(position, item) for position, item in enumerate(operands)])
+        return (output.detach(), *torch.autograd.grad(output, [*leaves.values()], gradient))
 
     return run
 
@@ -89,7 +90,8 @@ def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
     In bfloat16, a gradient of few elements has twice eager's error once in thirty draws: more draws decide then.
     """
     inputs = _gradient_and(formula.inputs(), formula)
-    step = _step(formula, 4 if trains_bias and formula.bias is not None else 3)
+    trained = [*range(4 if trains_bias and formula.bias is not None else 3), *range(5, len(inputs) - 1)]
+    step = _step(formula, trained)
     planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     assert not planned.calls
@@ -127,7 +129,7 @@ def test_printed_kernels(dtype: torch.dtype) -> None:
     operands = formula.inputs()
     operands[4][1] = False
     inputs = _gradient_and(operands, formula)
-    step = _step(formula, 4)
+    step = _step(formula, range(4))
     planned = plan(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     for language in ("cpp", "triton"):

@@ -70,12 +70,12 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor
 def _check(function: Callable[..., Tensor], operands: list[Tensor], emitter: str = "python") -> list[str]:
     """Compares a traced step with float64 and eager, and a compiled one; returns the programs of the latter."""
     inputs, count = _gradient_and(operands, function), len(operands)
-    step = _step(function, count)
+    step = _step(function, range(count))
     planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
     assert sorted(set(_launched(planned))) == sorted(KERNELS)
     exact, eager = step(*_double(inputs)), step(*inputs)
     run, programs = _compiled(function, emitter=emitter)
-    for results in (planned.run([item.clone() for item in inputs]), _step(run, count)(*inputs)):
+    for results in (planned.run([item.clone() for item in inputs]), _step(run, range(count))(*inputs)):
         for actual, plain, reference in zip(results, eager, exact, strict=True):
             errors = [float((item.double() - reference).norm()) for item in (actual, plain)]
             assert errors[0] <= 1.2 * errors[1] + 2e-7 * float(reference.norm())

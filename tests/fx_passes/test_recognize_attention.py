@@ -59,6 +59,8 @@ class Formula:
         transposes: the result is (batch, rows, heads * width).
         merged: scores are (batch * heads, rows, keys).
         widens: queries and keys of half precision are cast to float32 before they are multiplied.
+        sink: "none", or where a logit of each head is concatenated to its scores: "last" or "first".
+        shift: what is subtracted from scores before a softmax: "none", "max", "amax" or "detached".
     """
 
     heads: int
@@ -77,6 +79,8 @@ class Formula:
     transposes: bool
     merged: bool
     widens: bool = False
+    sink: str = "none"
+    shift: str = "none"
 
     def inputs(self) -> list[Tensor]:
         """Returns random operands; no row is without a key."""
@@ -91,9 +95,12 @@ class Formula:
         bias = (BATCH if of_batch else 1, heads if of_head else 1, self.rows, self.keys)
         mask = torch.rand(BATCH, 1, 1, self.keys, generator=random) < 0.7
         mask[..., 0] = True
-        return [*tensors, torch.randn(bias, generator=random).to(self.dtype), mask]
+        sinks = [] if self.sink == "none" else [torch.randn(heads, generator=random).to(self.dtype)]
+        return [*tensors, torch.randn(bias, generator=random).to(self.dtype), mask, *sinks]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor, *sinks: Tensor
+    ) -> Tensor:  # fmt: skip
         query, key, value = query.transpose(1, 2), self._repeated(key.transpose(1, 2)), self._repeated(value)
         if self.widens and self.dtype in HALF_PRECISION:
             query, key = query.float(), key.float()
@@ -110,7 +117,7 @@ class Formula:
             scores = query @ key.transpose(-1, -2)
         if self.scale == "scores":
             scores = scores / scale if self.divides else scores * scale
-        weights = self._softmax(self._masked(scores, bias, mask)).to(value.dtype)
+        weights = self._softmax(self._masked(scores, bias, mask), *sinks).to(value.dtype)
         if self.merged:
             weights = weights.view(-1, self.rows, self.keys)
         result = weights @ value
@@ -148,12 +155,31 @@ class Formula:
             case _:
                 return scores
 
-    def _softmax(self, scores: Tensor) -> Tensor:
+    def _softmax(self, scores: Tensor, *sinks: Tensor) -> Tensor:
         dtype, scores = scores.dtype, scores.float() if self.upcasts else scores
+        for sink in sinks:
+            logits = sink.to(scores.dtype).view(-1, 1, 1)
+            logits = logits.expand(BATCH, -1, self.rows, 1) if scores.ndim == 4 else logits.repeat(BATCH, self.rows, 1)
+            scores = torch.cat([scores, logits] if self.sink == "last" else [logits, scores], -1)
         if self.written_out:
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
-            return (weights / weights.sum(-1, keepdim=True)).to(dtype)
-        return torch.softmax(scores, -1).to(dtype)
+            weights = weights / weights.sum(-1, keepdim=True)
+        else:
+            weights = torch.softmax(self._shifted(scores), -1)
+        if sinks:
+            weights = weights[..., :-1] if self.sink == "last" else weights[..., 1:]
+        return weights.to(dtype)
+
+    def _shifted(self, scores: Tensor) -> Tensor:
+        match self.shift:
+            case "max":
+                return scores - scores.max(-1, keepdim=True).values
+            case "amax":
+                return scores - scores.amax(-1, keepdim=True)
+            case "detached":
+                return scores - scores.detach().max(-1, keepdim=True)[0]
+            case _:
+                return scores
 
 
 FORMULAS = st.builds(
@@ -164,7 +190,8 @@ FORMULAS = st.builds(
     bias=st.none() | st.tuples(st.booleans(), st.booleans()),
     mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
     written_out=st.booleans(), transposes=st.booleans(), merged=st.booleans(),
-    widens=st.booleans(),
+    widens=st.booleans(), sink=st.sampled_from(("none", "none", "last", "first")),
+    shift=st.sampled_from(("none", "max", "amax")),
 )  # fmt: skip
 
 

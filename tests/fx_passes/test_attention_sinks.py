@@ -1,0 +1,219 @@
+"""Attention with sinks: a logit of each head takes part in the softmax of a row, and has no value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+
+import fxwrap
+from fxwrap.fx_passes.flex_formulas import SINK_MOD, FlexAttention
+from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
+from tests.lowering.planned_programs import check_graph, compared_with_evaluator, plan, printed_launch
+
+BATCH, HEADS, GROUP, WIDTH = 2, 4, 2, 8
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    return query @ key.repeat_interleave(GROUP, 1).mT * WIDTH**-0.5 + bias
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    logits = sinks.reshape(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], -1)
+    scores = torch.cat([_scores(query, key, bias), logits], -1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = torch.softmax(scores, -1, dtype=scores.dtype)[..., :-1]
+    weights = F.dropout(weights, dropout, training=dropout > 0).to(value.dtype)
+    return (weights @ value.repeat_interleave(GROUP, 1)).transpose(1, 2).contiguous()
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+    """As GPT-OSS computes it, which subtracts the maximum so that half precision does not overflow."""
+    return _attention(query, key, value, sinks, bias, 0.0)
+
+
+def _dropped(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+    return _attention(query, key, value, sinks, bias, 0.3)
+
+
+def _operands(rows: int, keys: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Returns queries, keys, values, sinks and a causal bias."""
+    sizes = [(BATCH, HEADS, rows, WIDTH), *[(BATCH, HEADS // GROUP, keys, WIDTH)] * 2, (HEADS,)]
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    bias = torch.where(seen, 0.0, torch.finfo(dtype).min / 2)[None, None]
+    return [torch.randn(size).to(dtype) for size in sizes] + [bias.to(dtype)]
+
+
+def _double(inputs: list[Tensor]) -> list[Tensor]:
+    return [item.double() for item in inputs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sink", [0.0, 30.0, -30.0, -math.inf, math.inf, math.nan])
+def test_fully_masked_rows_and_any_sink(sink: float, dtype: torch.dtype) -> None:
+    """A row without keys is zero, as the weight of its sink is 1; where the sink is minus infinity too, it is NaN."""
+    inputs = _operands(5, 7, dtype)
+    inputs[3][:2] = sink
+    inputs[4] = inputs[4].repeat(BATCH, 1, 1, 1)
+    inputs[4][1, :, 2] = -math.inf
+    (result,) = plan(make_fx(_attend)(*inputs), inputs, OPTIONS).run([item.clone() for item in inputs])
+    exact, eager = _attend(*_double(inputs)), _attend(*inputs)
+    assert torch.equal(result.isnan(), exact.isnan())
+    errors = [float((item.double() - exact).nan_to_num().norm()) for item in (result, eager)]
+    assert errors[0] <= 1.2 * errors[1] + 1e-6
+
+
+def test_kernel_of_sinks_alone() -> None:
+    """Everything is one kernel, which reads the sinks as they are."""
+    inputs = _operands(5, 7)
+    planned = check_graph(make_fx(_attend)(*inputs), inputs, OPTIONS)
+    assert planned.launches == ["flex_attention_0"]
+    assert not planned.calls
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding(language: str, dtype: torch.dtype) -> None:
+    """One row of many keys is split over keys; the kernel that combines the parts counts the sink."""
+    inputs = _operands(1, 700, dtype)
+    sizes = dataclasses.replace(ANY_SIZE.attention, streaming_sizes=())
+    spec = dataclasses.replace(ANY_SIZE, massively_parallel=True, multiprocessors=132, attention=sizes)
+    planned = plan(make_fx(_attend)(*inputs), inputs, OPTIONS.replace(devices=(spec,)))
+    assert planned.launches == ["flex_attention_0", "flex_attention_parts_0"]
+    (result,) = planned.run([item.clone() for item in inputs])
+    exact, eager = _attend(*_double(inputs)), _attend(*inputs)
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-6
+    planned.run([item.clone() for item in inputs], compared_with_evaluator(printed_launch([planned], language)))
+
+
+def _step(function: Attention, inputs: list[Tensor]) -> list[Tensor]:
+    torch.manual_seed(3)
+    leaves = [item.clone().requires_grad_() for item in inputs[:4]]
+    output = function(*leaves, inputs[4])
+    output.sin().sum().backward()  # type: ignore[no-untyped-call]
+    return [output.detach(), *[item.grad for item in leaves if item.grad is not None]]
+
+
+@pytest.mark.parametrize("function", [_attend, _dropped])
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_training(function: Attention, emitter: str) -> None:
+    """Forward and backward are kernels, with eager's gradients, that of the sinks included, and its dropout."""
+    inputs = _operands(9, 9)
+    run, programs = _compiled(function, emitter=emitter)
+    for actual, eager in zip(_step(run, inputs), _step(function, inputs), strict=True):
+        assert (actual - eager).norm() <= 3e-6 * eager.norm()
+    assert _launches(programs) == [1, 1]
+    assert not any("bmm" in text.split("kernel @")[0] for text in programs)
+
+
+def test_sinks_without_gradients() -> None:
+    inputs = _operands(9, 9)
+    run, programs = _compiled(lambda query, key, value: _attend(query, key, value, inputs[3], inputs[4]))
+    leaves = [[item.clone().requires_grad_() for item in inputs[:3]] for _ in range(2)]
+    run(*leaves[0]).sin().sum().backward()
+    _attend(*leaves[1], *inputs[3:]).sin().sum().backward()  # type: ignore[no-untyped-call]
+    for actual, eager in zip(*leaves, strict=True):
+        torch.testing.assert_close(actual.grad, eager.grad)
+    assert _launches(programs) == [1, 1]
+
+
+class _Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+        return _attend(query, key, value, sinks, bias)
+
+
+def test_symbolic_lengths() -> None:
+    rows, keys = Dim("rows", min=2), Dim("keys", min=2)
+    shapes = {"query": {2: rows}, "key": {2: keys}, "value": {2: keys}, "sinks": {}, "bias": {2: rows, 3: keys}}
+    program = export(_Attention(), tuple(_operands(5, 7)), dynamic_shapes=shapes)
+    compiled = fxwrap.compile_graph(program, options=fxwrap.Options(devices=(ANY_SIZE,)))
+    assert [item.operator for item in compiled.coverage].count("flex_attention") == 1
+    for sizes in ((12, 12), (3, 40)):
+        inputs = _operands(*sizes)
+        torch.testing.assert_close(compiled(*inputs), _attend(*inputs))
+
+
+def test_formula_of_tensors() -> None:
+    """Where a call of FlexAttention is no kernel, its formula counts the sinks."""
+    query, key, value, sinks, bias = _operands(5, 7)
+    whole: tuple[Any, ...] = (*[None] * 10, 1 << 30, 1 << 30, lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool))
+    score: Callable[..., Tensor] = lambda score, b, h, q, k: score + bias[0, 0, q, k]  # noqa: E731
+    options = {SINK_MOD: lambda b, h, q, k: sinks[h], "BACKEND": "FLASH"}
+    attention = FlexAttention.from_arguments(query, key, value, score, whole, WIDTH**-0.5, options)
+    out, logsumexp, maxima = attention.attend(query, key, value, attention.everything())
+    torch.testing.assert_close(out.transpose(1, 2), _attend(query, key, value, sinks, bias))
+    scores = torch.cat([_scores(query, key, bias), sinks[:, None, None].expand(BATCH, -1, 5, 1)], -1)
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
+    torch.testing.assert_close(maxima, scores.amax(-1))
+
+
+# --- FlexAttention and its log-sum-exp --------------------------------------------------------------------------------
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+    """As transformers corrects the output of FlexAttention by the log-sum-exp and the sinks."""
+    rows, keys = query.shape[2], key.shape[2]
+    window = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 4), None, None, rows, keys, "cpu", 16)
+    score_mod: Callable[..., Tensor] = lambda score, b, h, q, k: score  # noqa: E731
+    # torch's function refuses gradients on CPUs; its log-sum-exp is in units of log(2) here
+    attend = torch.ops.higher_order.flex_attention
+    output, total, *_ = attend(query, key, value, score_mod, window.as_tuple(), WIDTH**-0.5, {})
+    total = total.unsqueeze(-1) * math.log(2)
+    logits = sinks.view(1, -1, 1, 1).expand(query.shape[0], -1, rows, 1)
+    both = torch.logsumexp(torch.cat([total, logits], -1), -1, keepdim=True)
+    return (output * torch.exp(total - both)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp"])
+def test_flex_attention(emitter: str) -> None:
+    """Output and gradients, also those through the log-sum-exp, are those of the formula."""
+    inputs = _operands(33, 33)
+    rows = torch.arange(33)
+    distance = rows[:, None] - rows
+    inputs[4] = torch.where((distance >= 0) & (distance < 4), 0.0, -math.inf)[None, None]
+    run, programs = _compiled(_flex, emitter=emitter)
+    results, exact = _step(run, inputs), _step(_attend, _double(inputs))
+    for actual, expected in zip(results, exact, strict=True):
+        assert (actual.double() - expected).norm() <= 3e-6 * expected.norm()
+    assert _launches(programs) == [1, 1]
+
+
+# --- near misses ------------------------------------------------------------------------------------------------------
+
+
+def _kept_column(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+    """The sink's column stays, and a key's is dropped."""
+    logits = sinks.view(-1, 1, 1).expand(BATCH, HEADS, query.shape[2], 1)
+    weights = torch.softmax(torch.cat([_scores(query, key, bias), logits], -1), -1)[..., 1:]
+    return weights @ value.repeat_interleave(GROUP, 1)
+
+
+def _read_again(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    logits = sinks.view(-1, 1, 1).expand(BATCH, HEADS, query.shape[2], 1)
+    weights = torch.softmax(torch.cat([_scores(query, key, bias), logits], -1), -1)
+    return weights[..., :-1] @ value.repeat_interleave(GROUP, 1), weights[..., -1:]
+
+
+def _scaled_with_scores(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
+    logits = sinks.view(-1, 1, 1).expand(BATCH, HEADS, query.shape[2], 1)
+    weights = torch.softmax(torch.cat([_scores(query, key, bias), logits], -1) * 2, -1)[..., :-1]
+    return weights @ value.repeat_interleave(GROUP, 1)
+
+
+@pytest.mark.parametrize("function", [_kept_column, _read_again, _scaled_with_scores])
+def test_near_misses(function: Callable[..., Any]) -> None:
+    inputs = _operands(5, 7)
+    planned = check_graph(make_fx(function)(*inputs), inputs, OPTIONS)
+    assert not any(name.startswith("flex_attention") for name in planned.launches)
