@@ -137,7 +137,7 @@ class AttentionRewriter:
         fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], len(chain) > 1)
         weight_mods = self._weight_mods(before, functions.weight_mods, name)
         sink_mod = self._sink_mod(before, functions.sink_mod, name)
-        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, ())
+        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, buffers)
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
@@ -153,7 +153,7 @@ class AttentionRewriter:
         block_mask = self._block_mask(before, functions.mask_mod, name)
         gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
         arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0,
-                     options | weight_mods[1], (*buffers, results[2]), ())  # fmt: skip
+                     options | weight_mods[1], (*buffers, results[2]), buffers)  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
         self._replace_gradients(backward, call, gradient_fakes, before, name)
         if formula.sink is not None and backward.grad_sink is not None:
@@ -325,7 +325,7 @@ class AttentionRewriter:
         block_mask = self._block_mask(before, functions.mask_mod, name)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
         kernel_options |= self._sink_mod(before, functions.sink_mod, name)
-        arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, ())
+        arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], is_transposed)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
         return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])

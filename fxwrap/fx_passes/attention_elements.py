@@ -110,6 +110,10 @@ class ScalarGraph:
         result: FakeTensor = fake_call(_aten.empty.memory_format, ([],), keywords, self.like)
         return result
 
+    def true(self) -> Node:
+        """Returns a constant."""
+        return self.call(_aten.full.default, [], True, dtype=torch.bool, device=self.device)
+
     def placeholder(self, name: str, fake: Any) -> Node:
         """Returns a new operand: a tensor, or a scalar of a dtype."""
         node = self.graph.placeholder(name)

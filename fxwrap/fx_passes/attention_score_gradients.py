@@ -35,7 +35,7 @@ class ScoreGradients:
         relative_score_mod: the score less the maximum of its row, which is the last buffer.
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
-        mask_mod: a mask that is all true.
+        mask_mod: bounds of keys beyond which weights are zero.
         weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without dropout.
         reads: the buffers of all of them, in order, but for the maxima.
         sink_mod: the logit of a row's sink; None without a sink.
@@ -130,7 +130,7 @@ class _Builder(ScoreFunctionBuilder):
         matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
         return ScoreGradients(
             self.part([value], (start, maxima)), self.part([relative], (start,)),
-            self.part([gradient, *empty, *matrices], ()), self.all_true(),
+            self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, (self.score, start, maxima)),
             None if factor is None else (
                 self.part([factor], (self.score, start, maxima)), self.part([factor], (self.score, start))
             ),

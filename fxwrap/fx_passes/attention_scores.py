@@ -6,6 +6,7 @@ read, or computed from the indices (`attention_elements.py`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fxwrap.fx_passes.attention_elements import (
     UnsupportedScoresError,
 )
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
+from fxwrap.fx_passes.attention_key_bounds import key_bounds
 from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.effects import name_of
@@ -30,6 +32,7 @@ from fxwrap.fx_passes.prepared_graph import NodeValues
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
+_AND = _aten.logical_and.default
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,17 @@ class ScoreFunctionBuilder(ElementGraph):
     def build(self) -> ScoreFunctions:
         value = self.modified_score()[self.formula.scores[-1]]
         sink = self.sink_logit()
-        if sink is None:
-            return ScoreFunctions(*self.finish_graph(value), self.scale, self.read_tensors)
-        sink_mod = self.part([sink], (self.score,))
-        return ScoreFunctions(self.part([value]), self.all_true(), self.scale, self.read_tensors, sink_mod)
+        mask_mod = self.mask_mod(value, sink, (self.score,))
+        sink_mod = None if sink is None else self.part([sink], (self.score,))
+        return ScoreFunctions(self.part([value]), mask_mod, self.scale, self.read_tensors, sink_mod)
+
+    def mask_mod(self, value: Node, sink: Node | None, without: Sequence[Node]) -> GraphModule:
+        """Returns the graph of bounds of keys beyond which weights of scores are zero, without some of the operands.
+
+        Kernels do not visit these keys.
+        """
+        bounds = [*key_bounds(self, value, sink)] or [self.true()]
+        return self.part([functools.reduce(lambda one, other: self.call(_AND, one, other), bounds)], without)
 
     def sink_logit(self) -> Node | None:
         """Returns the logit of a row's sink; None without one."""

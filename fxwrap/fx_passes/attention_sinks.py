@@ -35,8 +35,8 @@ class Sink:
         """Returns the sink of a concatenation; None for other nodes."""
         if not isinstance(node, Node) or name_of(node) != "cat" or not is_tensor(node, fakes):
             return None
-        arguments: Any = node.args
-        tensors, dim, *_ = (*arguments, 0)
+        arguments: Any = [*node.args, 0]
+        tensors, dim = arguments[:2]
         if len(tensors) != 2:
             return None
         if not all(is_tensor(item, fakes) for item in tensors) or not is_last_dimension(dim, fakes[node].ndim):
@@ -58,8 +58,8 @@ class Sink:
     def _selects(self, node: Node, fakes: NodeValues, like: Node, first: Any) -> bool:
         if name_of(node) != "slice" or not is_tensor(node, fakes):
             return False
-        arguments: Any = node.args
-        source, dim, start, _, step = (*arguments, *(None, 0, None, None, 1)[len(arguments) :])
+        arguments: Any = [*node.args, *(None, 0, None, None, 1)[len(node.args) :]]
+        source, dim, start, _, step = arguments
         if not is_tensor(source, fakes) or not is_last_dimension(dim, fakes[node].ndim) or step != 1:
             return False
         whole, selected = self._columns(self.concatenation, fakes), self._columns(like, fakes)

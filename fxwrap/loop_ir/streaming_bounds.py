@@ -156,6 +156,8 @@ class _BoundFinder:
     def _bound(self, condition: int, holds: bool) -> AxisBound | None:
         """Returns the bound that a condition with a value is, if it compares the index of an axis with a limit."""
         test = self.kernel.operations[condition]
+        if isinstance(test, Compute) and test.name == "logical_or" and holds:
+            return self._bound_unless(condition, test.operands)
         if not isinstance(test, Compute) or test.name not in _FLIPPED:
             return None
         relation, (left, right) = test.name if holds else OPPOSITES[test.name], test.operands
@@ -168,6 +170,20 @@ class _BoundFinder:
                 if limit is not None and self._is_known(limit, axis):
                     return AxisBound(axis, condition, holds, limit, name in ("ge", "gt"))
                 del self.added[count:]
+        return None
+
+    def _bound_unless(self, condition: int, parts: Sequence[int]) -> AxisBound | None:
+        """Returns the bound of a comparison that need not hold where another condition does, which has no bound."""
+        for one, exception in (parts, parts[::-1]):
+            count, literals = len(self.added), [*self._conjuncts(one, True)]
+            bound = self._bound(*literals[0]) if len(literals) == 1 else None
+            if bound is not None:
+                everything = self._add(Constant(0 if bound.is_lower else _LARGEST, torch.int64))
+                limit = self._add(Compute("cast", (bound.limit,), torch.int64))
+                limit = self._add(Compute("where", (exception, everything, limit), torch.int64))
+                if self._is_known(limit, bound.axis):
+                    return AxisBound(bound.axis, condition, True, limit, bound.is_lower)
+            del self.added[count:]
         return None
 
     def _is_known(self, limit: int, axis: Axis) -> bool:

@@ -17,10 +17,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import fxwrap
 from fxwrap.fx_passes.flex_formulas import SINK_MOD, FlexAttention
+from fxwrap.loop_ir import Kernel, find_streaming_reduction
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
 from tests.lowering.planned_programs import check_graph, compared_with_evaluator, plan, printed_launch
 
 BATCH, HEADS, GROUP, WIDTH = 2, 4, 2, 8
+LOWEST = torch.finfo(torch.bfloat16).min
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -127,6 +129,39 @@ def test_sinks_without_gradients() -> None:
     for actual, eager in zip(*leaves, strict=True):
         torch.testing.assert_close(actual.grad, eager.grad)
     assert _launches(programs) == [1, 1]
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, lengths: Tensor) -> Tensor:
+    """As transformers masks a window and padding: with the lowest number, from positions."""
+    rows, keys = [torch.arange(item.shape[2]) for item in (query, key)]
+    seen = (keys <= rows[:, None]) & (keys > rows[:, None] - 6)
+    seen = seen & (keys < lengths[:, None, None, None])
+    return _attend(query, key, value, sinks, torch.where(seen, 0.0, LOWEST).to(query.dtype))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_bound_keys(language: str, dtype: torch.dtype) -> None:
+    """Kernels visit no key that a mask of the lowest number hides, but in heads whose sink is no larger.
+
+    There, a row without keys is the mean of all values.
+    """
+    inputs = [*_operands(40, 40, dtype)[:4], torch.tensor([17, 40])]
+    inputs[3][1] = LOWEST
+    inputs[3][2] = -math.inf
+    graph = make_fx(_windowed)(*inputs)
+    compiled = fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(devices=(ANY_SIZE,)))
+    (kernel,) = [item.loop_ir for item in compiled.program.kernels]
+    assert isinstance(kernel, Kernel)
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None
+    assert [item.is_lower for item in parts.bounds] == [False, True, False]  # that of lengths, too
+    planned = plan(graph, inputs, OPTIONS)
+    (result,) = planned.run([item.clone() for item in inputs])
+    exact, eager = _windowed(*_double(inputs[:4]), inputs[4]), _windowed(*inputs)
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-6
+    planned.run([item.clone() for item in inputs], compared_with_evaluator(printed_launch([planned], language)))
 
 
 class _Attention(nn.Module):

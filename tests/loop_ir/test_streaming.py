@@ -180,11 +180,16 @@ def _position(body: KernelBuilder, row: IndexLike = 0) -> Scalar:
         (lambda body, row, key: (body.index(row) >= body.index(key)) & (body.index(row) - body.index(key) < 4), 2),
         (lambda body, row, key: _position(body, row) - body.index(row) > 2 - body.index(key), 1),
         (lambda body, row, key: (body.index(key) < 7) & body.index(key).apply("ne", _position(body)), 1),
+        (lambda body, row, key: (body.index(key) <= body.index(row)) | (_position(body, row) > 5), 1),
+        (lambda body, row, key: (_position(body) > 5) | ~(body.index(row) - body.index(key) >= 4), 1),
         (lambda body, row, key: (body.index(key) < 7) | (body.index(key) < _position(body)), 0),
         (lambda body, row, key: body.index(key) * 2 < _position(body), 0),
         (lambda body, row, key: body.index(key).to(torch.int32).to(torch.float32) < 3.5, 0),
     ],
-    ids=["position", "lengths", "not", "nor", "window", "difference", "other", "either", "multiple", "floats"],
+    ids=[
+        "position", "lengths", "not", "nor", "window", "difference", "other", "exception of rows", "exception of all",
+        "either", "multiple", "floats",
+    ],
 )
 def test_bounds_of_masks(mask: Mask, count: int) -> None:
     """They hold exactly the keys that the comparisons with indices and positions do, whatever the positions are."""
