@@ -58,8 +58,9 @@ class OperatorSchema:
 
     `name` is "namespace.name.overload". `mutated_arguments` are the names of the arguments it writes.
     `aliased_argument` is the position of the only argument that results alias, or, if `may_alias`, may alias
-    (`reshape`, `contiguous`, custom operators). `mutated_returns` has for each return the name of the written argument
-    that it is, or None.
+    (`reshape`, `contiguous`, custom operators). `is_out_variant` is whether all that it writes are out arguments, each
+    a tensor: calls with lists of them, or with optional ones, mutate operands. `mutated_returns` has for each return
+    the name of the written argument that it is, or None.
     """
 
     name: str
@@ -135,7 +136,7 @@ def operator_schema(overload: OpOverload) -> OperatorSchema:
         tuple([item.name for item in arguments]),
         len(schema.returns),
         tuple([item.name for item in written]) if undeclared is None else undeclared[:1],
-        bool(written) and all(item.is_out for item in written),
+        bool(written) and all(item.is_out and str(item.type) == "Tensor" for item in written),
         _UNDECLARED_VIEWS.get(name, aliased[0] if len(aliased) == 1 else None),
         is_composite(overload) or overload.namespace not in _EXACT_NAMESPACES,
         _mutated_returns(schema) if undeclared is None else undeclared[1:],

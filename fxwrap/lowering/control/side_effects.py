@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxwrap.devices import registered_spec
-from fxwrap.fx_passes.effects import operator_label
+from fxwrap.fx_passes.effects import EMPTY_OPERATORS, operator_label
 from fxwrap.lines import Alloc, ExchangeRngState, ExternCall, Mutate, RestoreRngState, SaveRngState
 from fxwrap.lowering.builder import Builder, FakeValue, Keywords, node_error
 from fxwrap.lowering.calls.copies import writable_operand
@@ -67,10 +67,10 @@ class _FunctionalizedOperands:
                      if name != "_all_bases" and name not in mutated}  # fmt: skip
         others = {builder.storages.root(value).name for value in _values(unchanged.values())}
         if "_all_bases" not in node.kwargs:
-            copies = {name: self._copy(literal(builder, node.kwargs[name], node), fake, others)
+            copies = {name: self._copy(node.kwargs[name], fake, others)
                       for name, fake in zip(mutated, self.fakes, strict=True)}  # fmt: skip
             return unchanged | copies, _values(copies.values()), tuple(copies.values())
-        originals = literals(builder, node.kwargs["_all_bases"], node)  # type: ignore[arg-type]
+        originals: Any = node.kwargs["_all_bases"]
         bases = tuple([self._copy(item, fake, others) for item, fake in zip(originals, self.fakes, strict=True)])
         fake_arguments: Any = map_arg(dict(node.kwargs), lambda operand: builder.fakes[operand])
         views = functionalized_views(self.overload, fake_arguments, list(self.fakes))
@@ -78,14 +78,20 @@ class _FunctionalizedOperands:
         plain = {name: item for name, item in unchanged.items() if name in schema.argument_names}
         return plain | written, _values(written.values()), bases
 
-    def _copy(self, value: Operand, fake: FakeValue, others: set[str]) -> Result:
-        """Returns a copy of a tensor, or the tensor itself if nothing else uses it."""
-        if isinstance(value, tuple):
-            return tuple([self._copy(item, inner, others) for item, inner in zip(value, fake, strict=True)])
-        if value is None:
+    def _copy(self, operand: object, fake: FakeValue, others: set[str]) -> Result:
+        """Returns a copy of a tensor, or the tensor itself if nothing else uses it: each operand has its own memory.
+
+        Two operands may be one tensor: equal allocations are one node after common subexpression elimination.
+        """
+        if isinstance(operand, list | tuple):
+            return tuple([self._copy(item, inner, others) for item, inner in zip(operand, fake, strict=True)])
+        if operand is None:
             return None
-        assert isinstance(value, Value)
-        return writable_operand(self.builder, self.node, value, fake, self.dead_roots, others)
+        assert isinstance(operand, Node)
+        value, is_read = self.builder.value(operand), operand.target not in EMPTY_OPERATORS
+        copy = writable_operand(self.builder, self.node, value, fake, self.dead_roots, others, is_read=is_read)
+        others.add(self.builder.storages.root(copy).name)
+        return copy
 
     def _view(self, name: str, view: FakeValue, bases: Sequence[Result]) -> Operand:
         """Returns the operand of an argument: a base, a view of one, a tuple of them, or None."""

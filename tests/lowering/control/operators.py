@@ -53,6 +53,22 @@ _LIBRARY.impl("add_by_name", _add_keyword_only, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::add_by_name", lambda x, *, total: None, lib=_LIBRARY)
 
 
+_LIBRARY.define(
+    "scale_all_by_name(Tensor x, *, Tensor(a!)[] outs, Tensor(b!)? last=None) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _scale_all_by_name(x: Tensor, *, outs: Sequence[Tensor], last: Tensor | None = None) -> None:
+    content = x.clone()  # x may be among the outs
+    for factor, out in enumerate([*outs, *([] if last is None else [last])], 2):
+        out.copy_(content * factor)
+
+
+_LIBRARY.impl("scale_all_by_name", _scale_all_by_name, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::scale_all_by_name", lambda x, *, outs, last=None: None, lib=_LIBRARY)
+
+
 @torch.library.custom_op(f"{NAMESPACE}::note", mutates_args=())
 def note(text: str, x: Tensor) -> Tensor:
     LOG.append(f"{text} {int(x.sum())}")

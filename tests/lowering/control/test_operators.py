@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import fxwrap
 from fxwrap.comparison import COMPARED_EMITTERS
 from fxwrap.comparison.driver import capture
 from fxwrap.compile import emit
+from fxwrap.options import Options
 from tests.lowering.control.cases import DEVICES, Case, Cases, TorchRejection, random
 from tests.lowering.control.operators import LOG, add_and_triple, add_into, add_into_optional, fill_all, note
 
@@ -87,6 +91,24 @@ def mutated_keyword_argument(x: Tensor) -> Any:
     return total, rows * 2
 
 
+@CASES.add((X,))
+def equal_allocations(x: Tensor) -> Any:
+    """Both are one node of the graph: an operator that writes both has memory for each."""
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    torch.ops.fxwrap_control.scale_all_by_name(x, outs=[first, second])
+    zeros, more_zeros = torch.zeros_like(x), torch.zeros_like(x)
+    add_into_optional(first, zeros, more_zeros)
+    return first - second, zeros + more_zeros
+
+
+@CASES.add((X,))
+def a_list_and_an_optional_keyword_argument(x: Tensor) -> Any:
+    first, last, only = x.sin(), torch.empty_like(x), torch.empty_like(x)
+    torch.ops.fxwrap_control.scale_all_by_name(x, outs=[first, x], last=last)
+    torch.ops.fxwrap_control.scale_all_by_name(last, outs=[only])
+    return first + last, only
+
+
 @CASES.add((X,), dynamic=True)
 def with_symbols(x: Tensor) -> Any:
     out = x.new_zeros(x.shape[0] + 2, x.shape[1])
@@ -109,6 +131,26 @@ def inside_of_a_cond(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES.parameters)
 def test_mutating_operators(case: Case, device: str) -> None:
     case.check(device)
+
+
+@pytest.mark.parametrize("function", [equal_allocations, a_list_and_an_optional_keyword_argument])
+def test_calls_that_write_lists_by_name_in_graphs_with_writes(function: Callable[[Tensor], Any]) -> None:
+    graph = make_fx(function, tracing_mode="fake")(X)
+    for emitter in COMPARED_EMITTERS:
+        expected, actual = X.clone(), X.clone()
+        results = function(expected)
+        compiled = fxwrap.compile_graph(graph, [X], options=Options(emitter=emitter))  # type: ignore[arg-type]
+        torch.testing.assert_close((*compiled(actual), actual), (*results, expected))
+
+
+def test_an_emitted_graph_compiles_again() -> None:
+    """Its launches are calls that write lists of operands."""
+    emitted = fxwrap.compile_graph(
+        make_fx(lambda x: (x.exp().sum(0), x.cos() + 1))(X), [X], options=Options(emitter="fx")
+    )
+    for emitter in COMPARED_EMITTERS:
+        again = fxwrap.compile_graph(emitted.graph_module, [X], options=Options(emitter=emitter))  # type: ignore[arg-type]
+        torch.testing.assert_close(again(X), emitted(X))
 
 
 def _noted(x: Tensor) -> Tensor:
