@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
-from fxwrap.compile import Compiled, compile_graph, make_backend
+from fxwrap.compile import Compiled, compile_graph, kernels, make_backend
 from fxwrap.errors import ParseError
 from fxwrap.garbage_collection import gc_paused
 from fxwrap.options import Options
@@ -77,6 +79,31 @@ def test_a_disabled_collector_stays_disabled() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::fxwrap.errors.PassWarning")  # the pass has no key
+def test_garbage_of_a_compile_is_collected_while_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    references: list[weakref.ref[Cycle]] = []
+    alive: list[bool] = []
+    compile_kernels = kernels.compile_kernels
+
+    def make_garbage(program: fxwrap.Program) -> fxwrap.Program:
+        references.append(weakref.ref(Cycle()))
+        alive.append(references[0]() is not None)
+        return program
+
+    def observe(uses: Any) -> Any:
+        alive.append(references[0]() is not None)
+        return compile_kernels(uses)
+
+    monkeypatch.setattr(kernels, "compile_kernels", observe)
+    graph = make_fx(lambda x: x.relu() + 1)(torch.randn(8))
+    compile_graph(graph, [torch.randn(8)], options=Options(passes=[make_garbage], compile_cache=False))
+    assert alive == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore::fxwrap.errors.PassWarning")  # the pass has no key

@@ -15,6 +15,7 @@ from fxwrap.converters.emitted_program import EmittedProgram, kernel_uses
 from fxwrap.devices import DeviceSpec, find_language, language_traits
 from fxwrap.errors import FusionWarning, FxwrapError, NativeBuildError
 from fxwrap.events import EventLog, KernelFailed, KernelsCompiled, WarningIssued
+from fxwrap.garbage_collection import collect_in_pause
 from fxwrap.lines import Launch
 from fxwrap.loop_ir import accessed_bytes
 from fxwrap.options import Options
@@ -135,6 +136,8 @@ def compile_program_kernels(
     with ThreadPoolExecutor(1) as executor:
         if emitter == "cpp" and others:
             executor.submit(precompile_cpp, emitted.source)  # the build below raises its errors
+        if uses:
+            collect_in_pause()  # while workers and the C++ compiler run
         failures = _compile(others, launches)  # before the build, which also links compiled Triton kernels
     if linked and not _try_build(emitted):
         failures += _compile(linked, launches)

@@ -252,6 +252,17 @@ def view_of_in_place(target: str) -> OpOverload | None:
     return None
 
 
+@lru_cache(maxsize=256)
+def is_view_operator(operator: OpOverload) -> bool:
+    """Whether an operator of ATen returns one tensor, a view of its first argument."""
+    if str(operator) == "aten._unsafe_view.default":  # its schema hides that from autograd
+        return True
+    schema = torch_schema(operator)
+    aliases = [item.alias_info is not None and not item.alias_info.is_write for item in schema.returns]
+    returns_tensor = [str(item.type) for item in schema.returns] == ["Tensor"]
+    return operator.namespace == "aten" and returns_tensor and aliases == [True]
+
+
 @_cached_by_operator
 def in_place_of_functional(target: str) -> str | None:
     """Returns the name of the overload that overwrites the first argument with the result of an operator.
