@@ -46,17 +46,24 @@ _KEY = 1
 """The position of the gradient of keys."""
 
 
-def _result_fakes(query: FakeTensor, value: FakeTensor, is_transposed: bool) -> tuple[torch.Tensor, ...]:
-    """Returns output, log-sum-exp and maxima; rows of the output are outside of heads if `is_transposed`."""
+def _result_fakes(query: FakeTensor, value: FakeTensor, order: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Returns output, log-sum-exp and maxima; the output's dimensions are in memory in an order."""
     batch, heads, rows, width = *query.shape[:3], value.shape[3]
     dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
     with in_fake_mode(query.fake_mode):
-        if is_transposed:
-            output = query.new_empty((batch, rows, heads, width)).transpose(1, 2)
-        else:
-            output = query.new_empty((batch, heads, rows, width))
+        sizes = (batch, heads, rows, width)
+        output = query.new_empty([sizes[dim] for dim in order]).permute([*map(order.index, range(4))])
         statistics = [query.new_empty((batch, heads, rows), dtype=dtype) for _ in range(2)]
     return (output, *statistics)
+
+
+_HEADS_FIRST, _ROWS_FIRST, _COLUMNS_FIRST = (0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)
+"""Orders of an output's dimensions (batch, heads, rows, width) in memory."""
+
+
+def _order_of(formula: AttentionFormula, chain: Sequence[Node]) -> Sequence[int]:
+    """Returns the order in which readers of the output have its elements; `chain` replaces it."""
+    return _COLUMNS_FIRST if formula.is_output_transposed else _ROWS_FIRST if len(chain) > 1 else _HEADS_FIRST
 
 
 def _is_contiguous_copy(node: Node) -> bool:
@@ -92,11 +99,12 @@ class AttentionRewriter:
         chain = self._split_and_copies(formula, operands)
         result = None
         if in_library:
-            result = self._library_call(before, tensors, functions.scale, is_transposed=len(chain) > 1, name=name)
+            result = self._library_call(before, tensors, functions.scale, _order_of(formula, chain), name)
         if result is None and not in_kernel:
             raise UnsupportedScoresError(_SMALL)
         if result is None:
-            result = self._kernel_call(before, formula, operands, functions, tensors, len(chain) > 1, name)
+            order = _order_of(formula, chain)
+            result = self._kernel_call(before, formula, operands, functions, tensors, order, name)
         self._replace_output(formula, chain, before, result, name)
 
     def _replace_output(
@@ -105,6 +113,8 @@ class AttentionRewriter:
         """Replaces the formula's output, or the nodes `chain` that read it, by that of a kernel."""
         erased = (formula.query_key, *formula.inner, formula.output)
         if not chain:
+            if formula.is_output_transposed:
+                result = self.copy.call(before, _aten.transpose.int, (result, -2, -1), name)
             sizes = self.copy.size_arguments(before, self.fakes[formula.output].shape)
             result = self.copy.call(before, _aten.view.default, (result, sizes), name)
             self.copy.substitute(formula.output, result, "fused", erased[:-1])
@@ -134,7 +144,7 @@ class AttentionRewriter:
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
-        fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], len(chain) > 1)
+        fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], _order_of(formula, chain))
         weight_mods = self._weight_mods(before, functions.weight_mods, name)
         sink_mod = self._sink_mod(before, functions.sink_mod, name)
         forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, buffers)
@@ -289,11 +299,11 @@ class AttentionRewriter:
         return least is not None and min(map(size_hint, self.fakes[formula.query_key].shape[-2:])) >= least
 
     def _library_call(
-        self, before: Node, tensors: Sequence[Node], scale: float, is_transposed: bool, name: str
+        self, before: Node, tensors: Sequence[Node], scale: float, order: Sequence[int], name: str
     ) -> Node | None:
         """Returns the output of the kernel that torch selects; None if it selects none, or the operands are unusual.
 
-        The output is contiguous, or its transposition to (batch, rows, heads, width) is.
+        The output's dimensions are in memory in an order.
         """
         fakes = [self.copy.fakes[item] for item in tensors]
         is_static = all(type(size) is int for fake in fakes for size in fake.shape)
@@ -305,18 +315,18 @@ class AttentionRewriter:
             return None
         result: Node = self.copy.inline(before, module, tensors, name, name)
         fake = self.copy.fakes[result]
-        if is_contiguous(fake.transpose(1, 2) if is_transposed else fake):
+        if is_contiguous(fake.permute(*order)):
             return result
         keywords = {"memory_format": torch.contiguous_format}
-        if not is_transposed:
+        if order == _HEADS_FIRST:
             return self.copy.call(before, _aten.clone.default, (result,), name, keywords)
-        inward = self.copy.call(before, _aten.transpose.int, (result, 1, 2), name)
-        dense = self.copy.call(before, _aten.clone.default, (inward,), name, keywords)
-        return self.copy.call(before, _aten.transpose.int, (dense, 1, 2), name)
+        moved = self.copy.call(before, _aten.permute.default, (result, [*order]), name)
+        dense = self.copy.call(before, _aten.clone.default, (moved,), name, keywords)
+        return self.copy.call(before, _aten.permute.default, (dense, [*map(order.index, range(4))]), name)
 
     def _kernel_call(
         self, before: Node, formula: AttentionFormula, operands: AttentionOperands, functions: ScoreFunctions,
-        tensors: Sequence[Node], is_transposed: bool, name: str,
+        tensors: Sequence[Node], order: Sequence[int], name: str,
     ) -> Node:  # fmt: skip
         """Returns the output of FlexAttention, stored like that of `_library_call`."""
         copy = self.copy
@@ -326,7 +336,7 @@ class AttentionRewriter:
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
         kernel_options |= self._sink_mod(before, functions.sink_mod, name)
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
-        results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], is_transposed)
+        results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
         return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
 
@@ -336,6 +346,8 @@ class AttentionRewriter:
         These are the view that splits batch and heads, and copies after its transposition to (batch, rows, heads,
         width), which are views of an output that is stored like this.
         """
+        if formula.is_output_transposed:
+            return []
         split = next(iter(formula.output.users))
         sizes = sizes_of(split, self.fakes) if isinstance(self.fakes.get(split), FakeTensor) else []
         is_split = len(formula.output.users) == 1 and name_of(split) in ("view", "_unsafe_view", "unsafe_view")

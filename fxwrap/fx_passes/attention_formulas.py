@@ -2,8 +2,10 @@
 
 The search starts at each softmax over the last dimension. Upwards, the scores are one matmul and operators of single
 elements around it: scale, bias, mask, casts. Downwards, the weights reach the left operand of a matmul. Between them
-are only operators that keep the order of elements, such as views that split or merge leading dimensions. Each
-intermediate result has no other reader, so that nothing is computed twice.
+are only operators that keep the order of elements, such as views that split or merge leading dimensions, and
+transpositions of rows and keys: transposed scores are a matmul of keys and queries, whose softmax is over the last
+dimension but one, and transposed weights are the right operand of a matmul. Each intermediate result has no other
+reader, so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from fxwrap.fx_passes.attention_nodes import (
     keeps_order,
     row_reduction,
     sizes_of,
+    transposes_matrices,
 )
 from fxwrap.fx_passes.attention_sinks import Sink
 from fxwrap.fx_passes.effects import name_of
@@ -55,6 +58,8 @@ class AttentionFormula:
         inner: the nodes between `query_key` and `output`, which only they read.
         dropout: the call that drops some weights, or None; only with a backward.
         sink: the logits that are concatenated to the scores before the softmax, or None.
+        transposed: the nodes of `scores` that have keys as rows. If `query_key` is one, queries are its right operand.
+        is_output_transposed: whether `output` is the matmul of transposed values and transposed weights.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
         backward: the backward in the same graph, or None.
     """
@@ -68,6 +73,8 @@ class AttentionFormula:
     backward: AttentionBackward | None = None
     dropout: Dropout | None = None
     sink: Sink | None = None
+    transposed: frozenset[Node] = frozenset()
+    is_output_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,20 @@ def find_attention(nodes: Sequence[Node], fakes: NodeValues) -> tuple[list[Atten
 class _Softmax:
     """A softmax over the last dimension: its scores, the nodes that compute it, the last of which has the weights.
 
-    With a sink, its logits are concatenated to the scores, and the weights have a column for them.
+    With a sink, its logits are concatenated to the scores, and the weights have a column for them. A transposed one is
+    over the last dimension but one.
     """
 
     operand: Node
     nodes: tuple[Node, ...]
     zeroes_fully_masked_rows: bool = False
     sink: Sink | None = None
+    is_transposed: bool = False
 
     def without_sink(self, fakes: NodeValues) -> _Softmax:
         """Returns the softmax of the scores to which the logits of a sink are concatenated, if they are."""
+        if self.is_transposed:
+            return self
         node, nodes = self.operand, list[Node]()
         while is_tensor(node, fakes) and (is_cast(node, fakes) or name_of(node) in ALIASES):
             nodes.insert(0, node)
@@ -128,8 +139,10 @@ def _softmax_ending_at(node: Node, fakes: NodeValues) -> _Softmax | None:
     name, rank = name_of(node), fakes[node].ndim
     if name in ("softmax", "safe_softmax"):
         arguments: Any = node.args
-        is_last = rank >= 2 and is_last_dimension(arguments[1], rank)
-        return _Softmax(arguments[0], (node,), name == "safe_softmax") if is_last else None
+        if rank < 2 or arguments[1] not in (-2, -1, rank - 2, rank - 1):
+            return None
+        is_transposed = not is_last_dimension(arguments[1], rank)
+        return _Softmax(arguments[0], (node,), name == "safe_softmax", is_transposed=is_transposed)
     match name:
         case "div" if rank >= 2:
             return _normalised_exponentials(node, fakes)
@@ -192,27 +205,67 @@ class _Search:
         for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
             if not own.issuperset(node.users):
                 return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
-        rows, keys = self._last_two(self.softmax.operand)
-        for node in self._fixed_shapes(scores, output):
-            if self._last_two(node) != (rows, keys):
+        rows, keys = self._last_two(self.softmax.operand)[:: -1 if self.softmax.is_transposed else 1]
+        transposed = self._transposed(scores, passed, rows, keys)
+        for node in self._fixed_shapes(scores, passed):
+            if transposed is None or self._last_two(node) != ((keys, rows) if node in transposed else (rows, keys)):
                 return "its scores are reshaped across rows and keys"
+        assert transposed is not None
+        is_output_transposed = self._last_weights(passed) in transposed
+        if output.args[1 if is_output_transposed else 0] is not self._last_weights(passed):
+            return "its weights are no left operand of a matmul"
+        if backward is not None and transposed:
+            return "its scores are transposed, and it has a backward"
         zeroes, sink = self.softmax.zeroes_fully_masked_rows, self.softmax.sink
         if zeroes and sink is not None:
             return "its sink is that of a safe softmax"
-        return AttentionFormula(self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout, sink)
+        return AttentionFormula(
+            self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout, sink, transposed,
+            is_output_transposed,
+        )  # fmt: skip
+
+    def _transposed(
+        self, scores: Sequence[Node], passed: Sequence[Node], rows: Any, keys: Any
+    ) -> frozenset[Node] | None:
+        """Returns the nodes of scores and weights that have keys as rows; None where other matrices are transposed."""
+        if 1 in (rows, keys) and rows != keys:  # the transposition of a vector keeps the order of its elements
+            return frozenset([item for item in (*scores, *passed) if self._last_two(item) == (keys, rows)])
+        result, is_transposed = set[Node](), self.softmax.is_transposed
+        moved = dict[Node, bool]()
+        for node in reversed(scores):
+            result |= {node} if is_transposed else set()
+            if transposes_matrices(node, self.fakes):
+                moved[node] = is_transposed
+                is_transposed = not is_transposed
+        is_transposed = self.softmax.is_transposed
+        result |= {self.weights} if is_transposed else set()
+        for node in passed:
+            if transposes_matrices(node, self.fakes):
+                is_transposed = not is_transposed
+                moved[node] = is_transposed
+            result |= {node} if is_transposed else set()
+        matrix = [rows, keys]
+        for node, is_transposed in moved.items():
+            sizes = [size for size in sizes_of(node, self.fakes) if size != 1]
+            if sizes[-2:] != (matrix[::-1] if is_transposed else matrix):
+                return None
+        return frozenset(result)
+
+    def _last_weights(self, passed: Sequence[Node]) -> Node:
+        """Returns the weights that the last matmul reads."""
+        return (self.weights, *passed)[-1]
 
     def _backward(
         self, scores: Sequence[Node], passed: Sequence[Node], output: Node, dropout: Dropout | None
     ) -> AttentionBackward | None:
-        weights = (self.weights, *passed)[-1]
-        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout, self.softmax.sink)
+        weights, sink = self._last_weights(passed), self.softmax.sink
+        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout, sink)
         return find_backward(forward, self.fakes)
 
-    def _fixed_shapes(self, scores: Sequence[Node], output: Node) -> list[Node]:
+    def _fixed_shapes(self, scores: Sequence[Node], passed: Sequence[Node]) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
         combining = [node for node in scores[1:] if len(node.all_input_nodes) > 1]
-        left: Any = output.args[-2]
-        return [scores[0], *combining, left]
+        return [scores[0], *combining, self._last_weights(passed)]
 
     def _last_two(self, node: Node) -> tuple[object, ...]:
         return tuple(sizes_of(node, self.fakes)[-2:])
@@ -224,7 +277,7 @@ class _Search:
         if node.target in _PRODUCTS:
             return [node]
         operands: Sequence[Any] = ()
-        if keeps_order(node, self.fakes):
+        if self._moves_matrices(node):
             operands = node.args[:1]
         elif isinstance(node.target, OpOverload) and name_of(node) in ELEMENTWISE:
             size = element_count(node, self.fakes)
@@ -248,21 +301,24 @@ class _Search:
         users = [user for user in node.users if user.op != "output"]
         product = next((user for user in users if user.target in _PRODUCTS), None)
         if product is not None:
-            if product.target is _aten.baddbmm.default or product.args[0] is not node or product.args[1] is node:
-                return passed, "its weights are no left operand of a matmul"
-            return passed, product
+            is_operand = product.target is not _aten.baddbmm.default and product.args[0] is not product.args[1]
+            return passed, product if is_operand else "its weights are no left operand of a matmul"
         dropout = next((item for user in users if (item := Dropout.of(user)) is not None), None)
         if dropout is not None:
             return self._product_after(dropout.output, (*passed, dropout.node, dropout.output))
         if any(_drops_out(user, node) for user in users):
             return passed, DROPOUT
         for user in users:
-            passes = is_cast(user, self.fakes) or keeps_order(user, self.fakes) or self._drops_sink(user, passed)
+            passes = self._moves_matrices(user) or is_cast(user, self.fakes) or self._drops_sink(user, passed)
             is_near = len(passed) < _MAX_DEPTH
             result = self._product_after(user, (*passed, user)) if passes and is_near else None
             if result is not None:
                 return result
         return None
+
+    def _moves_matrices(self, node: Node) -> bool:
+        """Whether a call returns the elements of its operand in their order, or transposes its matrices."""
+        return keeps_order(node, self.fakes) or transposes_matrices(node, self.fakes)
 
     def _drops_sink(self, node: Node, passed: Sequence[Node]) -> bool:
         """Whether a call drops the weights of a sink, before a dropout."""

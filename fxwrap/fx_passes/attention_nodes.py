@@ -97,6 +97,16 @@ def swaps_last_two(node: Node, fakes: NodeValues) -> bool:
     return order is not None and order == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
 
 
+def transposes_matrices(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call transposes the last two of its operand's dimensions that have more than one element."""
+    order = permutation(node, fakes)
+    if order is None:
+        return False
+    sizes = sizes_of(node.args[0], fakes)  # type: ignore[arg-type]
+    moved = [dim for dim in order if sizes[dim] != 1]
+    return len(moved) > 1 and [*moved[:-2], moved[-1], moved[-2]] == sorted(moved)
+
+
 def is_cast(node: Node, fakes: NodeValues) -> bool:
     """Whether a call casts its operand to a floating-point dtype."""
     return name_of(node) == "to_copy" and is_tensor(node, fakes) and bool(fakes[node].is_floating_point())

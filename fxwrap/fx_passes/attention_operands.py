@@ -99,9 +99,11 @@ def attention_operands(formula: AttentionFormula, fakes: NodeValues) -> Attentio
     Those of a formula with a backward are the elements of its matmuls' operands, of which that computes gradients, or
     those that are repeated for groups of query heads, over which it sums gradients.
     """
-    query = [item for item in _stages(formula.query_key.args[-2], -1, fakes) if item.group == 1]
-    key = _stages(formula.query_key.args[-1], -2, fakes)
-    value = [item for item in _stages(formula.output.args[1], -1, fakes) if not item.factors]
+    factors = [_stages(formula.query_key.args[-2], -1, fakes), _stages(formula.query_key.args[-1], -2, fakes)]
+    query, key = reversed(factors) if formula.query_key in formula.transposed else factors
+    query = [item for item in query if item.group == 1]
+    values = (formula.output.args[0], -2) if formula.is_output_transposed else (formula.output.args[1], -1)
+    value = [item for item in _stages(*values, fakes) if not item.factors]
     backward = formula.backward
     if backward is None:
         query, key = _in_dtype(fakes[value[0].node].dtype, query, key, fakes)

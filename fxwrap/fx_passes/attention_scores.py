@@ -219,7 +219,8 @@ class ScoreFunctionBuilder(ElementGraph):
         """Returns the coordinates of the elements of a node of the scores."""
         sizes = sizes_of(node, self.fakes)
         leading = self._leading(sizes[:-2])
-        coordinates = (*leading, Coordinate("row"), Coordinate("key"))
+        last = [Coordinate("row"), Coordinate("key")]
+        coordinates = (*leading, *(reversed(last) if node in self.formula.transposed else last))
         return tuple([None if size == 1 else item for size, item in zip(sizes, coordinates, strict=True)])
 
     def _leading(self, sizes: Sequence[Any]) -> list[Coordinate | None]:

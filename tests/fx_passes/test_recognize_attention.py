@@ -61,6 +61,7 @@ class Formula:
         widens: queries and keys of half precision are cast to float32 before they are multiplied.
         sink: "none", or where a logit of each head is concatenated to its scores: "last" or "first".
         shift: what is subtracted from scores before a softmax: "none", "max", "amax" or "detached".
+        transposed: the matrices with keys as rows: any of "scores", "softmax" and "weights".
     """
 
     heads: int
@@ -81,6 +82,7 @@ class Formula:
     widens: bool = False
     sink: str = "none"
     shift: str = "none"
+    transposed: frozenset[str] = frozenset()
 
     def inputs(self) -> list[Tensor]:
         """Returns random operands; no row is without a key."""
@@ -113,16 +115,21 @@ class Formula:
             query, key, value = [item.reshape(-1, *item.shape[2:]) for item in (query, key, value)]
         if self.scale == "baddbmm" and self.merged:
             scores = torch.baddbmm(query.new_ones(1, 1, self.keys), query, key.transpose(1, 2), beta=0.5, alpha=scale)
+        elif "scores" in self.transposed:
+            scores = (key @ query.transpose(-1, -2)).transpose(-1, -2)
         else:
             scores = query @ key.transpose(-1, -2)
         if self.scale == "scores":
             scores = scores / scale if self.divides else scores * scale
         weights = self._softmax(self._masked(scores, bias, mask), *sinks).to(value.dtype)
         if self.merged:
-            weights = weights.view(-1, self.rows, self.keys)
-        result = weights @ value
+            weights = weights.reshape(-1, self.rows, self.keys)
+        if "weights" in self.transposed:
+            result = (value.mT @ weights.mT).mT
+        else:
+            result = weights @ value
         if self.merged:
-            result = result.view(BATCH, -1, self.rows, self.value_width)
+            result = result.reshape(BATCH, -1, self.rows, self.value_width)
         return result.transpose(1, 2).reshape(BATCH, self.rows, -1) if self.transposes else result
 
     def _repeated(self, tensor: Tensor) -> Tensor:
@@ -164,6 +171,8 @@ class Formula:
         if self.written_out:
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
             weights = weights / weights.sum(-1, keepdim=True)
+        elif "softmax" in self.transposed and not sinks:
+            weights = torch.softmax(scores.mT, -2).mT
         else:
             weights = torch.softmax(self._shifted(scores), -1)
         if sinks:
@@ -192,6 +201,7 @@ FORMULAS = st.builds(
     written_out=st.booleans(), transposes=st.booleans(), merged=st.booleans(),
     widens=st.booleans(), sink=st.sampled_from(("none", "none", "last", "first")),
     shift=st.sampled_from(("none", "max", "amax")),
+    transposed=st.frozensets(st.sampled_from(("scores", "softmax", "weights"))) | st.just(frozenset()),
 )  # fmt: skip
 
 
