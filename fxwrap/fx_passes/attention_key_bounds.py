@@ -88,4 +88,4 @@ def _comparisons(graph: ScalarGraph, condition: Node, holds: bool) -> Iterator[t
         yield from _comparisons(graph, arguments[0], not holds)  # type: ignore[arg-type]
     elif condition.target in _OPPOSITES:
         if not any(graph.scalars[item].is_floating_point() for item in condition.all_input_nodes):
-            yield (condition.target if holds else _OPPOSITES[condition.target]), arguments  # type: ignore[index]
+            yield (condition.target if holds else _OPPOSITES[condition.target]), arguments
