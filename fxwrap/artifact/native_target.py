@@ -18,12 +18,12 @@ _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
 _WEIGHT_OPERATORS = (
     "prepacked_linear", "prepacked_int8_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm",
 )  # fmt: skip
-_GROUP_OPERATORS = ("to_host", "grouped_matmul", "grouped_products")
+_MATMUL_OPERATORS = ("to_host", "grouped_matmul", "grouped_products", "fused_matmul")
 _ALSO_NATIVE = frozenset({
-    f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS, *_GROUP_OPERATORS)
+    f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS, *_MATMUL_OPERATORS)
 })  # fmt: skip
 """Operators of fxwrap's that the bridge registers in a process without Python (`cuda/stream_operators.cpp`,
-`libraries/prepacked.cpp`, `libraries/grouped_matmuls.cpp`)."""
+`libraries/prepacked.cpp`, `libraries/grouped_matmuls.cpp`, `libraries/matmuls.cpp`)."""
 
 TARGETS = ("any", "native")
 """The values of `fxwrap.save(target=...)`."""

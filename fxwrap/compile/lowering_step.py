@@ -9,11 +9,11 @@ from fxwrap.compile.context import CompileContext, CompileState
 from fxwrap.compile.kernels import print_and_compile_ahead
 from fxwrap.errors import FusionWarning
 from fxwrap.events import WarningIssued
-from fxwrap.fx_passes import FxPassContext, PreparedGraph, accumulate_matmuls, accumulations, pad_matmuls
+from fxwrap.fx_passes import TIMED_REWRITES, FxPassContext, PreparedGraph, TimedRewrite, pad_matmuls
 from fxwrap.lines import Launch
 from fxwrap.lowering import RULES, Lowered, lower_prepared
 from fxwrap.printers import KernelPrinter, print_kernel
-from fxwrap.tuning import Tuner, matmul_regions, region_graph
+from fxwrap.tuning import Tuner, matmul_regions, region_device, region_graph
 from fxwrap.wrapper_ir import Program, verify
 
 
@@ -37,10 +37,11 @@ def lower_graph(context: CompileContext) -> CompileState:
     lower = _lowering(prepared, context)
     lowered = lower(declined_nodes=context.declined_nodes)
     if tuner is not None and context.autotunes_now:
-        accumulated = _choose_accumulations(prepared, lowered.program, tuner, context)
-        if accumulated is not prepared:
-            prepared, lower = accumulated, _lowering(accumulated, context)
-            lowered = lower(declined_nodes=context.declined_nodes)
+        for rewrite in TIMED_REWRITES:
+            rewritten = _choose_matches(rewrite, prepared, lowered.program, tuner, context)
+            if rewritten is not prepared:
+                prepared, lower = rewritten, _lowering(rewritten, context)
+                lowered = lower(declined_nodes=context.declined_nodes)
         lowered = _tune(lowered, prepared, lower, tuner, context)
     program = lowered.program if tuner is None else tuner.add_tuning_header(lowered.program)
     if not context.options.verify:
@@ -77,34 +78,34 @@ def _choose_padding(prepared: PreparedGraph, tuner: Tuner, context: CompileConte
     return pad_matmuls(unpadded, FxPassContext(context.options, RULES), kernels) if kernels else prepared
 
 
-def _choose_accumulations(
-    prepared: PreparedGraph, program: Program, tuner: Tuner, context: CompileContext
+def _choose_matches(
+    rewrite: TimedRewrite, prepared: PreparedGraph, program: Program, tuner: Tuner, context: CompileContext
 ) -> PreparedGraph:
-    """Returns the graph in which matmuls add to another summand in place where that is measured to be faster.
+    """Returns the graph with the matches of a rewrite that are measured to be faster.
 
-    A sum is timed with all that the kernel computes which adds in `program`.
+    A match is timed with all that the kernels compute which compute a part of it in `program`.
     """
     if not context.chooses_matmuls or context.compile_region is None:
         return prepared
     passes = FxPassContext(context.options, RULES)
-    launched = {
-        name: line.origin.nodes for line in program.lines()
-        if isinstance(line, Launch) and line.origin is not None for name in line.origin.nodes
-    }  # fmt: skip
+    launched: dict[str, set[str]] = {}
+    for line in program.lines():
+        if isinstance(line, Launch) and line.origin is not None:
+            for name in line.origin.nodes:
+                launched.setdefault(name, set()).update(line.origin.nodes)
     chosen = []
-    for item in accumulations(prepared, passes):
-        total, addend = item.total.name, item.addend.name
-        names = {item.matmul.name, total, addend, *launched.get(total, ()), *launched.get(addend, ())}
+    for match in rewrite.matches(prepared, passes):
+        names = frozenset(match.names).union(*[launched.get(name, ()) for name in match.names])
         part = region_graph(prepared.graph_module.graph, prepared.fakes.get, names)
-        if part is None or prepared.fakes[item.total].device.type not in context.tuned_devices:
+        if part is None or region_device(part).type not in context.tuned_devices:
             continue
         fakes = {node: node.meta["val"] for node in part.graph.nodes if "val" in node.meta}
-        rewritten = accumulate_matmuls(PreparedGraph(part, "region", fakes=fakes), passes, [total]).graph_module
+        rewritten = rewrite.rewrite(PreparedGraph(part, "region", fakes=fakes), passes, [match.name]).graph_module
         if rewritten is not part and tuner.is_rewrite_faster(
-            part, rewritten, "accumulate_matmuls", context.compile_region, context.events
+            part, rewritten, rewrite.name, context.compile_region, context.events
         ):
-            chosen.append(total)
-    return accumulate_matmuls(prepared, passes, chosen) if chosen else prepared
+            chosen.append(match.name)
+    return rewrite.rewrite(prepared, passes, chosen) if chosen else prepared
 
 
 def _choose_library_calls(

@@ -1,6 +1,5 @@
 """Passes over FX graphs: all rewrites before lowering."""
 
-from fxwrap.fx_passes.accumulated_matmuls import *
 from fxwrap.fx_passes.attention_masks import *
 from fxwrap.fx_passes.decompositions import *
 from fxwrap.fx_passes.fake_propagation import *
@@ -12,3 +11,4 @@ from fxwrap.fx_passes.prepare import *
 from fxwrap.fx_passes.prepared_graph import *
 from fxwrap.fx_passes.source import *
 from fxwrap.fx_passes.stream_calls import *
+from fxwrap.fx_passes.timed_rewrites import *

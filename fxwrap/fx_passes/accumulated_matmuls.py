@@ -31,6 +31,16 @@ class Accumulation:
     total: Node
     views: tuple[Node, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The name of the sum's node."""
+        return self.total.name
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the sum, its matmul and the other summand."""
+        return frozenset([self.name, self.matmul.name, self.addend.name])
+
 
 def accumulate_matmuls(
     graph: PreparedGraph, context: FxPassContext, chosen: Collection[str] | None = None
@@ -44,7 +54,7 @@ def accumulate_matmuls(
         fake = graph.fakes[item.total]
         spec = specs.get(fake.device.type)
         is_default = spec is not None and fake.dtype in spec.matmuls.accumulated_dtypes
-        if is_default if chosen is None else item.total.name in chosen:
+        if is_default if chosen is None else item.name in chosen:
             copy = copy or GraphCopy(graph)
             _accumulate(copy, item)
     return graph if copy is None else copy.finish()

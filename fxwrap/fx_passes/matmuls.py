@@ -1,6 +1,5 @@
-"""Rewrites of matmuls: fused epilogues, packing, separate biases, and products of vectors without matmuls.
+"""Rewrites of matmuls: packing, separate biases, and products of vectors without matmuls.
 
-A GEMM that adds a bias and applies an activation to its accumulators saves a kernel that reads and writes the result.
 Small matmuls with one left operand (queries, keys and values) are bound by their launches, so one matmul with the
 weights side by side is faster, although the weights must be copied. Where a library is slow with a bias, the kernel
 that reads the result adds it. `DeviceSpec` declares where each rewrite is profitable. A matmul over one term is a
@@ -10,40 +9,22 @@ start a matmul for each row.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, fresh_like, same_layout
-from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph, Target
+from fxwrap.devices import DeviceSpec
+from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, fresh_like
+from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases, same_layouts
-from fxwrap.options import Options
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
 
 MATMULS = frozenset({_aten.mm.default, _aten.addmm.default})
-_VIEWS = frozenset({_aten.view.default, _aten._unsafe_view.default})
-_FORMULA: Mapping[Target, Callable[..., float]] = {
-    _aten.add.Tensor: operator.add,
-    _aten.add.Scalar: operator.add,
-    _aten.sub.Tensor: operator.sub,
-    _aten.mul.Tensor: operator.mul,
-    _aten.mul.Scalar: operator.mul,
-    _aten.pow.Tensor_Scalar: operator.pow,
-    _aten.tanh.default: math.tanh,
-    _aten.clone.default: float,
-    _aten._to_copy.default: float,
-}
-"""The operators in formulas of GELU's tanh approximation, as functions of numbers."""
-_MAX_FORMULA_LENGTH = 16
 
 
 @dataclass(frozen=True)
@@ -159,162 +140,6 @@ def is_outer_product(left: FakeTensor, right: FakeTensor, result: FakeTensor) ->
         return False
     multiplied = fake_call(_aten.mul.Tensor, (left, right))
     return multiplied.dtype == result.dtype and same_layouts(multiplied, result)
-
-
-# --- epilogues --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Epilogue:
-    """An activation that is the only reader of a matmul: `matmul_output`, the matmul or a view of it, is its input."""
-
-    matmul: Matmul
-    matmul_output: Node
-    formula: tuple[Node, ...]
-    is_gelu: bool
-
-    @property
-    def end(self) -> Node:
-        """The node of the activation's result."""
-        return self.formula[-1]
-
-
-def fuse_epilogues(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph:
-    """Returns a graph in which a matmul and the activation after it are one call."""
-    specs = context.options.device_specs()
-    epilogues = [
-        epilogue for matmul in matmuls_of(graph, context) if _supports_epilogue(matmul, graph.fakes, specs)
-        and (epilogue := _match_epilogue(matmul, graph.fakes, context.options)) is not None
-    ]  # fmt: skip
-    if not epilogues:
-        return graph
-    copy = GraphCopy(graph)
-    zeros: dict[Hashable, Node] = {}
-    for epilogue in epilogues:
-        _fuse_epilogue(copy, epilogue, zeros)
-    return copy.finish()
-
-
-def _spec_of(fake: object, specs: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
-    return specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
-
-
-def _supports_epilogue(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
-    """Whether a library applies an activation before it rounds: its kernels for aligned rows do."""
-    fake = fakes.get(matmul.node)
-    spec = _spec_of(fake, specs)
-    if fake is None or spec is None or fake.dtype not in spec.matmuls.epilogue_dtypes:
-        return False
-    lengths = (fake.shape[1], fakes[matmul.left].shape[1])
-    return all(type(length) is int and length * fake.dtype.itemsize % ROW_ALIGNMENT == 0 for length in lengths)
-
-
-def _match_epilogue(matmul: Matmul, fakes: NodeValues, options: Options) -> _Epilogue | None:
-    """Returns the activation that is the only reader of a matmul, if a library has it."""
-    matmul_output = matmul.node
-    while len(matmul_output.users) == 1 and (user := next(iter(matmul_output.users))).target in _VIEWS:
-        matmul_output = user
-    formula = _match_activation_formula(matmul_output, options)
-    if formula is None:
-        return None
-    fake, result = fakes[matmul_output], fakes.get(formula[-1])
-    if not isinstance(result, FakeTensor) or result.dtype != fake.dtype or not same_layout(result, fake):
-        return None
-    is_relu = formula[0].target == _aten.relu.default
-    if not is_relu and not _is_gelu(matmul_output, formula):
-        return None
-    return _Epilogue(matmul, matmul_output, formula, is_gelu=not is_relu)
-
-
-def _match_activation_formula(matmul_output: Node, options: Options) -> tuple[Node, ...] | None:
-    """Returns the nodes of an activation of one tensor, in order; only the last has other readers."""
-    users = list(matmul_output.users)
-    if len(users) == 1 and users[0].target in (_aten.relu.default, _aten.gelu.default):
-        return None if str(users[0].target) in options.preserve_ops else (users[0],)
-    reached: dict[Node, None] = {}
-    pending = users
-    while pending and len(reached) <= _MAX_FORMULA_LENGTH:
-        node = pending.pop(0)
-        if node in reached or node.target not in _FORMULA or str(node.target) in options.preserve_ops:
-            continue
-        if all(operand is matmul_output or operand in reached for operand in node.all_input_nodes):
-            reached[node] = None
-            pending += node.users
-    for end in reached:
-        formula = _formula_nodes(end, reached)
-        inner = [node for node in (matmul_output, *formula) if node is not end]
-        has_tanh = any(node.target == _aten.tanh.default for node in formula)
-        if has_tanh and all(user in formula for node in inner for user in node.users):
-            return tuple([node for node in reached if node in formula])
-    return None
-
-
-def _formula_nodes(end: Node, reached: Collection[Node]) -> set[Node]:
-    """Returns the nodes among `reached` that a node depends on, itself included."""
-    nodes, pending = {end}, [end]
-    while pending:
-        new = [node for node in pending.pop().all_input_nodes if node in reached and node not in nodes]
-        nodes.update(new)
-        pending += new
-    return nodes
-
-
-def _is_gelu(matmul_output: Node, formula: Sequence[Node]) -> bool:
-    """Whether nodes compute GELU's tanh approximation, in any algebraic form.
-
-    The formula consists of polynomials and one tanh. It is compared with GELU at more points than it has terms.
-    """
-    if formula[0].target == _aten.gelu.default:
-        return formula[0].kwargs.get("approximate") == "tanh"
-    for step in range(-40, 41):
-        x = step / 8
-        values: dict[Node, float] = {matmul_output: x}
-        for node in formula:
-            value = _evaluate(node, values)
-            if value is None:
-                return False
-            values[node] = value
-        expected = 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-        if abs(values[formula[-1]] - expected) > 1e-7 * max(1.0, abs(x)):
-            return False
-    return True
-
-
-def _evaluate(node: Node, values: Mapping[Node, float]) -> float | None:
-    """Returns the value of a formula's operator on numbers; None for arguments that are not numbers."""
-    operands: list[Any] = [values[item] if isinstance(item, Node) else item for item in node.args]
-    if not all(isinstance(item, int | float) for item in operands):
-        return None
-    match node.target:
-        case _aten._to_copy.default:
-            dtype = node.kwargs.get("dtype")
-            is_cast = set(node.kwargs) == {"dtype"} and isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            return float(operands[0]) if is_cast else None
-        case _aten.clone.default:
-            return float(operands[0])
-        case _:
-            return None if node.kwargs else _FORMULA[node.target](*operands)
-
-
-def _fuse_epilogue(copy: GraphCopy, epilogue: _Epilogue, zeros: dict[Hashable, Node]) -> None:
-    """Replaces a matmul and its activation by one call; `zeros` caches the biases of matmuls without one."""
-    matmul, end = epilogue.matmul, epilogue.end
-    before = copy.node_map[matmul.node]
-    fake = copy.fakes[before]
-    if matmul.bias is None:
-        key = (fake.shape[1], fake.dtype, fake.device)
-        if key not in zeros:
-            keywords = {"dtype": fake.dtype, "device": fake.device}
-            zeros[key] = copy.call(before, _aten.full.default, ([fake.shape[1]], 0), "no_bias", keywords)
-        bias = zeros[key]
-    else:
-        bias = copy.node_map[matmul.bias]
-    operands = (bias, copy.node_map[matmul.left], copy.node_map[matmul.right])
-    keywords = {"use_gelu": True} if epilogue.is_gelu else {}
-    fused = copy.call(before, _aten._addmm_activation.default, operands, f"{matmul.node.name}_epilogue", keywords)
-    result = fused if epilogue.matmul_output is matmul.node else copy.node_map[epilogue.matmul_output]
-    copy.substitute(end, result, "fused", erased=[node for node in epilogue.formula if node is not end])
-    copy.substitute(matmul.node, fused, "fused")
 
 
 # --- packed matmuls ---------------------------------------------------------------------------------------------------
@@ -469,7 +294,7 @@ def unfuse_biases(graph: PreparedGraph, context: FxPassContext) -> PreparedGraph
 def _prefers_unfused_bias(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
     """Whether a library adds a bias more slowly than the kernel that reads the result."""
     fake = fakes.get(matmul.node)
-    spec = _spec_of(fake, specs)
+    spec = specs.get(fake.device.type) if isinstance(fake, FakeTensor) else None
     if fake is None or spec is None or matmul.bias is None:
         return False
     return fake.dtype in spec.matmuls.unfused_bias_dtypes and fakes[matmul.bias].dtype == fake.dtype

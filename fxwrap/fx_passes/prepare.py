@@ -17,6 +17,7 @@ from fxwrap.fx_passes.cse import eliminate_common_subexpressions
 from fxwrap.fx_passes.decoding_attention import split_decoding_attention
 from fxwrap.fx_passes.decompose import decompose
 from fxwrap.fx_passes.dropout_masks import draw_dropout_masks, recognize_dropout
+from fxwrap.fx_passes.epilogues import fuse_epilogues
 from fxwrap.fx_passes.expert_loops import group_expert_loops
 from fxwrap.fx_passes.fake_propagation import fake_values
 from fxwrap.fx_passes.flex_attention import expand_flex_attention
@@ -24,7 +25,7 @@ from fxwrap.fx_passes.frozen_convolutions import freeze_convolutions
 from fxwrap.fx_passes.in_place_calls import replace_in_place_calls
 from fxwrap.fx_passes.layout_changes import replace_layout_changes
 from fxwrap.fx_passes.layouts import optimize_layouts
-from fxwrap.fx_passes.matmuls import fuse_epilogues, pack_matmuls, rewrite_vector_products, unfuse_biases
+from fxwrap.fx_passes.matmuls import pack_matmuls, rewrite_vector_products, unfuse_biases
 from fxwrap.fx_passes.negative_views import resolve_negative_views
 from fxwrap.fx_passes.pad_mm import pad_matmuls
 from fxwrap.fx_passes.prepacked_int8 import prepack_int8_weights

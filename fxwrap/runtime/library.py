@@ -29,14 +29,6 @@ from fxwrap.runtime.device_operators import (
     synchronize_device,
     wait_event,
 )
-from fxwrap.runtime.grouped_matmuls import (
-    grouped_matmul,
-    grouped_matmul_fake,
-    grouped_products,
-    grouped_products_fake,
-    to_host,
-    to_host_fake,
-)
 from fxwrap.runtime.kernel_operators import (
     cpp_kernel,
     cpp_kernel_fake,
@@ -45,6 +37,16 @@ from fxwrap.runtime.kernel_operators import (
     cpp_kernel_functionalised,
 )
 from fxwrap.runtime.kernel_table import register_kernel_texts
+from fxwrap.runtime.matmuls import (
+    fused_matmul,
+    fused_matmul_fake,
+    grouped_matmul,
+    grouped_matmul_fake,
+    grouped_products,
+    grouped_products_fake,
+    to_host,
+    to_host_fake,
+)
 from fxwrap.runtime.prepacked_weights import (
     biased_linear,
     frozen_convolution,
@@ -235,6 +237,10 @@ _OPERATORS = (
     _Operator(
         "frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor",
         frozen_grouped_mm, frozen_grouped_mm_fake,
+    ),
+    _Operator(
+        "fused_matmul(Tensor left, Tensor right, Tensor? bias, str epilogue) -> (Tensor, Tensor)",
+        fused_matmul, fused_matmul_fake,
     ),
     _Operator("to_host(Tensor tensor) -> Tensor", to_host, to_host_fake),
     _Operator(

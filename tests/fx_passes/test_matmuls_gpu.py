@@ -15,6 +15,7 @@ import fxwrap
 from fxwrap.lines import ExternCall
 from fxwrap.options import EMITTERS
 from tests.fx_passes.test_rewrite_matmuls import FUSED_ACTIVATIONS
+from tests.fx_passes.test_second_results import with_second_results
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +60,61 @@ def test_unbiased_matmuls_of_odd_sizes(dtype: torch.dtype, sizes: tuple[int, int
     inputs = [torch.randn(*size, device="cuda").to(dtype) for size in ((rows, terms), (terms, columns))]
     calls = ["aten.mm.default" if columns % 8 else "aten._addmm_activation.default"]
     check(lambda x, w: torch.relu(x @ w), inputs, "python", calls)
+
+
+SECOND_RESULTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]] = {
+    "gelu": lambda left, right, bias: (F.gelu(_sum(left, right, bias), approximate="tanh"), _sum(left, right, bias)),
+    "left_sums": lambda left, right, bias: (left @ right, left.sum(1)),
+    "right_sums": lambda left, right, bias: (left @ right, right.sum(0)),
+}
+
+
+def _sum(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return left @ right if bias is None else torch.addmm(bias, left, right)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(64, 128, 256), (37, 65, 104), (33, 64, 129), (1, 16, 8), (0, 8, 16), (8, 0, 16)], ids=str
+)
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize(("epilogue", "biased"), [("gelu", True), *[(name, False) for name in SECOND_RESULTS]])
+def test_second_results(epilogue: str, biased: bool, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    rows, inner, columns = sizes
+    for left_transposed in (False, True):
+        for right_transposed in (False, True):
+            left = torch.randn(*((inner, rows) if left_transposed else (rows, inner)), device="cuda").to(dtype)
+            right = torch.randn(*((columns, inner) if right_transposed else (inner, columns)), device="cuda").to(dtype)
+            left, right = left.t() if left_transposed else left, right.t() if right_transposed else right
+            bias = torch.randn(columns, device="cuda").to(dtype) if biased else None
+            results = torch.ops.fxwrap.fused_matmul(left, right, bias, epilogue)
+            eager = SECOND_RESULTS[epilogue](left, right, bias)
+            exact = SECOND_RESULTS[epilogue](*[None if item is None else item.double() for item in (left, right, bias)])
+            for result, other, truth in zip(results, eager, exact, strict=True):
+                assert (result.dtype, result.shape, result.stride()) == (other.dtype, other.shape, other.stride())
+                assert relative_error(result, truth) <= 1.1 * relative_error(other, truth) + 1e-5 or not truth.norm()
+
+
+def mlp(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """A layer with GELU, and the gradients of its weight and bias for some gradient of its result."""
+    hidden = torch.addmm(b, x, w.t())
+    gradient = hidden.tanh()
+    return hidden, F.gelu(hidden, approximate="tanh"), gradient.t() @ x, gradient.sum(0)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("emitter", EMITTERS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_programs_with_second_results(dtype: torch.dtype, emitter: str, cuda_graphs: bool) -> None:
+    inputs = [torch.randn(*size, device="cuda").to(dtype) for size in ((384, 256), (512, 256), (512,))]
+    options = fxwrap.Options(emitter=emitter, fallback="error", cuda_graphs=cuda_graphs)
+    graph = with_second_results(mlp, inputs, options)
+    compiled = fxwrap.compile_graph(graph, inputs, options=options)
+    assert extern_targets(fxwrap.lower(graph, options=options)) == ["fxwrap.fused_matmul.default"] * 2
+    for _ in range(3):
+        inputs = [torch.randn_like(item) for item in inputs]
+        exact = mlp(*[item.double() for item in inputs])
+        for result, eager, truth in zip(compiled(*inputs), mlp(*inputs), exact, strict=True):
+            assert relative_error(result, truth) <= 1.1 * relative_error(eager, truth) + 1e-5
 
 
 class Attention(nn.Module):

@@ -138,6 +138,14 @@ def nearly_gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.0447 * torch.pow(x, 3.0))))
 
 
+def large_power(x: Tensor) -> Tensor:
+    return torch.tanh(torch.pow(x, 1000.0))
+
+
+def inverse(x: Tensor) -> Tensor:
+    return torch.tanh(torch.pow(x, -1.0))
+
+
 def by_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -148,7 +156,10 @@ def behind_matmul(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tenso
 
 
 FUSED_ACTIVATIONS = {"relu": torch.relu, "by_tanh": by_tanh, "formula": formula, "factored": factored}
-UNFUSED_ACTIVATIONS = {"gelu": F.gelu, "almost": nearly_gelu, "silu": F.silu, "tanh": torch.tanh}
+UNFUSED_ACTIVATIONS = {
+    "gelu": F.gelu, "almost": nearly_gelu, "silu": F.silu, "tanh": torch.tanh, "large_power": large_power,
+    "inverse": inverse,
+}  # fmt: skip
 
 
 def operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -55,7 +55,7 @@ def compiled(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
     timer: RegionTimer,
-    function: Callable[..., torch.Tensor] = two_layers,
+    function: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] = two_layers,
     inputs: Sequence[torch.Tensor] = INPUTS,
     **options: Any,
 ) -> fxwrap.Compiled:
@@ -65,7 +65,8 @@ def compiled(
     result = fxwrap.compile_graph(
         graph, inputs, options=Options(**{"autotune": True, "compile_cache": False, **options})
     )
-    torch.testing.assert_close(result(*inputs)[0], function(*inputs))
+    expected = function(*inputs)
+    torch.testing.assert_close(tuple(result(*inputs)), expected if isinstance(expected, tuple) else (expected,))
     return result
 
 
@@ -347,4 +348,25 @@ def test_sums_of_matmuls_are_timed_with_matmuls_that_add_in_place(
     assert timer.regions == 2
     assert (added, len(called(program))) == ((["aten.addmm_.default"] * 2, 1) if accumulates else ([], 3))
     again = compiled(monkeypatch, tmp_path, RegionTimer(), gradients, inputs)
+    assert str(again.program) == str(program)
+
+
+def linear_backward(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradients of a layer's weight and bias, and a sum that the same kernel computes."""
+    hidden = (gradient @ weight).tanh()
+    return hidden.t() @ x, hidden.sum(0), hidden.sum()
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_second_results_of_matmuls_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fuses: bool) -> None:
+    device = dataclasses.replace(
+        CPU, matmuls=dataclasses.replace(CPU.matmuls, epilogue_dtypes=frozenset({torch.float32}))
+    )
+    inputs = [torch.randn(32, 64), torch.randn(64, 24), torch.randn(32, 40)]
+    timer = RegionTimer((1.0, 2.0) if fuses else (2.0, 1.0))
+    program = compiled(monkeypatch, tmp_path, timer, linear_backward, inputs, devices=[device]).program
+    assert timer.regions == 1
+    expected = "fxwrap.fused_matmul.default" if fuses else "aten.mm.default"
+    assert called(program) == ["aten.mm.default", expected]
+    again = compiled(monkeypatch, tmp_path, RegionTimer(), linear_backward, inputs, devices=[device])
     assert str(again.program) == str(program)

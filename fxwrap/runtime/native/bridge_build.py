@@ -53,7 +53,7 @@ _HEADERS = (
     "engine/observer.h",
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
-    *("libraries/operators.h", "libraries/prepacked.h", "libraries/grouped_matmuls.h"),
+    *("libraries/operators.h", "libraries/prepacked.h", "libraries/grouped_matmuls.h", "libraries/matmuls.h"),
 )
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library and its Python binding."""

@@ -12,7 +12,9 @@ namespace {
 struct Operation {
   int32_t transposed[2] = {0, 0};
   int32_t epilogue = 1;
-  const char* bias = nullptr;
+  char* bias = nullptr;   // or the sums of an operand, which the epilogue stores
+  char* input = nullptr;  // of the activation
+  int64_t input_step = 0;
 };
 
 struct Layout {
@@ -22,6 +24,7 @@ struct Layout {
 
 struct Preference {
   uint64_t workspace = 0;
+  uint32_t reductions = 0xffffffff;
   uint32_t alignments[4] = {};
 };
 
@@ -38,8 +41,8 @@ int16_t* place(const void* start, const Layout& layout, int64_t row, int64_t col
 }
 
 float activated(float value, int32_t epilogue) {
-  if (epilogue == 6) return std::fmax(value, 0.0f);
-  if (epilogue == 36) return 0.5f * value * (1 + std::tanh(0.7978845608f * (value + 0.044715f * value * value * value)));
+  if (epilogue & 2) return std::fmax(value, 0.0f);
+  if (epilogue & 32) return 0.5f * value * (1 + std::tanh(0.7978845608f * (value + 0.044715f * value * value * value)));
   return value;
 }
 
@@ -62,9 +65,13 @@ int cublasLtMatmulDescDestroy(void* operation) {
 }
 int cublasLtMatmulDescSetAttribute(void* to, int32_t attribute, const void* value, size_t size) {
   auto& operation = *static_cast<Operation*>(to);
-  if (attribute == 8) {
-    std::memcpy(&operation.bias, value, size);
+  if (attribute == 8 || attribute == 11) {
+    std::memcpy(attribute == 8 ? &operation.bias : &operation.input, value, size);
     return size == sizeof(void*) ? 0 : 7;
+  }
+  if (attribute == 12) {
+    std::memcpy(&operation.input_step, value, size);
+    return size == sizeof(int64_t) ? 0 : 7;
   }
   int32_t& place = attribute == 7 ? operation.epilogue : operation.transposed[attribute - 3];
   std::memcpy(&place, value, size);
@@ -88,7 +95,9 @@ int cublasLtMatmulPreferenceDestroy(void* preference) {
 }
 int cublasLtMatmulPreferenceSetAttribute(void* to, int32_t attribute, const void* value, size_t size) {
   auto& preference = *static_cast<Preference*>(to);
-  void* place = attribute == 1 ? static_cast<void*>(&preference.workspace) : &preference.alignments[attribute - 5];
+  void* place = attribute == 1   ? static_cast<void*>(&preference.workspace)
+                : attribute == 3 ? static_cast<void*>(&preference.reductions)
+                                 : &preference.alignments[attribute - 5];
   std::memcpy(place, value, size);
   return size == (attribute == 1 ? sizeof(uint64_t) : sizeof(uint32_t)) ? 0 : 7;
 }
@@ -97,6 +106,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, voi
   std::ostringstream line;
   line << "plan with " << (preference.workspace >> 20) << " MiB for";
   for (uint32_t alignment : preference.alignments) line << " " << alignment;
+  if (preference.reductions == 2) line << " with parts in float32";
   note(line.str());
   *count = status("algorithms") == 0;
   found->algorithm[7] = 42;
@@ -115,13 +125,27 @@ int cublasLtMatmul(void* handle, void* how, const float* alpha, const void* firs
   const auto &a = *static_cast<Layout*>(first_layout), &b = *static_cast<Layout*>(second_layout),
              &d = *static_cast<Layout*>(result_layout);
   const int64_t terms = operation.transposed[0] ? a.rows : a.columns;
+  const auto left = [&](int64_t row, int64_t term) {
+    return read(operation.transposed[0] ? place(first, a, term, row) : place(first, a, row, term), a.type == 14);
+  };
+  const auto right = [&](int64_t term, int64_t column) {
+    return read(operation.transposed[1] ? place(second, b, column, term) : place(second, b, term, column), b.type == 14);
+  };
+  const auto sum_terms = [&](int64_t count, auto element) {
+    for (int64_t i = 0; i < count; ++i) {
+      float sum = 0;
+      for (int64_t term = 0; term < terms; ++term) sum += element(i, term);
+      write(reinterpret_cast<int16_t*>(operation.bias) + i, d.type == 14, sum);
+    }
+  };
+  if (operation.epilogue == 256) sum_terms(d.rows, left);
+  if (operation.epilogue == 512) sum_terms(d.columns, [&](int64_t column, int64_t term) { return right(term, column); });
   for (int64_t row = 0; row < d.rows; ++row) {
     for (int64_t column = 0; column < d.columns; ++column) {
       float sum = operation.epilogue & 4 ? read(reinterpret_cast<const int16_t*>(operation.bias) + row, d.type == 14) : 0;
-      for (int64_t term = 0; term < terms; ++term) {
-        const int16_t* x = operation.transposed[0] ? place(first, a, term, row) : place(first, a, row, term);
-        const int16_t* y = operation.transposed[1] ? place(second, b, column, term) : place(second, b, term, column);
-        sum += read(x, a.type == 14) * read(y, b.type == 14);
+      for (int64_t term = 0; term < terms; ++term) sum += left(row, term) * right(term, column);
+      if (operation.epilogue & 128) {
+        write(reinterpret_cast<int16_t*>(operation.input) + column * operation.input_step + row, d.type == 14, sum);
       }
       write(place(result, d, row, column), d.type == 14, activated(sum, operation.epilogue));
     }

@@ -59,6 +59,14 @@ def launcher_class() -> Any:
     return _binding().Launcher
 
 
+def load_binding() -> None:
+    """Loads the bridge, with its kernels of fxwrap's operators, into this process, if it is not loaded.
+
+    Raises NativeBuildError where the bridge cannot be built.
+    """
+    _binding()
+
+
 def find_plain_inputs_check() -> Callable[[tuple[object, ...]], bool] | None:
     """Returns the binding's `are_plain_inputs`, see `runtime.direct`; None while this process has loaded no bridge."""
     return _binding().are_plain_inputs if binding_is_loaded() and find_bridge() is not None else None

@@ -57,8 +57,11 @@ namespace {
 constexpr int32_t compute_float32 = 68;                          // CUBLAS_COMPUTE_32F
 constexpr int32_t float32 = 0, float16 = 2, bfloat16 = 14;  // cudaDataType_t
 constexpr int32_t transposed = 1;                               // CUBLAS_OP_T
-constexpr int32_t transpose_a = 3, transpose_b = 4, epilogue = 7, bias_pointer = 8;  // CUBLASLT_MATMUL_DESC_*
-constexpr int32_t most_workspace = 1, first_alignment = 5;  // CUBLASLT_MATMUL_PREF_*; the other alignments follow
+constexpr int32_t transpose_a = 3, transpose_b = 4, epilogue = 7, bias_pointer = 8,
+                  input_pointer = 11, input_leading_dimension = 12;  // CUBLASLT_MATMUL_DESC_*
+constexpr int32_t most_workspace = 1, reduction_schemes = 3,
+                  first_alignment = 5;  // CUBLASLT_MATMUL_PREF_*; the other alignments follow
+constexpr uint32_t reduces_in_float32 = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 
 constexpr uint64_t largest_workspace = 32 << 20;  // as in torch on newer architectures
 
@@ -104,10 +107,12 @@ bool Plan::describe() {
     if (!matrix.transposed) std::swap(rows, columns);  // a row-major matrix is its column-major transpose
     return library_->create_layout(&layout, type, uint64_t(rows), uint64_t(columns), matrix.leading_dimension) == 0;
   };
-  // Until there is a bias, only the alignment of its address matters.
+  // Until there are operands, only the alignments of their addresses matter.
   const void* bias = reinterpret_cast<const void*>(uintptr_t(problem_.bias_alignment));
+  const void* input = reinterpret_cast<const void*>(uintptr_t(256));
   return (!problem_.right.transposed || set(transpose_a, transposed)) && (!problem_.left.transposed || set(transpose_b, transposed)) &&
-         set(epilogue, problem_.epilogue) && (problem_.epilogue == Epilogue::none || set(bias_pointer, bias)) &&
+         set(epilogue, problem_.epilogue) && (problem_.bias_alignment == 0 || set(bias_pointer, bias)) &&
+         (!stores_input(problem_.epilogue) || (set(input_pointer, input) && set(input_leading_dimension, problem_.columns))) &&
          add(layouts_[0], problem_.inner, problem_.columns, problem_.right) &&
          add(layouts_[1], problem_.rows, problem_.inner, problem_.left) &&
          add(layouts_[2], problem_.rows, problem_.columns, problem_.result);
@@ -123,6 +128,9 @@ bool Plan::find_algorithm(Pointer preference) {
       !wish(first_alignment + 3, result)) {
     return false;
   }
+  // Partial sums of half precision would make results less exact than those of separate operators.
+  const bool has_second_result = stores_input(problem_.epilogue) || stores_sums(problem_.epilogue);
+  if (has_second_result && !wish(reduction_schemes, reduces_in_float32)) return false;
   HeuristicResult heuristic{};
   int count = 0;
   const auto [right, left, output] = layouts_;
@@ -138,8 +146,12 @@ bool Plan::run(const Operands& operands) {
   const float one = 1, zero = 0;
   const driver::ContextGuard there(problem_.device);
   Pointer stream = driver::current_stream(problem_.device);
-  usable_ = (operands.bias == nullptr ||
-             library_->set_operation(operation_, bias_pointer, &operands.bias, sizeof(operands.bias)) == 0) &&
+  const auto set = [&](int32_t attribute, const void* address) {
+    return library_->set_operation(operation_, attribute, &address, sizeof(address)) == 0;
+  };
+  const void* const bias = stores_sums(problem_.epilogue) ? operands.second_result : operands.bias;
+  usable_ = (bias == nullptr || set(bias_pointer, bias)) &&
+            (!stores_input(problem_.epilogue) || set(input_pointer, operands.second_result)) &&
             library_->multiply(handle_, operation_, &one, operands.right, layouts_[0], operands.left, layouts_[1], &zero,
                                operands.result, layouts_[2], operands.result, layouts_[2], algorithm_,
                                operands.workspace, workspace_, stream) == 0;

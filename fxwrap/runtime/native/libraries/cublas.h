@@ -11,8 +11,23 @@
 
 namespace fxwrap::cublas {
 
-// The fused epilogue of a matmul; the library's numbers.
-enum class Epilogue : int32_t { none = 1, bias = 4, relu_bias = 6, gelu_bias = 36 };
+// The fused epilogue of a matmul; the library's numbers. Those of training have a second result: the input of GELU, or the
+// sums of an operand along the inner dimension.
+enum class Epilogue : int32_t {
+  none = 1,
+  bias = 4,
+  relu_bias = 6,
+  gelu_bias = 36,
+  gelu_and_input = 160,
+  gelu_bias_and_input = 164,
+  right_sums = 256,
+  left_sums = 512,
+};
+
+inline bool stores_input(Epilogue epilogue) {
+  return epilogue == Epilogue::gelu_and_input || epilogue == Epilogue::gelu_bias_and_input;
+}
+inline bool stores_sums(Epilogue epilogue) { return epilogue == Epilogue::right_sums || epilogue == Epilogue::left_sums; }
 
 // A matrix in memory: rows one after another, `leading_dimension` elements apart, or columns where `transposed`.
 struct Layout {
@@ -23,14 +38,14 @@ struct Layout {
 };
 
 // left (rows x inner) times right (inner x columns), all 16-bit floats, accumulated in float32. The result is
-// row-major; a bias has one element per column.
+// row-major, and so is the input of GELU, whose rows are contiguous; a bias has one element per column.
 struct Problem {
   int device = 0;
   bool is_bfloat16 = false;  // bfloat16, else float16
   Epilogue epilogue = Epilogue::none;
   int64_t rows = 0, inner = 0, columns = 0;
   Layout left, right, result;
-  uint32_t bias_alignment = 0;
+  uint32_t bias_alignment = 0;  // of the bias, or of the sums
   bool operator==(const Problem&) const = default;
 };
 
@@ -39,6 +54,7 @@ struct Operands {
   const void* right;
   const void* bias;
   void* result;
+  void* second_result;
   void* workspace;
 };
 

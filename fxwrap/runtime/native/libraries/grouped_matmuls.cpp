@@ -1,5 +1,5 @@
 // The operators of matmuls of groups of rows, for processes that have not imported fxwrap: twins of those of
-// fxwrap/runtime/grouped_matmuls.py. The numbers of rows are in memory of the host.
+// fxwrap/runtime/matmuls.py. The numbers of rows are in memory of the host.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -1,12 +1,23 @@
-// Matmuls on GPUs without torch's operators.
+// Matmuls on GPUs without torch's operators, and the operator of those with a second result.
+#include "libraries/matmuls.h"
+
 #include <ATen/Context.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
 #include <c10/util/env.h>
 
 #include <optional>
+#include <string_view>
+#include <tuple>
 
 #include "libraries/cublas.h"
+#include "libraries/operators.h"
 #include "libraries/plans.h"
 
 namespace fxwrap {
@@ -71,6 +82,31 @@ std::optional<Layout> layout_of(const at::Tensor& matrix) {
 
 bool is_size(int64_t size) { return size > 1 && size <= INT32_MAX; }
 
+// The problem of a matmul into a new matrix, if the library supports its operands; an undefined bias is none.
+std::optional<Problem> problem_of(Epilogue epilogue, const at::Tensor& left, const at::Tensor& right, const at::Tensor& bias) {
+  if (!is_plain_half(left) || !is_plain(right, left)) return std::nullopt;
+  if (left.dim() != 2 || right.dim() != 2 || left.size(1) != right.size(0)) return std::nullopt;
+  Problem problem;
+  problem.device = left.device().index();
+  problem.is_bfloat16 = left.scalar_type() == at::kBFloat16;
+  problem.epilogue = epilogue;
+  problem.rows = left.size(0);
+  problem.inner = left.size(1);
+  problem.columns = right.size(1);
+  if (!is_size(problem.rows) || !is_size(problem.inner) || !is_size(problem.columns)) return std::nullopt;
+  const auto left_layout = layout_of(left), right_layout = layout_of(right);
+  if (!left_layout || !right_layout || !uses_default_math_mode(left.scalar_type())) return std::nullopt;
+  problem.left = *left_layout;
+  problem.right = *right_layout;
+  problem.result = {false, problem.columns, 256};
+  if (cublas::stores_sums(epilogue)) problem.bias_alignment = 256;
+  if (bias.defined()) {
+    if (!is_plain(bias, left) || bias.dim() != 1 || bias.size(0) != problem.columns || bias.stride(0) != 1) return {};
+    problem.bias_alignment = alignment_of(bias);
+  }
+  return problem;
+}
+
 class MatmulCall final : public PlannedCall {
  public:
   MatmulCall(const MatmulSchema& form, std::vector<Value> arguments, std::vector<Result> results)
@@ -94,7 +130,7 @@ class MatmulCall final : public PlannedCall {
     const at::Tensor& bias = argument(f, form_.bias);
     const bool done = plan.run({left.const_data_ptr(), argument(f, form_.right).const_data_ptr(),
                                 bias.defined() ? bias.const_data_ptr() : nullptr, result.mutable_data_ptr(),
-                                workspace});
+                                nullptr, workspace});
     if (!done) return false;
     store(f, std::move(result), is_out_variant);
     return true;
@@ -102,34 +138,17 @@ class MatmulCall final : public PlannedCall {
 
   // The problem of a call, if the library supports it; `result` is undefined for a new result.
   std::optional<Problem> problem_of(const Frame& f, const at::Tensor& result) const {
-    const at::Tensor &left = argument(f, form_.left), &right = argument(f, form_.right), &bias = argument(f, form_.bias);
-    if (!is_plain_half(left) || !is_plain(right, left) || !only_plain_tensors()) return std::nullopt;
-    if (left.dim() != 2 || right.dim() != 2 || left.size(1) != right.size(0)) return std::nullopt;
-    Problem problem;
-    problem.device = left.device().index();
-    problem.is_bfloat16 = left.scalar_type() == at::kBFloat16;
-    problem.epilogue = form_.epilogue;
-    problem.rows = left.size(0);
-    problem.inner = left.size(1);
-    problem.columns = right.size(1);
-    if (!is_size(problem.rows) || !is_size(problem.inner) || !is_size(problem.columns)) return std::nullopt;
-    const auto left_layout = layout_of(left), right_layout = layout_of(right);
-    if (!left_layout || !right_layout || !uses_default_math_mode(left.scalar_type())) return std::nullopt;
-    problem.left = *left_layout;
-    problem.right = *right_layout;
-    problem.result = {false, problem.columns, 256};
-    if (form_.bias >= 0) {
-      if (!is_plain(bias, left) || bias.dim() != 1 || bias.size(0) != problem.columns || bias.stride(0) != 1) return {};
-      problem.bias_alignment = alignment_of(bias);
-    }
+    const at::Tensor& left = argument(f, form_.left);
+    auto problem = fxwrap::problem_of(form_.epilogue, left, argument(f, form_.right), argument(f, form_.bias));
+    if (!problem || !only_plain_tensors()) return std::nullopt;
     if (form_.out >= 0) {
-      if (!is_plain(result, left) || result.dim() != 2 || result.size(0) != problem.rows ||
-          result.size(1) != problem.columns) {
+      if (!is_plain(result, left) || result.dim() != 2 || result.size(0) != problem->rows ||
+          result.size(1) != problem->columns) {
         return std::nullopt;
       }
       const auto result_layout = layout_of(result);
       if (!result_layout || result_layout->transposed) return std::nullopt;
-      problem.result = *result_layout;
+      problem->result = *result_layout;
     }
     return problem;
   }
@@ -138,7 +157,61 @@ class MatmulCall final : public PlannedCall {
   mutable PlanCache<Plan, Problem> plans_;
 };
 
+// --- matmuls with a second result ---
+
+// Both results by a plan; nothing if the library does not support the call, or only by slow kernels of unaligned rows.
+std::optional<std::tuple<at::Tensor, at::Tensor>> run_fused(Epilogue epilogue, const at::Tensor& left, const at::Tensor& right,
+                                                            const at::Tensor& bias) {
+  static auto& plans = *new PlanCache<Plan, Problem, 64>;  // never destroyed: the library may be unloaded before
+  if (!uses_library_plans() || is_tunable_op_enabled()) return std::nullopt;
+  const std::optional<Problem> problem = problem_of(epilogue, left, right, bias);
+  const auto is_aligned = [](int64_t elements) { return elements % 8 == 0; };
+  if (!problem || !is_aligned(problem->left.leading_dimension) || !is_aligned(problem->right.leading_dimension) ||
+      !is_aligned(problem->columns)) {
+    return std::nullopt;
+  }
+  std::lock_guard<std::mutex> lock(plans.mutex);
+  Plan& plan = plans.find(*problem);
+  if (!plan.usable()) return std::nullopt;
+  at::Tensor result = at::empty({problem->rows, problem->columns}, left.options());
+  at::DimVector sizes{problem->rows, problem->columns};
+  if (cublas::stores_sums(epilogue)) sizes.erase(epilogue == Epilogue::left_sums ? sizes.begin() + 1 : sizes.begin());
+  at::Tensor second = at::empty(sizes, left.options());
+  const Workspace workspace(plan.workspace(), left);
+  const bool done = plan.run({left.const_data_ptr(), right.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
+                              result.mutable_data_ptr(), second.mutable_data_ptr(), workspace});
+  if (!done) return std::nullopt;
+  return std::tuple(std::move(result), std::move(second));
+}
+
+// The twin of fxwrap/runtime/matmuls.py.
+std::tuple<at::Tensor, at::Tensor> fused_matmul(const at::Tensor& left, const at::Tensor& right,
+                                                const std::optional<at::Tensor>& bias, std::string_view epilogue) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor addend = bias.value_or(at::Tensor());
+  Epilogue fused = addend.defined() ? Epilogue::gelu_bias_and_input : Epilogue::gelu_and_input;
+  if (epilogue != "gelu") {
+    fused = epilogue == "left_sums" ? Epilogue::left_sums : Epilogue::right_sums;
+    TORCH_CHECK(epilogue == "left_sums" || epilogue == "right_sums", "unknown epilogue '", epilogue,
+                "'; known epilogues: gelu, left_sums, right_sums");
+  }
+  if (auto results = run_fused(fused, left, right, addend)) return *std::move(results);
+  at::Tensor result = addend.defined() ? at::addmm(addend, left, right) : at::mm(left, right);
+  if (fused == Epilogue::left_sums) return {std::move(result), left.sum(1)};
+  if (fused == Epilogue::right_sums) return {std::move(result), right.sum(0)};
+  return {at::gelu(result, "tanh"), result};
+}
+
+// Where the Python package defines the operator, this is its kernel for GPUs.
+TORCH_LIBRARY_IMPL(fxwrap, CUDA, library) { library.impl("fused_matmul", &fused_matmul); }
+
 }  // namespace
+
+void register_fused_matmul() {
+  define_operators("fxwrap::fused_matmul", [](const auto& add) {
+    add("fused_matmul(Tensor left, Tensor right, Tensor? bias, str epilogue) -> (Tensor, Tensor)", "fused_matmul", &fused_matmul);
+  });
+}
 
 std::unique_ptr<PlannedCall> matmul_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                           const std::vector<Result>& results) {

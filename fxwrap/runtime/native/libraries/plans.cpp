@@ -56,6 +56,11 @@ void PlannedCall::store(Frame& f, at::Tensor&& result, bool is_out_variant) cons
   if (results_[0].kind == Arg::Tensor) tensor_at(f, results_[0].index) = std::move(result);
 }
 
+bool uses_library_plans() {
+  static const bool is_enabled = c10::utils::check_env("FXWRAP_LIBRARY_PLANS").value_or(true);
+  return is_enabled;
+}
+
 bool is_plain(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
          tensor.scalar_type() == like.scalar_type() && tensor.device() == like.device() && !tensor.is_neg() &&
@@ -70,8 +75,7 @@ bool is_plain_half(const at::Tensor& tensor) {
 std::unique_ptr<PreparedCall> make_planned_call(const c10::FunctionSchema& schema, const std::vector<Value>& arguments,
                                          const std::vector<Result>& results,
                                          std::unique_ptr<PreparedCall> fallback) {
-  static const bool is_enabled = c10::utils::check_env("FXWRAP_LIBRARY_PLANS").value_or(true);
-  if (!is_enabled) return fallback;
+  if (!uses_library_plans()) return fallback;
   std::unique_ptr<PreparedCall> call = std::move(fallback);
   for (auto make : {matmul_call, convolution_call, attention_call, cpu_addmm_call}) {
     std::unique_ptr<PlannedCall> planned = make(schema, arguments, results);

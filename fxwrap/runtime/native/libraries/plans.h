@@ -49,8 +49,8 @@ class PlannedCall : public PreparedCall {
   std::unique_ptr<PreparedCall> fallback_;
 };
 
-// The plans of one call site's last problems. A `Plan` is constructed from a `Problem` and returns it.
-template <class Plan, class Problem>
+// The plans of the last problems, of one call site by default. A `Plan` is constructed from a `Problem` and returns it.
+template <class Plan, class Problem, size_t most = 8>
 class PlanCache {
  public:
   // Guards this object and its plans.
@@ -67,10 +67,12 @@ class PlanCache {
   }
 
  private:
-  static constexpr size_t most = 8;
   std::vector<std::unique_ptr<Plan>> plans_;
   size_t oldest_ = 0;
 };
+
+// Whether calls use plans in this process.
+bool uses_library_plans();
 
 // Whether a tensor is a plain strided GPU tensor with the dtype and device of another.
 bool is_plain(const at::Tensor& tensor, const at::Tensor& like);
