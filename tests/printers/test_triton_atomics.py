@@ -11,7 +11,15 @@ from tests.printers.triton_kernels import BF16, F32, F64, I64, build, check
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("add", F32), ("add", torch.int64), ("max", torch.int64), ("min", torch.int32)]
+    ("mode", "dtype"),
+    [
+        ("add", F32),
+        ("add", BF16),
+        ("add", torch.float16),
+        ("add", torch.int64),
+        ("max", torch.int64),
+        ("min", torch.int32),
+    ],
 )
 def test_atomic_stores_count_every_element(mode: str, dtype: torch.dtype) -> None:
     i, j = Axis("p0", 7), Axis("p1", 5)

@@ -3,11 +3,12 @@
 The interpreter has no libdevice functions: torch's equivalents replace them. It loses the bool dtype of comparisons
 when it broadcasts scalars. In Triton 3.6 it converts loop bounds in a way that NumPy removed. Its reductions and scans
 combine elements one by one in Python; the patches combine whole slices. Its dot multiplies the bits of bfloat16, and
-its casts to bfloat16 truncate where a GPU rounds to the nearest number.
+its casts to bfloat16 truncate where a GPU rounds to the nearest number. It has no atomic addition of bfloat16.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable
 from functools import cache
@@ -37,6 +38,11 @@ def interpreter_patches() -> tuple[tuple[object, str, object], ...]:
         *[(library, name, _interpreted(function)) for name, function in functions.items()],
         (interpreter.InterpreterBuilder, "create_splat", _splat),
         (interpreter.InterpreterBuilder, "create_dot", _dot),
+        (
+            interpreter.InterpreterBuilder,
+            "create_atomic_rmw",
+            _atomic(interpreter.InterpreterBuilder.create_atomic_rmw),
+        ),
         (interpreter.InterpreterBuilder, "cast_impl", _rounding_cast(interpreter.InterpreterBuilder.cast_impl)),
         torch_compat.interpreter_tensor_patch(_add_index_method),
         (importlib.import_module("triton.language"), "device_assert", _require),
@@ -108,6 +114,23 @@ def _rounding_cast(original: Callable[[Any, Any, Any], Any]) -> Callable[[Any, A
         return handle(rounded.numpy().reshape(value.data.shape), result)
 
     return cast
+
+
+def _atomic(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the interpreter's atomic operations: bfloat16 elements are added one after the other."""
+
+    def update(builder: Any, operation: Any, pointer: Any, value: Any, mask: Any, *order: Any) -> Any:
+        if operation.name != "FADD" or not value.dtype.scalar.is_bf16():
+            return original(builder, operation, pointer, value, mask, *order)
+        before = _numpy().zeros_like(value.data)
+        for lane in zip(*mask.data.nonzero(), strict=True):
+            memory = ctypes.c_uint16.from_address(int(pointer.data[lane]))
+            before[lane] = memory.value
+            terms = torch.tensor([memory.value, int(value.data[lane])], dtype=torch.uint16).view(torch.bfloat16)
+            memory.value = int((terms[0] + terms[1]).view(torch.uint16))
+        return importlib.import_module("triton.runtime.interpreter").TensorHandle(before, value.dtype.scalar)
+
+    return update
 
 
 def _dot(_builder: Any, left: Any, right: Any, sums: Any, _precision: Any, _max_imprecise: Any) -> Any:
