@@ -85,55 +85,95 @@ def _with_variants(program: Program, operators: Collection[str]) -> Program:
 
 
 def _with_variants_in(block: Block, names: NameAllocator, operators: Collection[str]) -> Block:
-    freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
-    buffers: dict[str, Value] = {}  # of collectives, by the names of their results
-    uses = _Uses(block)
-    in_flight: dict[str, set[str]] = {}  # the results of one collective that are in flight, by the names of all of them
-    postponed: list[Free] = []  # of results of such collectives, which use all their buffers until the last wait
-    lines: list[LineBase] = []
+    """Returns a block, and the blocks of its lines, with variants of these operators."""
+    writer = _VariantWriter(block, names)
     for position, line in enumerate(block.lines):
-        inner = {name: _with_variants_in(nested, names, operators) for name, nested in blocks(line)}
-        if isinstance(line, ExternCall) and line.target in operators and (result := _replaceable_result(line, freed)):
-            lines.append(Alloc(result, origin=line.origin))
-            lines.append(line.replace(results=(), target=OUT_VARIANTS[line.target], outs=(result,)))
-        elif (
-            isinstance(line, StartCollective) and line.operator in operators and (pairs := _written_pairs(line, freed))
-        ):
-            for operand, result in pairs:
-                if operand is not None and operand.type == result.type and operand.name not in buffers:
-                    is_last = uses.ends_with(position, operand.name) and [item for item, _ in pairs].count(operand) == 1
-                    if is_last and operand.name in freed:
-                        buffers[result.name] = operand
-                        freed.remove(operand.name)  # it lives as long as the result
-                        continue
-                buffer = buffers[result.name] = Value(names.create_name(f"{result.name}_buffer"), result.type)
-                lines.append(Alloc(buffer, origin=line.origin))
-                if operand is not None:
-                    lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
-            pending = {result.name for _, result in pairs}
-            in_flight |= dict.fromkeys(pending, pending)
-            lines.append(_writing(line, tuple([buffers[result.name] for _, result in pairs])))
-        elif isinstance(line, WaitCollective) and line.pending.name in in_flight:
-            in_flight[line.pending.name].discard(line.pending.name)
-            lines.append(line)
-            lines += [item.replace(root=buffers[item.root.name]) for item in postponed if not in_flight[item.root.name]]
-            postponed = [item for item in postponed if in_flight[item.root.name]]
-        elif isinstance(line, Free) and in_flight.get(line.root.name):
-            postponed.append(line)
-        elif isinstance(line, Free) and line.stream == 0 and line.root.name not in freed:
-            continue
-        elif isinstance(line, Free) and line.root.name in buffers:
-            lines.append(line.replace(root=buffers[line.root.name]))
+        nested = {name: _with_variants_in(inner, names, operators) for name, inner in blocks(line)}
+        if isinstance(line, ExternCall) and line.target in operators:
+            writer.write_call(line)
+        elif isinstance(line, StartCollective) and line.operator in operators:
+            writer.write_start(position, line)
+        elif isinstance(line, WaitCollective):
+            writer.write_wait(line)
+        elif isinstance(line, Free):
+            writer.write_free(line)
         else:
-            lines.append(line.replace(**inner) if inner else line)
-    return Block(block.arguments, tuple(lines))
+            writer.lines.append(line.replace(**nested) if nested else line)
+    return Block(block.arguments, tuple(writer.lines))
 
 
-def _replaceable_result(line: ExternCall, freed: set[str]) -> Value | None:
-    """Returns the result of a call that an allocation of the block can replace, or None."""
-    if line.outs or line.stream != 0 or line.effect_set:
-        return None
-    return _freed_result(line.results, line.aliases, freed)
+class _VariantWriter:
+    """Writes the lines of a block, with variants of calls and collectives whose results the block frees.
+
+    Fields:
+        lines: the lines so far.
+        freed: the names of the roots that the block frees on the default stream, and that are not buffers of results.
+        buffers: the memory of collectives, by the names of their results.
+        in_flight: the results of one collective that are in flight, by the name of each of its results.
+        postponed: frees of results of such collectives, which use all their buffers until the last wait.
+    """
+
+    def __init__(self, block: Block, names: NameAllocator) -> None:
+        self.lines: list[LineBase] = []
+        self.freed = {line.root.name for line in block.lines if isinstance(line, Free) and line.stream == 0}
+        self.buffers: dict[str, Value] = {}
+        self.in_flight: dict[str, set[str]] = {}
+        self.postponed: list[Free] = []
+        self._names = names
+        self._uses = _Uses(block)
+
+    def write_call(self, line: ExternCall) -> None:
+        """Writes a call, as its out variant if an allocation of the block can replace its result."""
+        is_plain = not line.outs and line.stream == 0 and not line.effect_set
+        result = _freed_result(line.results, line.aliases, self.freed) if is_plain else None
+        if result is None:
+            self.lines.append(line)
+            return
+        self.lines.append(Alloc(result, origin=line.origin))
+        self.lines.append(line.replace(results=(), target=OUT_VARIANTS[line.target], outs=(result,)))
+
+    def write_start(self, position: int, line: StartCollective) -> None:
+        """Writes the start of a collective, which writes buffers of the block if it can."""
+        pairs = _written_pairs(line, self.freed)
+        if not pairs:
+            self.lines.append(line)
+            return
+        operands = [operand for operand, _ in pairs]
+        for operand, result in pairs:
+            if operand is not None and operands.count(operand) == 1 and self._is_donated(position, operand, result):
+                self.buffers[result.name] = operand
+                self.freed.remove(operand.name)  # it lives as long as the result
+                continue
+            buffer = self.buffers[result.name] = Value(self._names.create_name(f"{result.name}_buffer"), result.type)
+            self.lines.append(Alloc(buffer, origin=line.origin))
+            if operand is not None:
+                self.lines.append(Mutate((), "aten.copy_.default", (buffer, operand), (buffer,), origin=line.origin))
+        pending = {result.name for _, result in pairs}
+        self.in_flight |= dict.fromkeys(pending, pending)
+        self.lines.append(_writing(line, tuple([self.buffers[result.name] for _, result in pairs])))
+
+    def _is_donated(self, position: int, operand: Value, result: Value) -> bool:
+        """Whether a result can have the memory of an operand, because nothing uses that after the line."""
+        is_freed = operand.name in self.freed and operand.name not in self.buffers
+        return is_freed and operand.type == result.type and self._uses.ends_with(position, operand.name)
+
+    def write_wait(self, line: WaitCollective) -> None:
+        """Writes a wait, and behind the last one of a collective the frees of its buffers."""
+        self.lines.append(line)
+        if line.pending.name not in self.in_flight:
+            return
+        self.in_flight[line.pending.name].discard(line.pending.name)
+        for free in [item for item in self.postponed if not self.in_flight[item.root.name]]:
+            self.lines.append(free.replace(root=self.buffers[free.root.name]))
+        self.postponed = [item for item in self.postponed if self.in_flight[item.root.name]]
+
+    def write_free(self, line: Free) -> None:
+        """Writes the free of a root, or of its buffer; none of a root that became a buffer."""
+        name = line.root.name
+        if self.in_flight.get(name):
+            self.postponed.append(line)
+        elif line.stream != 0 or name in self.freed:
+            self.lines.append(line.replace(root=self.buffers.get(name, line.root)))
 
 
 class _Uses:
