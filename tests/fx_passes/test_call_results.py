@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -111,15 +112,21 @@ def test_passes_infer_equal_layers_once(
     layer: Callable[..., Tensor], edit: Callable[[GraphModule], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many calls run on fakes for three layers as for two; the first has other operands than those after it."""
-    infer = graph_copy.fake_call
     inferred: list[object] = []
 
-    def count(target: Callable[..., object], *arguments: Any) -> Any:
-        inferred.append(target)
-        return infer(target, *arguments)  # type: ignore[arg-type]
+    def counted(infer: Callable[..., Any]) -> Callable[..., Any]:
+        def count(call: Any, *arguments: Any) -> Any:
+            target = call.target if isinstance(call, Node) else call
+            inferred.extend([] if target is operator.getitem else [target])
+            return infer(call, *arguments)
 
-    for module in (graph_copy, convolution_biases, matmuls):
-        monkeypatch.setattr(module, "fake_call", count)
+        return count
+
+    for module, name in (
+        (graph_copy, "run_on_fakes"), (graph_copy, "fake_call"), (convolution_biases, "fake_call"),
+        (matmuls, "fake_call"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     counts = []
     for layers in (2, 3):
         graph = make_fx(_repeated(layer, layers), tracing_mode="fake")(*torch.randn(3, 4, 4))
