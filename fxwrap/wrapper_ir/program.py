@@ -17,6 +17,7 @@ from fxwrap.torch_compat import without_traced_class
 from fxwrap.wrapper_ir.highlight import highlight_html
 from fxwrap.wrapper_ir.line import Block, LineBase, blocks
 from fxwrap.wrapper_ir.printer import print_lines, print_literal, print_symbol_info, print_type
+from fxwrap.wrapper_ir.roles import Role
 from fxwrap.wrapper_ir.types import Value
 
 
@@ -127,8 +128,8 @@ class Program:
         while pending:
             block = pending.pop()
             yield block
-            for line in block.lines:
-                pending.extend(nested for _, nested in blocks(line))
+            with_blocks = [line for line in block.lines if line.fields_by_role[Role.BLOCK]]
+            pending += [nested for line in with_blocks for _, nested in blocks(line)]
 
     def lines(self) -> Iterator[LineBase]:
         """Yields every line, including nested ones."""
