@@ -18,7 +18,7 @@ _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
 _WEIGHT_OPERATORS = (
     "prepacked_linear", "prepacked_int8_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm",
 )  # fmt: skip
-_MATMUL_OPERATORS = ("to_host", "grouped_matmul", "grouped_products", "fused_matmul")
+_MATMUL_OPERATORS = ("to_host", "grouped_matmul", "grouped_products", "gelu_matmul")
 _ALSO_NATIVE = frozenset({
     f"fxwrap::{name}" for name in (*_STREAM_OPERATORS, *_WEIGHT_OPERATORS, *_MATMUL_OPERATORS)
 })  # fmt: skip

@@ -1,9 +1,8 @@
-"""Epilogues of a library's matmul: activations, and second results, which training reads.
+"""Epilogues of a library's matmul: activations, also with their input.
 
 A GEMM that adds a bias and applies an activation to its accumulators saves a kernel that reads and writes the result.
-In training, the backward reads the activation's input, which such a call can store too. The matmul of a weight's
-gradient can sum an operand as it multiplies it: that is the gradient of the bias. The kernel that would compute a
-second result may do other work too, so that only timing tells which is faster.
+In training, the backward reads the activation's input, which such a call can store too. The kernel that would compute
+the activation may do other work, so that only timing tells which is faster.
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fxwrap.devices import ROW_ALIGNMENT, DeviceSpec
-from fxwrap.fx_passes.activations import VIEWS, Activation, match_activation
-from fxwrap.fx_passes.graph_copy import GraphCopy, expression_of, expressions_of
+from fxwrap.fx_passes.activations import Activation, match_activation
+from fxwrap.fx_passes.graph_copy import GraphCopy, expressions_of
 from fxwrap.fx_passes.matmuls import Matmul, matmuls_of
 from fxwrap.fx_passes.prepared_graph import FxPassContext, NodeValues, PreparedGraph
 from fxwrap.fx_passes.storage_aliases import StorageAliases
 from fxwrap.torch_compat import FakeTensor
 
 _aten = torch.ops.aten
-_SUM = _aten.sum.dim_IntList
-_TRANSPOSITIONS = frozenset({_aten.t.default, _aten.permute.default, _aten.transpose.int})
 
 
 def _supports_epilogue(matmul: Matmul, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> bool:
@@ -95,24 +91,15 @@ def _substitute_view(copy: GraphCopy, node: Node, fused: Node, erased: Collectio
     copy.substitute(node, fused, "fused", erased=tuple(erased))
 
 
-# --- second results ---------------------------------------------------------------------------------------------------
+# --- GELU with its input ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SecondResult:
-    """A tensor that a matmul can compute as its second result.
-
-    Fields:
-        matmul: the matmul.
-        epilogue: that of `fxwrap::fused_matmul`.
-        nodes: the operators that the call computes beside the matmul; other operators read the last one only.
-        views: views of the tensor that it sums, among them those that the matmul and the sum read.
-    """
+class GeluMatmul:
+    """A matmul and its tanh-GELU, where other operators read the matmul, too, or the graph returns it."""
 
     matmul: Matmul
-    epilogue: str
-    nodes: tuple[Node, ...]
-    views: tuple[Node, ...] = ()
+    gelu: Activation
 
     @property
     def name(self) -> str:
@@ -121,106 +108,42 @@ class SecondResult:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all operators that the call computes, and of the views."""
-        return frozenset([self.name, *[node.name for node in (*self.nodes, *self.views)]])
+        """The names of the matmul and of the operators that compute the GELU."""
+        return frozenset([self.name, *[node.name for node in self.gelu.nodes]])
 
 
-def fuse_second_results(graph: PreparedGraph, context: FxPassContext, chosen: Collection[str]) -> PreparedGraph:
-    """Returns a graph in which the matmuls of these names have second results."""
-    items = [item for item in second_results(graph, context) if item.name in chosen]
-    if not items:
+def fuse_gelu_matmuls(graph: PreparedGraph, context: FxPassContext, chosen: Collection[str]) -> PreparedGraph:
+    """Returns a graph in which the matmuls of these names and their GELU are one call each."""
+    matches = [match for match in gelu_matmuls(graph, context) if match.name in chosen]
+    if not matches:
         return graph
     copy = GraphCopy(graph)
-    for item in items:
-        _fuse_second_result(copy, item)
+    for match in matches:
+        _fuse_gelu(copy, match)
     return copy.finish()
 
 
-def second_results(graph: PreparedGraph, context: FxPassContext) -> list[SecondResult]:
-    """Returns the tensors that matmuls can compute as their second results, at most one for each."""
+def gelu_matmuls(graph: PreparedGraph, context: FxPassContext) -> list[GeluMatmul]:
+    """Returns the matmuls that can store the input of their GELU."""
     specs = context.options.device_specs()
-    matmuls = [matmul for matmul in matmuls_of(graph, context) if _supports_epilogue(matmul, graph.fakes, specs)]
-    if not matmuls:
+    matches: list[GeluMatmul] = []
+    for matmul in matmuls_of(graph, context):
+        if _supports_epilogue(matmul, graph.fakes, specs):
+            activation = match_activation(matmul.node, graph.fakes, context.options)
+            if activation is not None and activation.is_gelu and not activation.is_only_reader:
+                matches.append(GeluMatmul(matmul, activation))
+    if not matches:
         return []
     aliases = StorageAliases(graph, context)
-    positions = {node: position for position, node in enumerate(graph.nodes)}
-    matches: list[SecondResult] = []
-    sums: set[Node] = set()
-    for matmul in matmuls:
-        match = _match_stored_input(matmul, graph.fakes, context) or _match_sums(matmul, graph.fakes, context)
-        if match is None or not sums.isdisjoint(match.nodes):
-            continue
-        precedes_readers = all(positions[matmul.node] < positions[user] for user in match.nodes[-1].users)
-        if precedes_readers and not any(aliases.is_mutated(item) for item in (matmul.node, matmul.left, matmul.right)):
-            sums.update(match.nodes)
-            matches.append(match)
-    return matches
+    return [match for match in matches if not aliases.is_mutated(match.matmul.node)]
 
 
-def _match_stored_input(matmul: Matmul, fakes: NodeValues, context: FxPassContext) -> SecondResult | None:
-    """Returns the GELU of a matmul that other operators read, too, or the graph returns."""
-    activation = match_activation(matmul.node, fakes, context.options)
-    if activation is None or not activation.is_gelu or activation.is_only_reader:
-        return None
-    return SecondResult(matmul, "gelu", activation.nodes)
-
-
-def _match_sums(matmul: Matmul, fakes: NodeValues, context: FxPassContext) -> SecondResult | None:
-    """Returns the sums of a matmul's operand along the inner dimension."""
-    if matmul.bias is not None or str(_SUM) in context.extern_operators:
-        return None
-    for epilogue, rows in (("left_sums", _transposed(matmul.left, fakes)), ("right_sums", matmul.right)):
-        views = [] if rows is None else _row_views(rows, fakes)
-        for item in views:
-            for user in item.users:
-                if user.target is _SUM and _sums_rows(user, fakes[item], fakes.get(user)):
-                    transposed = [] if rows is matmul.right else [matmul.left]
-                    return SecondResult(matmul, epilogue, (user,), (*views[1:], *transposed))
-    return None
-
-
-def _transposed(node: Node, fakes: NodeValues) -> Node | None:
-    """Returns the matrix of which a matrix is the transpose."""
-    source = node.args[0] if node.target in _TRANSPOSITIONS else None
-    if not isinstance(source, Node) or fakes[source].ndim != 2:
-        return None
-    swapped = list(reversed(expressions_of(fakes[source].stride())))
-    return source if expressions_of(fakes[node].stride()) == swapped else None
-
-
-def _row_views(rows: Node, fakes: NodeValues) -> list[Node]:
-    """Returns the tensor of which a matrix is a view with the same last dimension, and all such views of it."""
-
-    def width(node: Node) -> Any:
-        fake = fakes[node]
-        return expression_of(fake.shape[-1]) if fake.ndim else None
-
-    length = width(rows)
-    while rows.target in VIEWS and width(source := rows.all_input_nodes[0]) == length:
-        rows = source
-    views = [rows]
-    for item in views:
-        views += [user for user in item.users if user.target in VIEWS and width(user) == length]
-    return views
-
-
-def _sums_rows(node: Node, source: FakeTensor, result: object) -> bool:
-    """Whether a sum is over all dimensions but the last, in the dtype of its operand."""
-    dims: Any = node.args[1] if len(node.args) > 1 else None
-    if not dims or not isinstance(result, FakeTensor) or result.dtype != source.dtype:
-        return False
-    return {dim % source.ndim for dim in dims} == set(range(source.ndim - 1))
-
-
-def _fuse_second_result(copy: GraphCopy, item: SecondResult) -> None:
-    matmul, name = item.matmul, item.name
+def _fuse_gelu(copy: GraphCopy, match: GeluMatmul) -> None:
+    matmul, name = match.matmul, match.name
     before = copy.node_map[matmul.node]
     bias = None if matmul.bias is None else copy.node_map[matmul.bias]
-    operands = (copy.node_map[matmul.left], copy.node_map[matmul.right], bias, item.epilogue)
-    call = copy.call(before, torch.ops.fxwrap.fused_matmul.default, operands, f"{name}_fused")
-    first, second = [copy.call(before, operator.getitem, (call, index), f"{name}_{index}") for index in (0, 1)]
-    if item.epilogue == "gelu":
-        first, second = second, first
-    *inner, last = item.nodes
-    _substitute_view(copy, last, second, inner)
-    copy.substitute(matmul.node, first, "fused")
+    operands = (copy.node_map[matmul.left], copy.node_map[matmul.right], bias)
+    call = copy.call(before, torch.ops.fxwrap.gelu_matmul.default, operands, f"{name}_gelu")
+    result, stored = [copy.call(before, operator.getitem, (call, index), f"{name}_{index}") for index in (0, 1)]
+    _substitute_view(copy, match.gelu.result, result, match.gelu.nodes[:-1])
+    copy.substitute(matmul.node, stored, "fused")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fxwrap.fx_passes.accumulated_matmuls import accumulate_matmuls, accumulations
-from fxwrap.fx_passes.epilogues import fuse_second_results, second_results
+from fxwrap.fx_passes.epilogues import fuse_gelu_matmuls, gelu_matmuls
 from fxwrap.fx_passes.prepared_graph import FxPassContext, PreparedGraph
 
 
@@ -40,5 +40,5 @@ class TimedRewrite:
 
 TIMED_REWRITES = (
     TimedRewrite("accumulate_matmuls", accumulations, accumulate_matmuls),
-    TimedRewrite("fuse_second_results", second_results, fuse_second_results),
+    TimedRewrite("fuse_gelu_matmuls", gelu_matmuls, fuse_gelu_matmuls),
 )

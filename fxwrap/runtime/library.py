@@ -38,8 +38,8 @@ from fxwrap.runtime.kernel_operators import (
 )
 from fxwrap.runtime.kernel_table import register_kernel_texts
 from fxwrap.runtime.matmuls import (
-    fused_matmul,
-    fused_matmul_fake,
+    gelu_matmul,
+    gelu_matmul_fake,
     grouped_matmul,
     grouped_matmul_fake,
     grouped_products,
@@ -239,8 +239,7 @@ _OPERATORS = (
         frozen_grouped_mm, frozen_grouped_mm_fake,
     ),
     _Operator(
-        "fused_matmul(Tensor left, Tensor right, Tensor? bias, str epilogue) -> (Tensor, Tensor)",
-        fused_matmul, fused_matmul_fake,
+        "gelu_matmul(Tensor left, Tensor right, Tensor? bias) -> (Tensor, Tensor)", gelu_matmul, gelu_matmul_fake
     ),
     _Operator("to_host(Tensor tensor) -> Tensor", to_host, to_host_fake),
     _Operator(

@@ -1,11 +1,10 @@
-"""Matmuls that torch lacks: those of groups of rows, for any dtypes, and those with a second result.
+"""Matmuls that torch lacks: those of groups of rows, for any dtypes, and those that store the input of their GELU.
 
 Groups are multiplied one after the other. Their numbers of rows are in memory of the host, so that a call waits for no
 device.
 
-The second result is the input of an activation, or the sums of an operand. In processes with the C++ bridge, its kernel
-of that operator calls cuBLASLt for GPU tensors of half precision; the function here is the implementation for all other
-tensors.
+In processes with the C++ bridge, its kernel of `fxwrap::gelu_matmul` calls cuBLASLt for GPU tensors of half precision,
+and its GELU reads the unrounded sum; the function here is the implementation for all other tensors.
 """
 
 from __future__ import annotations
@@ -110,49 +109,32 @@ def _split(tensor: torch.Tensor, lengths: list[int], dim: int = 0) -> Sequence[t
     return parts
 
 
-# --- matmuls with a second result -------------------------------------------------------------------------------------
+# --- matmuls with GELU ------------------------------------------------------------------------------------------------
 
 
-def fused_matmul(
-    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, epilogue: str
+def gelu_matmul(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two results of the matmul of two matrices, which are contiguous.
+    """Returns `(gelu(x), x)`, both contiguous, where `x = left @ right + bias`, and the tanh form of GELU.
 
     Args:
         left: of shape (rows, products).
         right: of shape (products, columns).
-        bias: of shape (columns,), or None; only with "gelu".
-        epilogue: "gelu" for `(gelu(x), x)`, where `x = left @ right + bias` and the tanh form of GELU may read the
-            unrounded sum; "left_sums" for `(left @ right, left.sum(1))`; "right_sums" for
-            `(left @ right, right.sum(0))`.
+        bias: of shape (columns,), or None.
     """
     if left.is_cuda:
         _load_bridge()
     with torch.no_grad():
-        match epilogue:
-            case "gelu":
-                result = left @ right if bias is None else torch.addmm(bias, left, right)
-                return torch.nn.functional.gelu(result, approximate="tanh"), result
-            case "left_sums":
-                return left @ right, left.sum(1)
-            case "right_sums":
-                return left @ right, right.sum(0)
-            case _:
-                raise ValueError(f"unknown epilogue '{epilogue}'; known epilogues: gelu, left_sums, right_sums")
+        result = left @ right if bias is None else torch.addmm(bias, left, right)
+        return torch.nn.functional.gelu(result, approximate="tanh"), result
 
 
-def fused_matmul_fake(
-    left: torch.Tensor, right: torch.Tensor, _bias: torch.Tensor | None, epilogue: str
+def gelu_matmul_fake(
+    left: torch.Tensor, right: torch.Tensor, _bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fake implementation."""
     result = left.new_empty(left.shape[0], right.shape[1])
-    match epilogue:
-        case "left_sums":
-            return result, left.new_empty(left.shape[0])
-        case "right_sums":
-            return result, left.new_empty(right.shape[1])
-        case _:
-            return result, torch.empty_like(result)
+    return result, torch.empty_like(result)
 
 
 def _load_bridge() -> None:

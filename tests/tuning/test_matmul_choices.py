@@ -351,22 +351,23 @@ def test_sums_of_matmuls_are_timed_with_matmuls_that_add_in_place(
     assert str(again.program) == str(program)
 
 
-def linear_backward(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The gradients of a layer's weight and bias, and a sum that the same kernel computes."""
-    hidden = (gradient @ weight).tanh()
-    return hidden.t() @ x, hidden.sum(0), hidden.sum()
+def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A layer with GELU, whose input the same kernel reads for another result."""
+    hidden = torch.addmm(bias, x, weight)
+    return torch.nn.functional.gelu(hidden, approximate="tanh"), hidden, hidden.sin()
 
 
 @pytest.mark.parametrize("fuses", [True, False])
-def test_second_results_of_matmuls_are_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fuses: bool) -> None:
+def test_matmuls_that_store_the_input_of_gelu_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fuses: bool
+) -> None:
     device = dataclasses.replace(
         CPU, matmuls=dataclasses.replace(CPU.matmuls, epilogue_dtypes=frozenset({torch.float32}))
     )
-    inputs = [torch.randn(32, 64), torch.randn(64, 24), torch.randn(32, 40)]
+    inputs = [torch.randn(32, 64), torch.randn(64, 24), torch.randn(24)]
     timer = RegionTimer((1.0, 2.0) if fuses else (2.0, 1.0))
-    program = compiled(monkeypatch, tmp_path, timer, linear_backward, inputs, devices=[device]).program
+    program = compiled(monkeypatch, tmp_path, timer, layer, inputs, devices=[device]).program
     assert timer.regions == 1
-    expected = "fxwrap.fused_matmul.default" if fuses else "aten.mm.default"
-    assert called(program) == ["aten.mm.default", expected]
-    again = compiled(monkeypatch, tmp_path, RegionTimer(), linear_backward, inputs, devices=[device])
+    assert called(program) == ["fxwrap.gelu_matmul.default" if fuses else "aten.addmm.default"]
+    again = compiled(monkeypatch, tmp_path, RegionTimer(), layer, inputs, devices=[device])
     assert str(again.program) == str(program)

@@ -12,8 +12,8 @@ namespace {
 struct Operation {
   int32_t transposed[2] = {0, 0};
   int32_t epilogue = 1;
-  char* bias = nullptr;   // or the sums of an operand, which the epilogue stores
-  char* input = nullptr;  // of the activation
+  const char* bias = nullptr;
+  char* input = nullptr;  // of the activation, which the epilogue stores
   int64_t input_step = 0;
 };
 
@@ -66,7 +66,7 @@ int cublasLtMatmulDescDestroy(void* operation) {
 int cublasLtMatmulDescSetAttribute(void* to, int32_t attribute, const void* value, size_t size) {
   auto& operation = *static_cast<Operation*>(to);
   if (attribute == 8 || attribute == 11) {
-    std::memcpy(attribute == 8 ? &operation.bias : &operation.input, value, size);
+    std::memcpy(attribute == 8 ? static_cast<void*>(&operation.bias) : &operation.input, value, size);
     return size == sizeof(void*) ? 0 : 7;
   }
   if (attribute == 12) {
@@ -125,25 +125,14 @@ int cublasLtMatmul(void* handle, void* how, const float* alpha, const void* firs
   const auto &a = *static_cast<Layout*>(first_layout), &b = *static_cast<Layout*>(second_layout),
              &d = *static_cast<Layout*>(result_layout);
   const int64_t terms = operation.transposed[0] ? a.rows : a.columns;
-  const auto left = [&](int64_t row, int64_t term) {
-    return read(operation.transposed[0] ? place(first, a, term, row) : place(first, a, row, term), a.type == 14);
-  };
-  const auto right = [&](int64_t term, int64_t column) {
-    return read(operation.transposed[1] ? place(second, b, column, term) : place(second, b, term, column), b.type == 14);
-  };
-  const auto sum_terms = [&](int64_t count, auto element) {
-    for (int64_t i = 0; i < count; ++i) {
-      float sum = 0;
-      for (int64_t term = 0; term < terms; ++term) sum += element(i, term);
-      write(reinterpret_cast<int16_t*>(operation.bias) + i, d.type == 14, sum);
-    }
-  };
-  if (operation.epilogue == 256) sum_terms(d.rows, left);
-  if (operation.epilogue == 512) sum_terms(d.columns, [&](int64_t column, int64_t term) { return right(term, column); });
   for (int64_t row = 0; row < d.rows; ++row) {
     for (int64_t column = 0; column < d.columns; ++column) {
       float sum = operation.epilogue & 4 ? read(reinterpret_cast<const int16_t*>(operation.bias) + row, d.type == 14) : 0;
-      for (int64_t term = 0; term < terms; ++term) sum += left(row, term) * right(term, column);
+      for (int64_t term = 0; term < terms; ++term) {
+        const int16_t* x = operation.transposed[0] ? place(first, a, term, row) : place(first, a, row, term);
+        const int16_t* y = operation.transposed[1] ? place(second, b, column, term) : place(second, b, term, column);
+        sum += read(x, a.type == 14) * read(y, b.type == 14);
+      }
       if (operation.epilogue & 128) {
         write(reinterpret_cast<int16_t*>(operation.input) + column * operation.input_step + row, d.type == 14, sum);
       }

@@ -254,7 +254,7 @@ class TorchEngine final : public Engine {
     register_stream_operators();
     register_prepacked_operators();
     register_grouped_matmuls();
-    register_fused_matmul();
+    register_gelu_matmul();
     const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
     if (!handle.has_value()) {
       return {"is not registered in this process", "Pass the library that registers it as an option, or load it first"};

@@ -129,8 +129,7 @@ bool Plan::find_algorithm(Pointer preference) {
     return false;
   }
   // Partial sums of half precision would make results less exact than those of separate operators.
-  const bool has_second_result = stores_input(problem_.epilogue) || stores_sums(problem_.epilogue);
-  if (has_second_result && !wish(reduction_schemes, reduces_in_float32)) return false;
+  if (stores_input(problem_.epilogue) && !wish(reduction_schemes, reduces_in_float32)) return false;
   HeuristicResult heuristic{};
   int count = 0;
   const auto [right, left, output] = layouts_;
@@ -149,9 +148,8 @@ bool Plan::run(const Operands& operands) {
   const auto set = [&](int32_t attribute, const void* address) {
     return library_->set_operation(operation_, attribute, &address, sizeof(address)) == 0;
   };
-  const void* const bias = stores_sums(problem_.epilogue) ? operands.second_result : operands.bias;
-  usable_ = (bias == nullptr || set(bias_pointer, bias)) &&
-            (!stores_input(problem_.epilogue) || set(input_pointer, operands.second_result)) &&
+  usable_ = (operands.bias == nullptr || set(bias_pointer, operands.bias)) &&
+            (operands.input == nullptr || set(input_pointer, operands.input)) &&
             library_->multiply(handle_, operation_, &one, operands.right, layouts_[0], operands.left, layouts_[1], &zero,
                                operands.result, layouts_[2], operands.result, layouts_[2], algorithm_,
                                operands.workspace, workspace_, stream) == 0;

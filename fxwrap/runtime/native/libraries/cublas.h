@@ -11,8 +11,7 @@
 
 namespace fxwrap::cublas {
 
-// The fused epilogue of a matmul; the library's numbers. Those of training have a second result: the input of GELU, or the
-// sums of an operand along the inner dimension.
+// The fused epilogue of a matmul; the library's numbers. Some store the input of GELU, too.
 enum class Epilogue : int32_t {
   none = 1,
   bias = 4,
@@ -20,14 +19,11 @@ enum class Epilogue : int32_t {
   gelu_bias = 36,
   gelu_and_input = 160,
   gelu_bias_and_input = 164,
-  right_sums = 256,
-  left_sums = 512,
 };
 
 inline bool stores_input(Epilogue epilogue) {
   return epilogue == Epilogue::gelu_and_input || epilogue == Epilogue::gelu_bias_and_input;
 }
-inline bool stores_sums(Epilogue epilogue) { return epilogue == Epilogue::right_sums || epilogue == Epilogue::left_sums; }
 
 // A matrix in memory: rows one after another, `leading_dimension` elements apart, or columns where `transposed`.
 struct Layout {
@@ -45,7 +41,7 @@ struct Problem {
   Epilogue epilogue = Epilogue::none;
   int64_t rows = 0, inner = 0, columns = 0;
   Layout left, right, result;
-  uint32_t bias_alignment = 0;  // of the bias, or of the sums
+  uint32_t bias_alignment = 0;
   bool operator==(const Problem&) const = default;
 };
 
@@ -54,7 +50,7 @@ struct Operands {
   const void* right;
   const void* bias;
   void* result;
-  void* second_result;
+  void* input;  // of GELU
   void* workspace;
 };
 

@@ -1,4 +1,4 @@
-// Matmuls on GPUs without torch's operators, and the operator of those with a second result.
+// Matmuls on GPUs without torch's operators, and the operator of those that store the input of their GELU.
 #include "libraries/matmuls.h"
 
 #include <ATen/Context.h>
@@ -8,12 +8,10 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <ATen/record_function.h>
 #include <c10/util/env.h>
 
 #include <optional>
-#include <string_view>
 #include <tuple>
 
 #include "libraries/cublas.h"
@@ -99,7 +97,6 @@ std::optional<Problem> problem_of(Epilogue epilogue, const at::Tensor& left, con
   problem.left = *left_layout;
   problem.right = *right_layout;
   problem.result = {false, problem.columns, 256};
-  if (cublas::stores_sums(epilogue)) problem.bias_alignment = 256;
   if (bias.defined()) {
     if (!is_plain(bias, left) || bias.dim() != 1 || bias.size(0) != problem.columns || bias.stride(0) != 1) return {};
     problem.bias_alignment = alignment_of(bias);
@@ -157,13 +154,13 @@ class MatmulCall final : public PlannedCall {
   mutable PlanCache<Plan, Problem> plans_;
 };
 
-// --- matmuls with a second result ---
+// --- matmuls that store the input of their GELU ---
 
 // Both results by a plan; nothing if the library does not support the call, or only by slow kernels of unaligned rows.
-std::optional<std::tuple<at::Tensor, at::Tensor>> run_fused(Epilogue epilogue, const at::Tensor& left, const at::Tensor& right,
-                                                            const at::Tensor& bias) {
+std::optional<std::tuple<at::Tensor, at::Tensor>> run_fused(const at::Tensor& left, const at::Tensor& right, const at::Tensor& bias) {
   static auto& plans = *new PlanCache<Plan, Problem, 64>;  // never destroyed: the library may be unloaded before
   if (!uses_library_plans() || is_tunable_op_enabled()) return std::nullopt;
+  const Epilogue epilogue = bias.defined() ? Epilogue::gelu_bias_and_input : Epilogue::gelu_and_input;
   const std::optional<Problem> problem = problem_of(epilogue, left, right, bias);
   const auto is_aligned = [](int64_t elements) { return elements % 8 == 0; };
   if (!problem || !is_aligned(problem->left.leading_dimension) || !is_aligned(problem->right.leading_dimension) ||
@@ -174,42 +171,31 @@ std::optional<std::tuple<at::Tensor, at::Tensor>> run_fused(Epilogue epilogue, c
   Plan& plan = plans.find(*problem);
   if (!plan.usable()) return std::nullopt;
   at::Tensor result = at::empty({problem->rows, problem->columns}, left.options());
-  at::DimVector sizes{problem->rows, problem->columns};
-  if (cublas::stores_sums(epilogue)) sizes.erase(epilogue == Epilogue::left_sums ? sizes.begin() + 1 : sizes.begin());
-  at::Tensor second = at::empty(sizes, left.options());
+  at::Tensor input = at::empty({problem->rows, problem->columns}, left.options());
   const Workspace workspace(plan.workspace(), left);
   const bool done = plan.run({left.const_data_ptr(), right.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
-                              result.mutable_data_ptr(), second.mutable_data_ptr(), workspace});
+                              result.mutable_data_ptr(), input.mutable_data_ptr(), workspace});
   if (!done) return std::nullopt;
-  return std::tuple(std::move(result), std::move(second));
+  return std::tuple(std::move(result), std::move(input));
 }
 
 // The twin of fxwrap/runtime/matmuls.py.
-std::tuple<at::Tensor, at::Tensor> fused_matmul(const at::Tensor& left, const at::Tensor& right,
-                                                const std::optional<at::Tensor>& bias, std::string_view epilogue) {
+std::tuple<at::Tensor, at::Tensor> gelu_matmul(const at::Tensor& left, const at::Tensor& right,
+                                               const std::optional<at::Tensor>& bias) {
   const at::NoGradGuard no_grad;
-  const at::Tensor addend = bias.value_or(at::Tensor());
-  Epilogue fused = addend.defined() ? Epilogue::gelu_bias_and_input : Epilogue::gelu_and_input;
-  if (epilogue != "gelu") {
-    fused = epilogue == "left_sums" ? Epilogue::left_sums : Epilogue::right_sums;
-    TORCH_CHECK(epilogue == "left_sums" || epilogue == "right_sums", "unknown epilogue '", epilogue,
-                "'; known epilogues: gelu, left_sums, right_sums");
-  }
-  if (auto results = run_fused(fused, left, right, addend)) return *std::move(results);
-  at::Tensor result = addend.defined() ? at::addmm(addend, left, right) : at::mm(left, right);
-  if (fused == Epilogue::left_sums) return {std::move(result), left.sum(1)};
-  if (fused == Epilogue::right_sums) return {std::move(result), right.sum(0)};
-  return {at::gelu(result, "tanh"), result};
+  if (auto results = run_fused(left, right, bias.value_or(at::Tensor()))) return *std::move(results);
+  at::Tensor input = bias.has_value() ? at::addmm(*bias, left, right) : at::mm(left, right);
+  return {at::gelu(input, "tanh"), input};
 }
 
 // Where the Python package defines the operator, this is its kernel for GPUs.
-TORCH_LIBRARY_IMPL(fxwrap, CUDA, library) { library.impl("fused_matmul", &fused_matmul); }
+TORCH_LIBRARY_IMPL(fxwrap, CUDA, library) { library.impl("gelu_matmul", &gelu_matmul); }
 
 }  // namespace
 
-void register_fused_matmul() {
-  define_operators("fxwrap::fused_matmul", [](const auto& add) {
-    add("fused_matmul(Tensor left, Tensor right, Tensor? bias, str epilogue) -> (Tensor, Tensor)", "fused_matmul", &fused_matmul);
+void register_gelu_matmul() {
+  define_operators("fxwrap::gelu_matmul", [](const auto& add) {
+    add("gelu_matmul(Tensor left, Tensor right, Tensor? bias) -> (Tensor, Tensor)", "gelu_matmul", &gelu_matmul);
   });
 }
 

@@ -1,9 +1,9 @@
-// The operator of matmuls with a second result in processes without Python.
+// The operator of matmuls that store the input of their GELU in processes without Python.
 #pragma once
 
 namespace fxwrap {
 
 // Registers it with torch, unless fxwrap's Python package has.
-void register_fused_matmul();
+void register_gelu_matmul();
 
 }  // namespace fxwrap

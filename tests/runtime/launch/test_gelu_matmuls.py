@@ -1,8 +1,8 @@
-"""Matmuls with a second result on a fake device: the library's call, and every layout that it supports."""
+"""Matmuls that store the input of their GELU on a fake device: the library's call, and its layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import pytest
@@ -20,29 +20,20 @@ ROWS, TERMS, COLUMNS = 8, 8, 16
 
 _LAYOUTS = {"by rows": "{0}, {1} | {1}, 1", "by columns": "{0}, {1} | 1, {0}", "unaligned": "{0}, {1} | 9, 1"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-_EPILOGUES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "%bias, gelu": lambda left, right, bias: (F.gelu(left @ right + bias, approximate="tanh"), left @ right + bias),
-    "none, gelu": lambda left, right, _bias: (F.gelu(left @ right, approximate="tanh"), left @ right),
-    "none, left_sums": lambda left, right, _bias: (left @ right, left.sum(1)),
-    "none, right_sums": lambda left, right, _bias: (left @ right, right.sum(0)),
-}
 
 
 @cache
-def _program(epilogue: str, left: str, right: str, dtype: str) -> NativeProgram:
-    """A program of the operator on views of flat tensors."""
-    bias, name = epilogue.split(", ")
-    second = {"gelu": f"{ROWS}, {COLUMNS}", "left_sums": f"{ROWS}", "right_sums": f"{COLUMNS}"}[name]
+def _program(bias: str, left: str, right: str, dtype: str) -> NativeProgram:
+    """A program of the operator on views of flat tensors; its bias is "%bias" or "none"."""
     gpu = "@cuda:0"
-    results = f"{dtype}[{ROWS}, {COLUMNS}]{gpu}, {dtype}[{second}]{gpu}"
-    operands = (
-        f"%a: borrowed {dtype}[128]{gpu}, %b: borrowed {dtype}[128]{gpu}, %bias: borrowed {dtype}[{COLUMNS}]{gpu}"
-    )
+    result = f"{dtype}[{ROWS}, {COLUMNS}]{gpu}"
+    sizes = {"a": 128, "b": 128, "bias": COLUMNS}
+    operands = ", ".join([f"%{item}: borrowed {dtype}[{size}]{gpu}" for item, size in sizes.items()])
     text = "\n".join([
         f"program @fused({operands}) {{",
         f"  %left = memory.view(%a) : {dtype}[{_LAYOUTS[left].format(ROWS, TERMS)}]{gpu}",
         f"  %right = memory.view(%b) : {dtype}[{_LAYOUTS[right].format(TERMS, COLUMNS)}]{gpu}",
-        f'  %x, %y = extern.call @fxwrap.fused_matmul.default(%left, %right, {bias}, "{name}") : {results}',
+        f"  %x, %y = extern.call @fxwrap.gelu_matmul.default(%left, %right, {bias}) : {result}, {result}",
         "  control.return(%x, %y)", "}\n",
     ])  # fmt: skip
     return load_program(compile_cpp(to_cpp(fxwrap.parse(text)).source, name="fused"))
@@ -66,7 +57,8 @@ def allocated(driver: FakeDriver) -> Iterator[list[Tensor]]:
     def empty(sizes: Sequence[int], *, dtype: torch.dtype, **_others: object) -> Tensor:
         tensor = driver.tensor(torch.Size(sizes).numel(), dtype)
         memory.append(driver.memory().view(*sizes))
-        return _matrix_program(_NAMES[dtype])(tensor)[0] if len(sizes) == 2 else tensor
+        (result,) = _matrix_program(_NAMES[dtype])(tensor)
+        return result
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "CUDA")
@@ -76,16 +68,17 @@ def allocated(driver: FakeDriver) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layouts", [("by rows", "by rows"), ("by columns", "by columns")], ids="-".join)
-@pytest.mark.parametrize("epilogue", _EPILOGUES)
+@pytest.mark.parametrize("biased", [True, False])
 def test_both_results_of_one_call(
-    epilogue: str, layouts: tuple[str, str], dtype: torch.dtype, driver: FakeDriver, allocated: list[Tensor]
+    biased: bool, layouts: tuple[str, str], dtype: torch.dtype, driver: FakeDriver, allocated: list[Tensor]
 ) -> None:
     memory = Memory(driver, dtype)
     bias = driver.tensor(COLUMNS, dtype)
     added = driver.memory().copy_(torch.linspace(-1, 1, COLUMNS))
     left, right = memory.matrix(0, ROWS, TERMS, layouts[0]), memory.matrix(1, TERMS, COLUMNS, layouts[1])
-    expected = _EPILOGUES[epilogue](left, right, added.float())
-    run = _program(epilogue, *layouts, _NAMES[dtype])
+    product = left @ right + added.float() if biased else left @ right
+    expected = (F.gelu(product, approximate="tanh"), product)
+    run = _program("%bias" if biased else "none", *layouts, _NAMES[dtype])
     for _ in range(2):
         run(memory.tensors[0], memory.tensors[1], bias)
         torch.testing.assert_close(tuple(allocated[-2:]), tuple([item.to(dtype) for item in expected]))
@@ -103,7 +96,7 @@ def test_calls_that_the_library_rejects_are_operators(
     try:
         for _ in range(2):
             with expect_operator_fallback():
-                _program("none, left_sums", "by rows", "by rows", "bf16")(*memory.tensors[:2], bias)
+                _program("none", "by rows", "by rows", "bf16")(*memory.tensors[:2], bias)
     finally:
         driver.set(failing, 0)
 
@@ -111,5 +104,5 @@ def test_calls_that_the_library_rejects_are_operators(
 def test_matmuls_of_unaligned_rows_are_operators(driver: FakeDriver, allocated: list[Tensor]) -> None:
     memory, bias = Memory(driver), driver.tensor(COLUMNS, torch.bfloat16)
     with expect_operator_fallback():
-        _program("none, left_sums", "unaligned", "by rows", "bf16")(*memory.tensors[:2], bias)
+        _program("none", "unaligned", "by rows", "bf16")(*memory.tensors[:2], bias)
     assert not driver.log()
