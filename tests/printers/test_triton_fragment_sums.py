@@ -120,7 +120,7 @@ SHUFFLED = pytest.mark.xfail(
 
 @pytest.mark.parametrize("rows", [pytest.param(0, marks=SHUFFLED), 8])
 def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
-    """Shared memory and shuffles are for the sums of warps after the last product."""
+    """Shared memory and shuffles are for the sums of warps after the last product; products and sums share the row."""
     kernel = large(rows) if rows else parse_kernel(replaced(str(large(1)), {"i: 1, ": "", "4096*i + ": ""}))
     known = next(
         item for item in configurations(kernel) if isinstance(item, FragmentConfiguration) and item.num_warps == 2
@@ -130,6 +130,8 @@ def test_a_gpu_moves_no_operand_between_lanes(rows: int) -> None:
     moves = [item.start() for item in re.finditer(r"bar\.sync|ld\.shared|st\.shared|shfl|ldmatrix", ptx)]
     assert len(products) == (32 if rows else 40) and moves and min(moves) > max(products)
     assert not SPILLED.search(ptx) and len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 8
+    pairs = set(re.findall(r"mma\.sync[^{]*\{[^}]*\}, \{[^}]*\}, \{ *(%r\d+), *(%r\d+) *\}", ptx))
+    assert pairs and len({item for pair in pairs for item in pair}) == 2 * len(pairs), "pairs of a row need no copies"
 
 
 @pytest.mark.parametrize(("groups", "step"), [(64, 16), (172, 16), (28, 4), (20, 4), (14, 2), (7, 8)])

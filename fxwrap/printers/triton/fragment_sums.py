@@ -259,28 +259,23 @@ class FragmentSumPrinter(FragmentBlockPrinter):
     def _row_operands(self, row: int) -> tuple[str, str]:
         """Prints a row operand of products with weights, and one of products with ones; returns their names.
 
-        The elements in a register are consecutive along the operands of a dot, as many as the weights in one, or two.
+        Both have the elements of a lane in the same order, that of weights: copies of registers would take longer than
+        the products.
         """
         parts, block = self.fragments, self.row_block
-        text = self._block_operand(row)
-        order, columns = ("part", "warp", "repeat"), ("x", "joined")
-        count, length = parts.parts * parts.warps, parts.repeats * LANES * parts.lane_bytes
-        plain, ones = self._stable_name(f"operand{row}"), self._stable_name(f"halves{row}")
-        order_of_pairs = (*order, "run", "two", "side", "lane", "element", *columns)
-        pairs = ("two", RUN // 2), ("element", 2)
-        whole = (count, length, FRAGMENT_COLUMNS)
-        self.line(f"{plain} = {text}")
-        self.line(f"{ones} = {block.permuted(plain, order_of_pairs, whole, pairs)}")
-        order_of_fours = (*order, "run", "side", "lane", "element", *columns)
+        length = parts.repeats * LANES * parts.lane_bytes
+        order = ("part", "warp", "repeat", "run", "side", "lane", "element", "x", "joined")
+        once = self._stable_name(f"operand{row}")
+        whole = (parts.parts * parts.warps, length, FRAGMENT_COLUMNS)
+        self.line(f"{once} = {block.permuted(self._block_operand(row), order, whole)}")
         if parts.chunks == 1:
-            self.line(f"{plain} = {block.permuted(plain, order_of_fours, whole)}")
-            return plain, ones
+            return once, once
+        chunks = self._stable_name(f"chunks{row}")
         shape = (parts.parts, 1, parts.warps, length, FRAGMENT_COLUMNS)
         repeated = (parts.parts, parts.chunks, parts.warps, length, FRAGMENT_COLUMNS)
-        self.line(f"{plain} = {block.permuted(plain, order_of_fours, shape)}")
-        self.line(f"{plain} = tl.broadcast_to({plain}, {shape_text(repeated)})")
-        self.line(f"{plain} = tl.reshape({plain}, {shape_text((prod(repeated[:3]), *repeated[3:]))})")
-        return plain, ones
+        self.line(f"{chunks} = tl.broadcast_to(tl.reshape({once}, {shape_text(shape)}), {shape_text(repeated)})")
+        self.line(f"{chunks} = tl.reshape({chunks}, {shape_text((prod(repeated[:3]), *repeated[3:]))})")
+        return chunks, once
 
     def _column_operand(self, column: int) -> str:
         """Prints a column operand of products, and returns its name."""
@@ -358,9 +353,14 @@ class FragmentSumPrinter(FragmentBlockPrinter):
             self.line(f"{name} = tl.sum({name}, 1)")
 
     def _ones_text(self) -> str:
-        parts = self.fragments
+        """Returns the text of ones in the layout of weights.
+
+        Triton halves the width of what it joins: a dot with joined half-precision values has the layout of bytes.
+        """
+        parts, dtype = self.fragments, TRITON_DTYPES[self.row_dtype]
         shape = (parts.parts * parts.warps, FRAGMENT_ROWS, parts.repeats * LANES * parts.lane_bytes)
-        return f"tl.full({shape_text(shape)}, 1.0, tl.float32).to({TRITON_DTYPES[self.row_dtype]})"
+        half = f"tl.full({shape_text((*shape[:2], shape[2] // 2))}, 1.0, tl.float32).to({dtype})"
+        return f"tl.reshape(tl.join({half}, {half}), {shape_text(shape)})"
 
     def _add_total(self, position: int) -> None:
         (name,) = self.results[position]
