@@ -7,12 +7,12 @@ and accumulates columns. A second kernel combines the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.index import ONE, Atom, IndexLike, as_index
-from fxwrap.loop_ir.kernel import Kernel, Load, Reduce, operands
+from fxwrap.loop_ir.kernel import Kernel, Load, Reduce, Store, operands
 from fxwrap.loop_ir.offsets import delinearize_index
 from fxwrap.loop_ir.operations import REDUCTIONS
 from fxwrap.loop_ir.split import ReductionSplitter, SplitKernel, SplitPlan, split_reductions
@@ -49,12 +49,12 @@ def find_rows_and_columns(kernel: Kernel) -> RowsAndColumns | None:
 
     Elements of a row may depend on its reductions, and columns may reduce these elements. Nothing but the results of
     columns depends on reductions of columns, each of which has one result. Results vary along the axes that the others
-    reduce: those of a matmul's rows do not. Most loads are contiguous along columns.
+    reduce: those of a matmul's rows do not. Most accesses to elements are contiguous along columns, if both may be.
     """
-    over = {kernel.reduced_by(item) for item in kernel.operations if isinstance(item, Reduce)}
+    over = dict.fromkeys([kernel.reduced_by(item) for item in kernel.operations if isinstance(item, Reduce)])
     if kernel.scans or len(over) != 2 or {axis for axes in over for axis in axes} != {*kernel.reduced}:
         return None
-    first, second = sorted(over, key=lambda axes: _contiguous_loads(kernel, axes))
+    first, second = sorted(over, key=lambda axes: (_contiguous_elements(kernel, axes), kernel.reduced.index(axes[-1])))
     if not set(first).isdisjoint(second):
         return None
     for rows, columns in ((first, second), (second, first)):
@@ -64,9 +64,18 @@ def find_rows_and_columns(kernel: Kernel) -> RowsAndColumns | None:
     return None
 
 
-def _contiguous_loads(kernel: Kernel, axes: tuple[Axis, ...]) -> int:
-    loads = [item for item in kernel.operations if isinstance(item, Load)]
-    return sum(load.index.stride(axis) == ONE for load in loads for axis in axes)
+def _contiguous_elements(kernel: Kernel, along: tuple[Axis, ...]) -> int:
+    """Returns the number of loads and stores of elements, which vary along all groups of axes, that are contiguous."""
+    accesses = [
+        operation.index
+        for operation, axes in zip(kernel.operations, kernel.address_axes, strict=True)
+        if isinstance(operation, Load | Store) and _varies(axes, along) and _varies(axes - {*along}, kernel.reduced)
+    ]
+    return sum(index.stride(axis) == ONE for index in accesses for axis in along)
+
+
+def _varies(axes: Set[Axis], along: tuple[Axis, ...]) -> bool:
+    return not axes.isdisjoint(along)
 
 
 def _form(kernel: Kernel, rows: tuple[Axis, ...], columns: tuple[Axis, ...]) -> RowsAndColumns | None:

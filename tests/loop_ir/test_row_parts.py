@@ -92,6 +92,28 @@ def test_other_kernels_stay_whole(old: str, new: str) -> None:
     assert find_rows_and_columns(kernel) is None and split_rows(kernel, hint, 4) is None
 
 
+def test_columns_are_contiguous_elements_not_statistics_of_rows() -> None:
+    """Where both groups of axes may be rows, most elements decide, whatever numbers of a row are beside each other."""
+    kernel = parse_kernel("""kernel(x: f32[320], mean: f32[64], rstd: f32[64], gate: f32[64]) -> \
+(sums: f32[64], first: f32[5]) for [] reduce [i: 64, j: 5] {
+  %0 = f32 load x[5*i + j]
+  %1 = f32 load mean[i]
+  %2 = f32 sub %0 %1
+  %3 = f32 load rstd[i]
+  %4 = f32 mul %2 %3
+  %5 = f32 load gate[i]
+  %6 = f32 mul %4 %5
+  %7 = f32 reduce sum %6 over j
+  store sums[i] %7
+  %9 = f32 reduce sum %6 over i
+  store first[j] %9
+}
+""")
+    for axes in (kernel.reduced, kernel.reduced[::-1]):
+        form = find_rows_and_columns(dataclasses.replace(kernel, reduced=axes))
+        assert form is not None and [axis.name for axis in (*form.rows, *form.columns)] == ["i", "j"]
+
+
 def test_rows_of_a_matmul_are_no_columns() -> None:
     assert find_rows_and_columns(matmul(300)) is None
 
