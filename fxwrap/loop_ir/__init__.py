@@ -25,5 +25,6 @@ from fxwrap.loop_ir.split import *
 from fxwrap.loop_ir.streaming import *
 from fxwrap.loop_ir.streaming_bounds import *
 from fxwrap.loop_ir.traffic import *
+from fxwrap.loop_ir.uniform_reductions import *
 from fxwrap.loop_ir.unrolled_rows import *
 from fxwrap.loop_ir.verify import *
