@@ -26,7 +26,7 @@ def canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Returns the kernel over its canonical index space. `hint` returns a typical value of a size."""
     kernel = _remove_unit_axes(kernel)
     kernel = _split_axes(kernel)
-    kernel = _remove_unit_axes(_reorder_axes(kernel, hint))
+    kernel = _remove_unit_axes(reorder_axes(kernel, hint))
     return _order_reductions(rename_axes(_merge_axes(kernel)))
 
 
@@ -118,7 +118,7 @@ def _axis_divisor(atom: FloorDivide | Modulo) -> tuple[Axis, int] | None:
 # --- ordering --------------------------------------------------------------------------------------------------------
 
 
-def _reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
+def reorder_axes(kernel: Kernel, hint: Callable[[Size], int]) -> Kernel:
     """Orders axes by descending stride of the largest accesses. Reduced axes of argmax and scans keep their order."""
     moved = kernel.accesses
     weights: dict[Index, int] = {}

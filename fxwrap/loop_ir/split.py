@@ -15,6 +15,7 @@ import torch
 
 from fxwrap.loop_ir.atoms import Axis, IndirectIndex
 from fxwrap.loop_ir.builder import OperationCopier, eliminate_dead_operations
+from fxwrap.loop_ir.canonicalize import reorder_axes
 from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, as_index
 from fxwrap.loop_ir.kernel import (
     Buffer,
@@ -32,6 +33,7 @@ from fxwrap.loop_ir.kernel import (
 )
 from fxwrap.loop_ir.offsets import delinearize_index, linearize_index
 from fxwrap.loop_ir.operations import ORDERED_REDUCTIONS, POSITION_RESULTS, REDUCTIONS
+from fxwrap.loop_ir.traffic import has_contiguous_columns
 from fxwrap.loop_ir.verify import verify_kernel
 from fxwrap.symbolic import Size, ceiling_divide, product
 
@@ -69,6 +71,8 @@ def split_reductions(
         return split
     names = reserved_names | {buffer.name for buffer in split.temporaries}
     more = split_reductions(split.kernels[-1], hint, multiprocessors, names)
+    if more is None and not split.kernels[-1].reduced:  # its elements are no rows
+        more = SplitKernel((reorder_axes(split.kernels[-1], hint),), ())
     if more is None:
         return split
     return SplitKernel((*split.kernels[:-1], *more.kernels), (*split.temporaries, *more.temporaries))
@@ -97,7 +101,7 @@ class SplitPlan:
 def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: int) -> SplitPlan | None:
     count, size = hint(kernel.count), hint(kernel.reduced_count)
     saturating = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-    across = reduces_columns(kernel)
+    across = has_contiguous_columns(kernel, hint)
     busy = max(-(-count // _COLUMNS_PER_PROGRAM) if across else count, 1)
     wanted = min(-(-saturating // busy), size // (_MIN_OUTER_PART if across else _MIN_INNER_PART))
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from fxwrap.loop_ir.atoms import Axis
 from fxwrap.loop_ir.canonicalize import replace_indices, stride_magnitude
-from fxwrap.loop_ir.index import ONE, Atom, Index, IndexLike, Modulo, as_index
+from fxwrap.loop_ir.index import ONE, Atom, FloorDivide, Index, IndexLike, Modulo, as_index
 from fxwrap.loop_ir.interleaved import InterleavedAccess, interleaved_accesses
 from fxwrap.loop_ir.kernel import Kernel, Load, Store
 from fxwrap.symbolic import Size, product
@@ -117,3 +117,59 @@ def _contiguous_run(index: Index, axes: list[Axis], hint: _Hint, run: int) -> tu
             return run, step
         run = max(run, step * size)
     return run, run
+
+
+# --- contiguous axes -------------------------------------------------------------------------------------------------
+
+_MIN_RUN = 32
+"""The fewest contiguous elements of an axis that an index divides: those of a GPU's warp."""
+
+_MIN_TRANSPOSED_ROW, _MIN_TRANSPOSED_COLUMNS = 65, 16
+"""The least length of rows of which a program has too few to fill sectors across them, and the least number of rows."""
+
+
+def contiguity_scores(kernel: Kernel, hint: _Hint, only: Collection[int] | None = None) -> dict[Axis, int]:
+    """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved.
+
+    With `only`, the operations at these positions count.
+    """
+    scores: dict[Axis, int] = {}
+    interleaved = {at: item.axis for item in interleaved_accesses(kernel) for at in item.positions}
+    for position, (access, axes) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
+        if not isinstance(access, Load | Store) or (only is not None and position not in only):
+            continue
+        weight = _itemsize(kernel, position)
+        for axis in axes:
+            weight *= max(hint(axis.size), 1)
+        for axis in access.index.axes():
+            if _steps_by_one(access.index, axis) or axis == interleaved.get(position):
+                scores[axis] = scores.get(axis, 0) + weight
+    return scores
+
+
+def _steps_by_one(index: Index, axis: Axis) -> bool:
+    """Whether an index grows by one along an axis, except where it starts again after a run at least."""
+    if index.stride(axis) == ONE:
+        return True
+    divisions = [atom for atom in index.atoms() if isinstance(atom, FloorDivide | Modulo) and axis in atom.base.axes()]
+    if not divisions or any((item.divisor.constant or 0) < _MIN_RUN for item in divisions):
+        return False
+    runs: dict[Atom, IndexLike] = {item: item.base if isinstance(item, Modulo) else 0 for item in divisions}
+    return index.substitute(runs).stride(axis) == ONE
+
+
+def has_contiguous_columns(kernel: Kernel, hint: _Hint) -> bool:
+    """Whether a tile of a reduction needs contiguous elements across rows: accesses to elements are mostly so.
+
+    A fifth of them is enough in long rows, of which a program has few: each of these accesses would transfer a sector.
+    """
+    elements = [not axes.isdisjoint(kernel.reduced) for axes in kernel.address_axes]
+    scores = contiguity_scores(kernel, hint, [at for at, is_element in enumerate(elements) if is_element])
+    across = max(kernel.axes, key=lambda axis: scores.get(axis, 0), default=None)
+    columns = 0 if across is None else scores.get(across, 0)
+    if columns > max([scores.get(axis, 0) for axis in kernel.reduced], default=0):
+        return True
+    is_long = hint(kernel.reduced_count) >= _MIN_TRANSPOSED_ROW and not kernel.scans
+    if across is None or not is_long or hint(across.size) < _MIN_TRANSPOSED_COLUMNS:
+        return False
+    return 0 < sum(scores.values()) <= columns * 5

@@ -7,7 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Buffer, Kernel, KernelBuilder, as_index, evaluate_kernel, linearize_index
+from fxwrap.loop_ir import (
+    Axis,
+    Buffer,
+    Kernel,
+    KernelBuilder,
+    as_index,
+    evaluate_kernel,
+    has_contiguous_columns,
+    linearize_index,
+    parse_kernel,
+)
 from fxwrap.loop_ir.split import SplitKernel, split_reductions
 from fxwrap.symbolic import Size, evaluate, make_symbol
 
@@ -229,3 +239,53 @@ def test_column_sums_of_a_large_matrix_are_split_in_eight() -> None:
     split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None
     assert split.temporaries == (Buffer("partial0", F32, 8 * 4096),)
+
+
+def sums(parallel: str, reduced: str, operations: str, *, rows: int = 512, stores: str = "") -> Kernel:
+    """A kernel whose parallel axis p has 512 elements, or `rows`, and that sums %0 to out[p]."""
+    return parse_kernel(f"""kernel(x: f32[99999999], index: i64[99999999]) -> (out: f32[{rows}], y: f32[99999999]) \
+for [{parallel}] reduce [{reduced}] {{
+{operations}
+{stores}
+}}
+""")
+
+
+def test_columns_of_interleaved_pairs_have_parts_for_their_programs() -> None:
+    """The stride of each load is 2, and programs have 64 columns."""
+    body = """  %0 = f32 load x[2*p + 1024*r]
+  %1 = f32 load x[2*p + 1024*r + 1]
+  %2 = f32 add %0 %1
+  %3 = f32 reduce sum %2"""
+    split = split_reductions(sums("p: 512", "r: 16384", body, stores="  store out[p] %3"), hint, MULTIPROCESSORS)
+    assert split is not None and split.kernels[0].axes[0].size == 64
+
+
+def test_rows_at_computed_indices_are_no_columns() -> None:
+    """Only the results are beside each other."""
+    body = """  %0 = i64 load index[r]
+  %1 = f32 load x[%0<5776> + 5776*p]
+  %2 = f32 reduce sum %1"""
+    kernel = sums("p: 512", "r: 5776", body, stores="  store out[p] %2")
+    assert not has_contiguous_columns(kernel, hint) and split_reductions(kernel, hint, MULTIPROCESSORS) is None
+
+
+@pytest.mark.parametrize(("length", "has_tiles"), [(12544, True), (64, False)])
+def test_long_rows_that_are_stored_as_columns_have_tiles_of_both(length: int, has_tiles: bool) -> None:
+    body = f"""  %0 = f32 load x[{length}*p + r]
+  %1 = f32 reduce sum %0
+  store y[512*r + p] %0"""
+    kernel = sums("p: 512", f"r: {length}", body, stores="  store out[p] %1")
+    assert has_contiguous_columns(kernel, hint) == has_tiles
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
+    assert (split is not None) == has_tiles
+
+
+def test_elements_that_read_results_are_in_the_order_of_memory() -> None:
+    """Gates of channels: the mean of each channel, then the elements, which are contiguous along channels."""
+    body = """  %0 = f32 load x[48*r + p]
+  %1 = f32 reduce sum %0
+  %2 = f32 mul %0 %1"""
+    kernel = sums("p: 48", "r: 262144", body, rows=48, stores="  store y[48*r + p] %2")
+    split = split_reductions(kernel, hint, MULTIPROCESSORS)
+    assert split is not None and [axis.name for axis in split.kernels[-1].axes] == ["r", "p"]

@@ -12,17 +12,15 @@ from fxwrap.loop_ir import (
     ONE,
     Atom,
     Axis,
-    FloorDivide,
     Index,
-    IndexLike,
     IndirectIndex,
     InterleavedAccess,
     Kernel,
     Load,
-    Modulo,
     Operation,
     Store,
     as_index,
+    contiguity_scores,
     indices,
     interleaved_accesses,
     without_rotations,
@@ -152,37 +150,11 @@ def _atoms(operation: Operation) -> set[Atom]:
     return {atom for index in indices(operation) for atom in index.atoms()}
 
 
-def contiguity_scores(kernel: Kernel, hint: Hint, only: type | tuple[type, ...] = (Load, Store)) -> dict[Axis, int]:
-    """Returns for each axis the bytes of the accesses that are contiguous along it, alone or interleaved."""
-    scores: dict[Axis, int] = {}
-    interleaved = {at: item.axis for item in interleaved_accesses(kernel) for at in item.positions}
-    for position, (access, axes) in enumerate(zip(kernel.operations, kernel.address_axes, strict=True)):
-        if not isinstance(access, Load | Store) or not isinstance(access, only):
-            continue
-        weight = itemsize(kernel, access)
-        for axis in axes:
-            weight *= max(hint(axis.size), 1)
-        for axis in access.index.axes():
-            if _steps_by_one(access.index, axis) or axis == interleaved.get(position):
-                scores[axis] = scores.get(axis, 0) + weight
-    return scores
-
-
-def _steps_by_one(index: Index, axis: Axis) -> bool:
-    """Whether an index grows by one along an axis, except where it starts again after at least a warp's lanes."""
-    if index.stride(axis) == ONE:
-        return True
-    divisions = [atom for atom in index.atoms() if isinstance(atom, FloorDivide | Modulo) and axis in atom.base.axes()]
-    if not divisions or any((item.divisor.constant or 0) < LANES for item in divisions):
-        return False
-    runs: dict[Atom, IndexLike] = {item: item.base if isinstance(item, Modulo) else 0 for item in divisions}
-    return index.substitute(runs).stride(axis) == ONE
-
-
 def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
     """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any."""
     scores = contiguity_scores(kernel, hint)
-    stores = contiguity_scores(kernel, hint, Store) if reduced else {}
+    written = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
+    stores = contiguity_scores(kernel, hint, written) if reduced else {}
     ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
     inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
     others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]

@@ -5,15 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import Axis, Kernel, Load, Store
-from fxwrap.printers.triton.accesses import (
-    LANES,
-    Hint,
-    contiguity_scores,
-    contiguous_axes,
-    full_tile_loads,
-    is_unaligned,
-)
+from fxwrap.loop_ir import Axis, Kernel, Store, has_contiguous_columns
+from fxwrap.printers.triton.accesses import LANES, Hint, contiguous_axes, full_tile_loads, is_unaligned
 from fxwrap.printers.triton.row_configuration import MAX_PERSISTENT_ELEMENTS, STEP_ELEMENTS, has_long_iterations
 from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave, warps_of_tile
 
@@ -215,15 +208,11 @@ def _column_scan_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: D
 
 
 def is_outer_reduction(kernel: Kernel, hint: Hint) -> bool:
-    """Whether most accesses to elements are contiguous along a parallel axis, as in a sum of columns.
+    """Whether accesses to elements are contiguous along a parallel axis, as in a sum of columns.
 
     Not where a block of all rows by the elements of that axis is smaller than a warp: rows are flattened instead.
     """
-    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
-    has_elements = any(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
-    scores = contiguity_scores(kernel, hint) if has_elements else {}
-    parallel = max([scores.get(axis, 0) for axis in kernel.axes], default=0)
-    if parallel <= max([scores.get(axis, 0) for axis in kernel.reduced], default=0):
+    if not has_contiguous_columns(kernel, hint):
         return False
     inner, _ = contiguous_axes(kernel, hint, reduced=False)
     return next_power_of_2(hint(inner.size)) * next_power_of_2(hint(kernel.reduced_count)) >= LANES
