@@ -44,6 +44,7 @@ _MIN_INNER_PART = 2048  # elements of a part of a contiguous row
 _MIN_OUTER_PART = 64
 _COLUMNS_PER_PROGRAM = 64  # in a reduction across rows
 _PROGRAMS_PER_MULTIPROCESSOR = 4  # that saturate it
+_FEW_ACCESSES = 4  # of an element: more, as those of a window, are the work of several elements
 _KINDS_WITH_IDENTITY = frozenset({"sum", "prod", "any", "all", "max", "min", "softmax", "argmax", "argmin"})
 
 
@@ -107,7 +108,8 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
     kinds = {item.kind for item in kernel.operations if isinstance(item, Reduce)}
     finds_positions = not across and not kernel.is_multi_pass and not kinds.isdisjoint(ORDERED_REDUCTIONS)
     limit = _MAX_POSITION_ELEMENTS if finds_positions else _MAX_PROGRAM_ELEMENTS
-    if count * size < _MIN_ELEMENTS and count * size <= busy * limit:
+    work = count * size * max(_element_accesses(kernel) // _FEW_ACCESSES, 1)
+    if work < _MIN_ELEMENTS and work <= busy * limit:
         return None
     if busy * (4 if kernel.is_multi_pass else 2) > saturating or wanted < 2:
         return None  # elements that depend on results would be loaded again from memory, not from the cache
@@ -130,6 +132,12 @@ def _plan_split(kernel: Kernel, hint: Callable[[Size], int], multiprocessors: in
     old = delinearize_index(position, [axis.size for axis in kernel.reduced])
     mapping: dict[Atom, IndexLike] = dict(zip(kernel.reduced, old, strict=True))
     return SplitPlan(kernel.reduced, part, (each,), mapping, each.size, position if equal is None else None)
+
+
+def _element_accesses(kernel: Kernel) -> int:
+    """Returns the number of loads and stores that vary along reduced axes."""
+    pairs = zip(kernel.operations, kernel.address_axes, strict=True)
+    return sum(isinstance(item, Load | Store) and not axes.isdisjoint(kernel.reduced) for item, axes in pairs)
 
 
 def _closest_divisor(size: Size, wanted: int, reach: int, wave: int | None) -> int | None:

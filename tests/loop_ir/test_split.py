@@ -289,3 +289,13 @@ def test_elements_that_read_results_are_in_the_order_of_memory() -> None:
     kernel = sums("p: 48", "r: 262144", body, rows=48, stores="  store y[48*r + p] %2")
     split = split_reductions(kernel, hint, MULTIPROCESSORS)
     assert split is not None and [axis.name for axis in split.kernels[-1].axes] == ["r", "p"]
+
+
+def test_windows_are_the_work_of_several_elements() -> None:
+    """Fifteen rows, in less than a million iterations of nine loads."""
+    loads = "\n".join(f"  %{at} = f32 load x[70000*p + r + {at}]" for at in range(9))
+    adds = "\n".join(f"  %{9 + at} = f32 add %{8 + at if at else 0} %{at + 1}" for at in range(8))
+    plain = "  %0 = f32 load x[70000*p + r]\n  %1 = f32 reduce sum %0"
+    for body, result, is_split in ((f"{loads}\n{adds}\n  %17 = f32 reduce sum %16", 17, True), (plain, 1, False)):
+        kernel = sums("p: 15", "r: 65536", body, rows=15, stores=f"  store out[p] %{result}")
+        assert (split_reductions(kernel, hint, MULTIPROCESSORS) is not None) == is_split
