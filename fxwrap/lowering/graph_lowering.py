@@ -23,6 +23,7 @@ from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan, plan_materialisation
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
 from fxwrap.lowering.kernel_schedules import KernelSchedules, is_matmul
+from fxwrap.lowering.scatter_layouts import lay_out_scatters
 from fxwrap.lowering.symbols.table import size_hints
 from fxwrap.symbolic import Size
 from fxwrap.wrapper_ir import TensorType, Value
@@ -65,6 +66,8 @@ class GraphLowering:
         fusion = self._schedule(definitions, schedules)
         items = fusion.items()
         kernels = [item.kernel for item in items if item.kernel is not None]
+        schedules = lay_out_scatters(schedules, kernels)
+        definitions = schedules.definitions
         stored = {definition for kernel in kernels for definition in (*kernel.reads, *kernel.operands)}
         last_reader = self._overwritable_after(fusion, definitions, must_preserve)
         emitter = LineEmitter(

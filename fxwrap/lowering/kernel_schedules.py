@@ -85,6 +85,14 @@ class KernelSchedules:
             return find_rows_and_columns(self._built(joined, stored, self.plan)) is not None
         return self._is_schedulable(joined, stored, self.plan)
 
+    def built(self, kernel: KernelPlan) -> Kernel:
+        """Returns the loop IR of a planned kernel."""
+        return self._built(kernel, self._stored({member.definition for member in kernel.members}), self.plan)
+
+    def is_massively_parallel(self, kernel: KernelPlan) -> bool:
+        """Whether the device of a kernel has many more threads than cores."""
+        return self._specs[kernel.device_type].massively_parallel
+
     def _stored(self, members: Set[Definition]) -> set[Definition]:
         return {item for item in members if item in self.plan.external or not self.plan.readers[item] <= members}
 
