@@ -151,12 +151,21 @@ def _atoms(operation: Operation) -> set[Atom]:
 
 
 def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
-    """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any."""
+    """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any.
+
+    Many are a fifth of all or, where several stores may combine what an iteration reads, half of the loads.
+    """
     scores = contiguity_scores(kernel, hint)
     written = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
     stores = contiguity_scores(kernel, hint, written) if reduced else {}
     ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
     inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
-    others = [axis for axis in kernel.axes if axis != inner and scores.get(axis, 0) * 5 >= sum(scores.values())]
-    wide = [axis for axis in others if hint(axis.size) >= MIN_TILE_SIDE]
+    combines = any(store.mode != "set" for store in kernel.stores)
+    read = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load) and combines]
+    loads = contiguity_scores(kernel, hint, read)
+
+    def has_many(axis: Axis) -> bool:
+        return scores.get(axis, 0) * 5 >= sum(scores.values()) or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2
+
+    wide = [axis for axis in kernel.axes if axis != inner and has_many(axis) and hint(axis.size) >= MIN_TILE_SIDE]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
