@@ -16,7 +16,8 @@ from fxwrap.wrapper_ir import OpaqueType, Program, reads
 
 _STREAM_OPERATORS = ("stream_id", "record_event", "wait_event", "record_stream")
 _WEIGHT_OPERATORS = (
-    "prepacked_linear", "prepacked_int8_linear", "biased_linear", "frozen_convolution", "frozen_grouped_mm",
+    "prepacked_linear", "prepacked_int8_linear", "biased_linear", "frozen_convolution", "frozen_convolution_",
+    "frozen_grouped_mm",
 )  # fmt: skip
 _MATMUL_OPERATORS = ("to_host", "grouped_matmul", "grouped_products", "gelu_matmul")
 _ALSO_NATIVE = frozenset({

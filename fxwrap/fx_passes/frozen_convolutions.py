@@ -1,14 +1,14 @@
 """Frozen convolutions: batch norms folded into their weights, which stay in the library's layout.
 
 In inference a batch norm multiplies and shifts each channel by numbers that depend on parameters and statistics alone,
-so the convolution before it can do that. The library then also adds a residual and takes the positive part of its
-accumulators.
+so the convolution before it can do that. The library then also adds a residual to its accumulators, and
+computes an activation of them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Convolution:
     norm: tuple[Node, ...]
     epsilon: float
     residual: Node | None
-    relu: bool
+    activation: str
     absorbed: tuple[Node, ...]
 
     @property
@@ -90,16 +90,32 @@ def _match(
     residual, position = _residual(end, fakes, aliases, context, claimed)
     if position is not None:
         absorbed, end = (*absorbed, position), position
-    relu = _relu(end, context)
-    absorbed += () if relu is None else (relu,)
-    return _Convolution(node, image, weight, bias, norm, epsilon, residual, relu is not None, absorbed)
+    activation, user = _activation(end, context)
+    absorbed += () if user is None else (user,)
+    return _Convolution(node, image, weight, bias, norm, epsilon, residual, activation, absorbed)
 
 
-def _relu(node: Node, context: FxPassContext) -> Node | None:
-    """Returns the node of the positive part of a node's tensor, its only use."""
+_ACTIVATIONS: Mapping[tuple[object, ...], str] = {
+    (_aten.relu.default,): "relu",
+    (_aten.hardtanh.default, 0, 6): "relu6",
+    (_aten.clamp.default, 0, 6): "relu6",
+    (_aten.hardswish.default,): "hardswish",
+    (_aten.silu.default,): "silu",
+    (_aten.sigmoid.default,): "sigmoid",
+}
+"""The library's activations: an operator and its arguments after the tensor."""
+
+
+def _activation(node: Node, context: FxPassContext) -> tuple[str, Node | None]:
+    """Returns the activation of a node's tensor that is its only use, and its node; or "none"."""
     user = _only_user(node)
-    is_relu = user is not None and user.target is _aten.relu.default
-    return user if is_relu and "aten.relu.default" not in context.extern_operators else None
+    if user is None or user.kwargs or user.args[0] is not node or str(user.target) in context.extern_operators:
+        return "none", None
+    numbers = user.args[1:]
+    if not all(isinstance(item, int | float) for item in numbers):
+        return "none", None
+    name = _ACTIVATIONS.get((user.target, *numbers), "none")
+    return name, None if name == "none" else user
 
 
 def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:
@@ -112,22 +128,20 @@ def _frozen_operand(node: Node, frozen: Collection[Node]) -> Node | None:
 def _is_supported(values: list[Any], context: FxPassContext) -> bool:
     """Whether result, image and weight are images on a device whose library has a layout for them.
 
-    Their number may be symbolic: the layout is that for all batches of images of these lengths. Not in CUDA graphs: a
-    replay would not see that a weight was written.
+    Number and lengths of the images may be symbolic. Not in CUDA graphs: a replay would not see that a weight was
+    written.
     """
     for value in values:
-        if not isinstance(value, FakeTensor) or value.ndim != 4 or not _has_static_images(value):
+        if not isinstance(value, FakeTensor) or value.ndim != 4 or type(value.shape[1]) is not int:
             return False
         spec = context.options.device_specs().get(value.device.type)
         if spec is None or value.dtype not in spec.convolutions.prepacked_dtypes or value.dtype != values[0].dtype:
             return False
         if context.options.cuda_graphs and spec.supports_graph_capture:
             return False
-    return all(0 not in value.shape[1:] for value in values)
-
-
-def _has_static_images(fake: FakeTensor) -> bool:
-    return all(type(number) is int for number in (*fake.shape[1:], *fake.stride()))
+        if any(type(size) is int and size == 0 for size in value.shape[1:]):
+            return False
+    return all(type(size) is int for size in values[-1].shape)
 
 
 def _batch_norm(
@@ -176,7 +190,7 @@ def _replace(copy: GraphCopy, match: _Convolution) -> None:
     norm, fake = [env[item] for item in match.norm], copy.fakes[env[end]]
     operands = (
         env[match.image], env[match.weight], optional[0], norm, match.epsilon, stride, padding, dilation, groups,
-        optional[1], match.relu, list(fake.stride()),
+        optional[1], match.activation, copy.size_arguments(env[end], fake.stride()),
     )  # fmt: skip
     target = torch.ops.fxwrap.frozen_convolution.default
     call = copy.call(env[end], target, operands, f"{match.node.name}_frozen", fake=fake)

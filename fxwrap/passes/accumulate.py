@@ -1,4 +1,4 @@
-"""In-place accumulation: matmuls add to a tensor that nothing else reads in its memory."""
+"""In-place accumulation: matmuls and convolutions add to a tensor that nothing else reads in its memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from fxwrap.wrapper_ir import (
     Block,
     LineBase,
     LineT,
+    Operand,
     Ownership,
     Program,
     Value,
@@ -20,15 +21,18 @@ from fxwrap.wrapper_ir import (
     values_in,
 )
 
+_FROZEN = "fxwrap.frozen_convolution"
+
 ACCUMULATING: Mapping[str, str] = {
     "aten.addmm.default": "aten.addmm_.default",
     "aten.baddbmm.default": "aten.baddbmm_.default",
+    f"{_FROZEN}.default": f"{_FROZEN}_.default",
 }
-"""Matmuls that add to a tensor, and their in-place form. The other form first copies the tensor into its result."""
+"""Calls that add to a tensor, and their in-place form. The other form first copies the tensor into its result."""
 
 
 def accumulate_in_place(program: Program) -> Program:
-    """Returns the program in which matmuls add in place to tensors that they use last.
+    """Returns the program in which matmuls and convolutions add in place to tensors that they use last.
 
     The tensor is owned by the block, which frees it after the call, and has the result's type. Results are bitwise
     equal, and the peak memory is at most as large. Linear in the number of lines.
@@ -65,8 +69,8 @@ def _accumulate(block: Block, arguments: Sequence[Value], readonly: Sequence[Val
             (result,) = values_in(line.results)
             sum_ = sums[result.name] = sums.get(addend.name, addend)
             call = _renamed(line, sums)
-            target = ACCUMULATING[line.target]
-            lines.append(Mutate((), target, call.arguments, (sum_,), call.keywords, origin=line.origin))
+            target, operands = ACCUMULATING[line.target], _accumulating_arguments(call)
+            lines.append(Mutate((), target, operands, (sum_,), call.keywords, origin=line.origin))
         else:
             lines.append(_renamed(line.replace(**inner) if inner else line, sums))
         position += 1
@@ -77,13 +81,25 @@ def _renamed(line: LineT, sums: Mapping[str, Value]) -> LineT:
     return map_line(line, lambda item: sums.get(item.name, item) if type(item) is Value else item) if sums else line
 
 
+def _accumulating_arguments(call: ExternCall) -> tuple[Operand, ...]:
+    """Returns the arguments of a call's in-place form, whose first is the tensor."""
+    if not call.target.startswith(_FROZEN):
+        return call.arguments
+    *operands, residual, activation, _strides = call.arguments
+    return residual, *operands, activation
+
+
 def _addend(line: LineBase, roots: Mapping[str, str]) -> Value | None:
-    """Returns the tensor to which a matmul adds: of the result's type, with memory of its own, and no other operand."""
+    """Returns the tensor to which a call adds: of the result's type, with memory of its own, and no other operand."""
     if not isinstance(line, ExternCall) or line.target not in ACCUMULATING:
         return None
     if line.outs or line.stream != 0 or line.effect_set or any(line.aliases):
         return None
-    addend, *operands = values_in(line.arguments)
+    addend, *others = _accumulating_arguments(line)
+    operands = [roots[item.name] for item in values_in(tuple(others))]
     (result,) = values_in(line.results)
-    is_own = roots[addend.name] == addend.name and addend.name not in [roots[item.name] for item in operands]
-    return addend if is_own and addend.type == result.type and addend.tensor_type.is_contiguous else None
+    if not isinstance(addend, Value) or addend.type != result.type:
+        return None
+    is_own = roots[addend.name] == addend.name and addend.name not in operands
+    is_image = line.target.startswith(_FROZEN)  # whose layout is the result's
+    return addend if is_own and (is_image or addend.tensor_type.is_contiguous) else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fxwrap import torch_compat
-from fxwrap.runtime import collectives, devices, symmetric_memory, tensors
+from fxwrap.runtime import collectives, devices, native, symmetric_memory, tensors
 from fxwrap.runtime.checks import check_alignment, check_rank, raise_error
 from fxwrap.runtime.checks import check_layout as check_tensor
 from fxwrap.runtime.device_operators import (
@@ -49,7 +49,9 @@ from fxwrap.runtime.matmuls import (
 )
 from fxwrap.runtime.prepacked_weights import (
     biased_linear,
+    forget_forms,
     frozen_convolution,
+    frozen_convolution_,
     frozen_convolution_fake,
     frozen_grouped_mm,
     frozen_grouped_mm_fake,
@@ -145,21 +147,49 @@ def _collective_functionalised(name: str, inputs: Sequence[torch.Tensor], argume
     return list(outs)
 
 
+# --- frozen weights -------------------------------------------------------------------------------------------------
+
+
+def _frozen_convolution_functionalised(residual: torch.Tensor, *arguments: Any) -> None:
+    """Replaces the residual by the sum, which is a new tensor."""
+
+    def content_of(item: Any) -> Any:
+        return torch_compat.unwrap_functional_tensor(item) if isinstance(item, torch.Tensor) else item
+
+    content, *numbers, activation = torch_compat.tree_map(content_of, (residual, *arguments))
+    with torch_compat.exclude_functionalisation():
+        total = torch.ops.fxwrap.frozen_convolution(*numbers, content, activation, list(content.stride()))
+    torch_compat.replace_functional_tensor(residual, total)
+
+
 # --- registration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Operator:
-    """One operator: schema, implementation, fake implementation (None: no results) and functionalisation rule."""
+    """One operator: schema, implementation, fake implementation (None: no results) and functionalisation rule.
+
+    `is_native` if the bridge has an implementation, too.
+    """
 
     schema: str
     run: Callable[..., object]
     fake: Callable[..., object] | None = None
     functionalised: Callable[..., object] | None = None
     has_side_effect: bool = False
+    is_native: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in its library."""
+        return self.schema.partition("(")[0]
 
 
 _NUMBERS = "SymInt[] sizes, float[] numbers, SymInt[] grid"
+_CONVOLUTION = (
+    "Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, int[] padding, "
+    "int[] dilation, int groups"
+)
 _TYPE = "SymInt[] sizes, SymInt[] strides, ScalarType dtype"
 
 _OPERATORS = (
@@ -220,23 +250,27 @@ _OPERATORS = (
     ),
     _Operator(
         "prepacked_linear(Tensor left, Tensor weight, Tensor? bias, bool transposed, int? rows=None) -> Tensor",
-        prepacked_linear, linear_fake,
+        prepacked_linear, linear_fake, is_native=True,
     ),
     _Operator(
         "prepacked_int8_linear(Tensor rows, Tensor weight, bool transposed) -> Tensor",
-        prepacked_int8_linear, prepacked_int8_linear_fake,
+        prepacked_int8_linear, prepacked_int8_linear_fake, is_native=True,
     ),
     _Operator(
-        "biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor", biased_linear, linear_fake
+        "biased_linear(Tensor left, Tensor weight, Tensor bias, bool transposed) -> Tensor",
+        biased_linear, linear_fake, is_native=True,
     ),
     _Operator(
-        "frozen_convolution(Tensor image, Tensor weight, Tensor? bias, Tensor[] norm, float epsilon, int[] stride, "
-        "int[] padding, int[] dilation, int groups, Tensor? residual, bool relu, int[] strides) -> Tensor",
-        frozen_convolution, frozen_convolution_fake,
+        f"frozen_convolution({_CONVOLUTION}, Tensor? residual, str activation, SymInt[] strides) -> Tensor",
+        frozen_convolution, frozen_convolution_fake, is_native=True,
+    ),
+    _Operator(
+        f"frozen_convolution_(Tensor(a!) residual, {_CONVOLUTION}, str activation) -> ()",
+        frozen_convolution_, None, _frozen_convolution_functionalised, is_native=True,
     ),
     _Operator(
         "frozen_grouped_mm(Tensor rows, Tensor[] matrices, bool transposed, Tensor ends) -> Tensor",
-        frozen_grouped_mm, frozen_grouped_mm_fake,
+        frozen_grouped_mm, frozen_grouped_mm_fake, is_native=True,
     ),
     _Operator(
         "gelu_matmul(Tensor left, Tensor right, Tensor? bias) -> (Tensor, Tensor)", gelu_matmul, gelu_matmul_fake
@@ -254,12 +288,46 @@ _OPERATORS = (
 )  # fmt: skip
 
 
-_IMPLEMENTATIONS = {operator.schema.partition("(")[0]: operator.run for operator in _OPERATORS}
+class _NativeFirst:
+    """The implementation of an operator that the bridge has, too: the bridge's, as soon as that need not be compiled.
+
+    Until then, and where it does not compile, which the log says, Python's.
+    """
+
+    def __init__(self, operator: _Operator) -> None:
+        self._operator = operator
+        self._run: Callable[..., object] = self._first_call
+
+    def __call__(self, *arguments: object) -> object:
+        return self._run(*arguments)
+
+    def _first_call(self, *arguments: object) -> object:
+        return self.loaded()(*arguments)
+
+    def loaded(self) -> Callable[..., object]:
+        """Returns the bridge's function if that need not be compiled, else this object, which it replaces later."""
+        if self._run == self._first_call:
+            if native.find_bridge() is not None:
+                self._use_bridge()
+            else:
+                self._run = self._operator.run
+                native.after_bridge(self._use_bridge)
+        return self if self._run == self._operator.run else self._run
+
+    def _use_bridge(self) -> None:
+        self._run = native.native_operator(self._operator.name)
+        forget_forms()
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
+    operator.name: _NativeFirst(operator) if operator.is_native else operator.run for operator in _OPERATORS
+}
 
 
 def implementation(operator: torch_compat.OpOverload) -> Callable[..., object]:
     """Returns the implementation of an operator of this library, for any device."""
-    return _IMPLEMENTATIONS[torch_compat.torch_schema(operator).name.partition("::")[2]]
+    implementation = _IMPLEMENTATIONS[torch_compat.torch_schema(operator).name.partition("::")[2]]
+    return implementation.loaded() if isinstance(implementation, _NativeFirst) else implementation
 
 
 def _no_fake_result(*_arguments: object, **_keywords: object) -> None:
@@ -267,9 +335,9 @@ def _no_fake_result(*_arguments: object, **_keywords: object) -> None:
 
 
 def _register(operator: _Operator) -> None:
-    name = operator.schema.partition("(")[0]
+    name = operator.name
     _LIBRARY.define(operator.schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _LIBRARY.impl(name, operator.run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, _IMPLEMENTATIONS[name], "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxwrap::{name}", operator.fake or _no_fake_result, lib=_LIBRARY)
     if operator.functionalised is not None:
         _LIBRARY.impl(name, operator.functionalised, "Functionalize")

@@ -1,5 +1,8 @@
 """Matmuls and convolutions with frozen weights, which are converted to the library's layout at their first call.
 
+These are the implementations of processes without the C++ bridge, which has its own of all of them
+(`native/libraries/prepacked.cpp`): a call in Python takes longer than a small convolution.
+
 The converted forms are cached by the weight, and by the memory and the version of all tensors that they were computed
 from. So a write into a weight converts it again, unless the write evades torch's version counter
 (`weight.data.add_(1)`).
@@ -9,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -25,6 +29,7 @@ from fxwrap.torch_compat import (
     prepack_int8_weight,
     prepack_linear_weight,
     prepacked_convolution,
+    prepacked_convolution_sum,
     version_of,
 )
 from fxwrap.torch_compat import prepacked_int8_linear as library_int8_linear
@@ -32,6 +37,12 @@ from fxwrap.torch_compat import prepacked_linear as library_linear
 
 _MOST_FORMS = 4
 """The converted forms of a weight, such as those for several numbers of rows, that are cached at a time."""
+
+_FEW_PIXELS = 64
+"""oneDNN's layout of a convolution's weight is one for images of so many pixels, and may be another for smaller ones.
+
+It rearranges a weight in another layout in each call.
+"""
 
 _Content: TypeAlias = tuple[tuple[int, int], ...]
 _Form: TypeAlias = tuple[torch.Tensor | None, ...]
@@ -56,6 +67,12 @@ def _form(sources: Sequence[torch.Tensor], variant: Hashable, convert: Callable[
         if len(forms) > _MOST_FORMS:
             forms.popitem(last=False)
         return form
+
+
+def forget_forms() -> None:
+    """Frees all converted forms: of calls before the bridge was compiled, which has its own."""
+    with _lock:
+        _cache.clear()
 
 
 def prepacked_linear(
@@ -142,17 +159,55 @@ def frozen_convolution(
     dilation: Sequence[int],
     groups: int,
     residual: torch.Tensor | None,
-    relu: bool,
+    activation: str,
     strides: Sequence[int],
 ) -> torch.Tensor:
     """Returns a convolution, with batch norm's statistics and affine parameters `norm` folded into its weight and bias.
 
-    The weight's layout depends on the lengths of the images, not on their number.
+    The weight's layout is for images of any number and lengths, unless they are small.
     `norm` holds weight, bias, mean and variance, or nothing. Then adds `residual`, which has the result's layout, and
-    takes the positive part if `relu`. The result has these strides. oneDNN adds a folded bias in float32, except with a
-    residual, whose sum then has one rounding less than eager's.
+    applies the activation, one of `torch_compat.ACTIVATIONS`. The result has these strides. oneDNN adds a folded bias
+    in float32, except with a residual, whose sum then has one rounding less than eager's.
     """
     geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    with torch.no_grad():
+        result = _convolution(image, weight, bias, norm, epsilon, geometry, residual, activation)
+        return _with_strides(result, strides)
+
+
+def frozen_convolution_(
+    residual: torch.Tensor,
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Sequence[torch.Tensor],
+    epsilon: float,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+) -> None:
+    """Computes `frozen_convolution` with a residual in the memory of that."""
+    geometry = ConvolutionGeometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    with torch.no_grad():
+        result = _convolution(image, weight, bias, norm, epsilon, geometry, residual, activation, in_place=True)
+        if result is not residual:
+            residual.copy_(result)
+
+
+def _convolution(
+    image: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Sequence[torch.Tensor],
+    epsilon: float,
+    geometry: ConvolutionGeometry,
+    residual: torch.Tensor | None,
+    activation: str,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """Returns the result of `frozen_convolution` in any layout, perhaps in the memory of the residual if `in_place`."""
     is_channels_last = image.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if is_channels_last else torch.contiguous_format
 
@@ -166,32 +221,44 @@ def frozen_convolution(
         return packed, None if packed is not None or folded is weight else folded, shift
 
     sources = [weight, *([] if bias is None else [bias]), *norm]
-    variant = (geometry, tuple(image.shape[1:]), epsilon, layout, residual is None)
+    variant = (geometry, image.shape[2:].numel() < _FEW_PIXELS, epsilon, layout, residual is None)
     packed, folded, shift = _form(sources, variant, convert)
-    with torch.no_grad():
-        if packed is not None:
-            result = prepacked_convolution(image, packed, shift, geometry, residual, relu)
-        else:
-            result = _convolution(image, weight if folded is None else folded, shift, geometry, residual, relu)
-        return _with_strides(result, strides)
+    if packed is None:
+        return _plain_convolution(image, weight if folded is None else folded, shift, geometry, residual, activation)
+    if residual is None:
+        return prepacked_convolution(image, packed, shift, geometry, activation)
+    has_relu = activation == "relu"
+    result = prepacked_convolution_sum(image, packed, shift, geometry, residual, has_relu, in_place)
+    return result if has_relu else _ACTIVATIONS[activation](result)
 
 
-def _convolution(
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda value: value,
+    "relu": torch.relu_,
+    "relu6": partial(torch.nn.functional.relu6, inplace=True),
+    "hardswish": partial(torch.nn.functional.hardswish, inplace=True),
+    "silu": partial(torch.nn.functional.silu, inplace=True),
+    "sigmoid": torch.sigmoid_,
+}
+"""Activations of tensors of one's own, in their memory."""
+
+
+def _plain_convolution(
     image: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     geometry: ConvolutionGeometry,
     residual: torch.Tensor | None,
-    relu: bool,
+    activation: str,
 ) -> torch.Tensor:
     """Returns a convolution with what follows it, in one call where the device's library has one."""
-    result = fused_convolution(image, weight, bias, geometry, residual) if relu else None
+    result = fused_convolution(image, weight, bias, geometry, residual) if activation == "relu" else None
     if result is not None:
         return result
     result = torch.conv2d(image, weight, bias, *geometry.arguments)
     if residual is not None:
         result.add_(residual)
-    return result.relu_() if relu else result
+    return _ACTIVATIONS[activation](result)
 
 
 def _with_strides(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -229,7 +296,7 @@ def frozen_convolution_fake(
     dilation: Sequence[int],
     _groups: int,
     _residual: torch.Tensor | None,
-    _relu: bool,
+    _activation: str,
     strides: Sequence[int],
 ) -> torch.Tensor:
     """The fake implementation."""

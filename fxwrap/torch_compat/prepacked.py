@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -146,27 +146,57 @@ def prepack_convolution_weight(
     return packed
 
 
+ACTIVATIONS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "none": ("none", ()),
+    "relu": ("relu", ()),
+    "relu6": ("hardtanh", (0.0, 6.0)),
+    "hardswish": ("hardswish", ()),
+    "silu": ("swish", ()),
+    "sigmoid": ("sigmoid", ()),
+}
+"""The activations that oneDNN computes of its accumulators: its name of each, and its numbers."""
+
+
 def prepacked_convolution(
+    image: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, geometry: ConvolutionGeometry, activation: str
+) -> torch.Tensor:
+    """Returns an activation of a convolution by the packed form of its weight.
+
+    The bias may be of float32 although the image is of bfloat16.
+    """
+    operators: Any = torch.ops.mkldnn
+    name, scalars = ACTIVATIONS[activation]
+    result: torch.Tensor = operators._convolution_pointwise(
+        image, packed, bias, *_onednn_numbers(geometry), name, scalars, ""
+    )
+    return result
+
+
+def prepacked_convolution_sum(
     image: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
     geometry: ConvolutionGeometry,
-    residual: torch.Tensor | None,
+    residual: torch.Tensor,
     relu: bool,
+    in_place: bool,
 ) -> torch.Tensor:
-    """Returns a convolution by the packed form of its weight, plus a tensor, then its positive part if `relu`.
+    """Returns a convolution by the packed form of its weight plus a tensor, or its positive part if `relu`.
 
-    Without `residual`, the bias may be of float32 although the image is of bfloat16.
+    `in_place` computes it in the memory of the tensor.
     """
     operators: Any = torch.ops.mkldnn
-    numbers = (geometry.padding, geometry.stride, geometry.dilation, geometry.groups)
+    numbers = (*_onednn_numbers(geometry), "add", 1.0, "relu" if relu else None, [], None)
     result: torch.Tensor
-    if residual is None:
-        result = operators._convolution_pointwise(image, packed, bias, *numbers, "relu" if relu else "none", [], "")
+    if in_place:
+        result = operators._convolution_pointwise_.binary(residual, image, packed, bias, *numbers)
     else:
-        epilogue: tuple[object, ...] = ("add", 1.0, "relu" if relu else None, [], None)
-        result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers, *epilogue)
+        result = operators._convolution_pointwise.binary(image, residual, packed, bias, *numbers)
     return result
+
+
+def _onednn_numbers(geometry: ConvolutionGeometry) -> tuple[object, ...]:
+    return geometry.padding, geometry.stride, geometry.dilation, geometry.groups
 
 
 def fused_convolution(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fxwrap
 from fxwrap import Options
 from fxwrap.devices import CPU
-from fxwrap.lines import ExternCall
+from fxwrap.lines import ExternCall, Mutate
 from fxwrap.torch_compat import multiplies_bytes_exactly
 from tests.artifact.native_host import described, drive, read_result, tensor_commands
 from tests.fx_passes.test_gelu_matmuls import with_gelu_matmuls
@@ -21,7 +21,9 @@ from tests.support.int8_layers import Int8Layers
 GELU = "fxwrap.gelu_matmul.default"
 BIASED = "fxwrap.biased_linear.default"
 INT8 = f"{'fxwrap.prepacked_int8_linear' if multiplies_bytes_exactly() else 'aten._int_mm'}.default"
-FROZEN = ("fxwrap.frozen_convolution.default", "fxwrap.prepacked_linear.default")
+FROZEN = [
+    "fxwrap.frozen_convolution.default", "fxwrap.frozen_convolution_.default", *["fxwrap.prepacked_linear.default"] * 2
+]  # fmt: skip
 
 
 class Images(nn.Module):
@@ -49,8 +51,8 @@ def test_frozen_weights_without_python_follow_replaced_constants(dtype: torch.dt
     sizes = None if dtype is torch.float32 else ({0: torch.export.Dim("images", max=100)},)
     program = torch.export.export(model, (x,), dynamic_shapes=sizes)
     compiled = fxwrap.compile_graph(program, name="images", options=Options(freeze=True, emitter="cpp"))
-    targets = [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall)]
-    assert [target for target in targets if target in FROZEN] == [FROZEN[0]] * 2 + [FROZEN[1]] * 2
+    targets = [line.target for line in compiled.program.body.lines if isinstance(line, ExternCall | Mutate)]
+    assert [target for target in targets if target in FROZEN] == FROZEN
     compiled.save(tmp_path / "images.fxw", target="native")
     with torch.no_grad():
         results = [model(x)]

@@ -13,6 +13,7 @@ from fxwrap import Options
 from fxwrap.lines import ExternCall, Launch
 from fxwrap.runtime import prepacked_weights
 from fxwrap.torch_compat import multiplies_bytes_exactly
+from tests.support.frozen_operators import use_python_operators
 from tests.support.int8_layers import Int8Layers
 
 PREPACKED = f"{'fxwrap.prepacked_int8_linear' if multiplies_bytes_exactly() else 'aten._int_mm'}.default"
@@ -88,5 +89,6 @@ def test_a_machine_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch._int_mm(rows, weight.t()).float()
     operator = torch.ops.fxwrap.prepacked_int8_linear
     assert torch.equal(operator(unsigned, weight, True), expected)
+    use_python_operators(monkeypatch)
     monkeypatch.setattr(prepacked_weights, "prepack_int8_weight", lambda _: None)
     assert torch.equal(operator(unsigned, weight.t().contiguous(), False), expected)

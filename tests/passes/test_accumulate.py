@@ -1,4 +1,4 @@
-"""Matmuls that add in place to tensors that nothing reads later."""
+"""Matmuls and convolutions that add in place to tensors that nothing reads later."""
 
 from __future__ import annotations
 
@@ -58,6 +58,32 @@ def test_memory_with_other_references_stays() -> None:
     shared = parsed(_SUMS.replace("%o: owned", "%o: shared"))
     changed = verify(accumulate_in_place(shared))
     assert _written(changed) == ["a", "c"]
+
+
+_IMAGES = """
+program @p(%x: borrowed f32[2, 4, 5, 5 | 100, 1, 20, 4]@cpu, %w: borrowed f32[4, 4, 1, 1]@cpu) {
+  %a = CONVOLUTION(%x, %w, none, [], 0.0, [1, 1], [0, 0], [1, 1], 1, none, "none", [100, 1, 20, 4]) : IMAGES
+  %b = CONVOLUTION(%x, %w, none, [], 0.0, [1, 1], [0, 0], [1, 1], 1, %a, "relu", [100, 1, 20, 4]) : IMAGES
+  memory.free(%a)
+  %c = CONVOLUTION(%b, %w, none, [], 0.0, [1, 1], [0, 0], [1, 1], 1, %b, "none", [100, 1, 20, 4]) : IMAGES
+  memory.free(%b)
+  %d = CONVOLUTION(%c, %w, none, [], 0.0, [1, 1], [0, 0], [1, 1], 1, %x, "none", [100, 1, 20, 4]) : IMAGES
+  memory.free(%c)
+  control.return(%d)
+}
+""".replace("CONVOLUTION", "extern.call @fxwrap.frozen_convolution.default").replace(
+    "IMAGES", "f32[2, 4, 5, 5 | 100, 1, 20, 4]@cpu"
+)
+
+
+def test_convolutions_add_to_residuals() -> None:
+    """Not where the residual is borrowed (%d), or the image (%c)."""
+    program = parsed(_IMAGES)
+    changed = verify(accumulate_in_place(program))
+    assert _written(changed) == ["a"]
+    inputs = [torch.randn(2, 4, 5, 5).contiguous(memory_format=torch.channels_last), torch.randn(4, 4, 1, 1)]
+    (result,), (expected,) = [fxwrap.run(item, [*inputs]) for item in (changed, program)]
+    torch.testing.assert_close(result, expected)
 
 
 def _gradient(x: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,8 @@ from fxwrap.wrapper_ir import Block, KernelDefinition, Operand, TensorType, Valu
 
 _RUNTIME_MODULES = {
     **dict.fromkeys(
-        ("checks", "control", "devices", "kernels", "ranges", "symmetric_memory", "tensors"), "fxwrap.runtime"
+        ("checks", "control", "devices", "kernels", "library", "ranges", "symmetric_memory", "tensors"),
+        "fxwrap.runtime",
     ),
     "replay": "fxwrap.runtime.graph_capture",
 }
@@ -73,6 +74,8 @@ class PythonModule:
         namespace, _, rest = target.partition(".")
         short = rest.removesuffix(".default").replace(".", "_")
         name = f"aten_{short}" if namespace == "aten" else f"op_{namespace}_{short}"
+        if namespace == "fxwrap":  # without the dispatcher, which takes longer to call Python
+            return self.define_global(name, f"{self.runtime('library', 'implementation')}(torch.ops.{target})")
         return self.define_global(name, f"torch.ops.{target}")
 
     def kernel(self, kernel: KernelDefinition, *, gridless: bool, dependent: bool = False) -> str:

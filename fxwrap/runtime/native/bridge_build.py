@@ -36,7 +36,10 @@ _BRIDGE_UNITS = (
         *("libraries/prepacked.cpp", "libraries/grouped_matmuls.cpp"),
     ),
 )
-_BINDING_UNITS = (("binding/binding.cpp",), ("binding/launcher.cpp", "binding/plain_inputs.cpp"))
+_BINDING_UNITS = (
+    ("binding/binding.cpp",),
+    ("binding/launcher.cpp", "binding/plain_inputs.cpp", "binding/prepacked.cpp"),
+)
 _HEADERS = (
     *(
         "bridge/bridge.h",

@@ -67,6 +67,15 @@ def load_binding() -> None:
     _binding()
 
 
+def native_operator(name: str) -> Callable[..., object]:
+    """Returns the bridge's function of the operator `fxwrap::name`, which takes all arguments by position.
+
+    It is also torch's operator `fxwrap_native::name`. Raises NativeBuildError where the bridge cannot be built.
+    """
+    function: Callable[..., object] = getattr(_binding(), name)
+    return function
+
+
 def find_plain_inputs_check() -> Callable[[tuple[object, ...]], bool] | None:
     """Returns the binding's `are_plain_inputs`, see `runtime.direct`; None while this process has loaded no bridge."""
     return _binding().are_plain_inputs if binding_is_loaded() and find_bridge() is not None else None

@@ -540,7 +540,8 @@ PyMODINIT_FUNC PyInit__fxwrap_binding() {
   if (result != nullptr && PyModule_AddObjectRef(result, "Program", reinterpret_cast<PyObject*>(&program_type)) != 0) {
     Py_CLEAR(result);
   }
-  if (result != nullptr && !(fxwrap::binding::add_launcher(result) && fxwrap::binding::add_plain_inputs(result))) {
+  if (result != nullptr && !(fxwrap::binding::add_launcher(result) && fxwrap::binding::add_plain_inputs(result) &&
+                             fxwrap::binding::add_prepacked(result))) {
     Py_CLEAR(result);
   }
   return result;

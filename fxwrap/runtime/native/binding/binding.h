@@ -41,4 +41,13 @@ bool add_launcher(PyObject* module);
 // Adds the function `are_plain_inputs` to the binding's module; returns false with an error set.
 bool add_plain_inputs(PyObject* module);
 
+// Adds the operators for frozen weights to the binding's module, and registers them; returns false with an error set.
+bool add_prepacked(PyObject* module);
+
+// Whether operators run the kernels of ordinary tensors on a tensor, besides autograd.
+bool has_plain_keys(const at::Tensor& tensor);
+
+// Whether certainly no mode, functorch level or tracer is active.
+bool runs_plain_kernels();
+
 }  // namespace fxwrap::binding

@@ -24,8 +24,7 @@ bool is_plain(PyObject* item, bool records_gradients) {
   if (type == reinterpret_cast<PyTypeObject*>(THPVariableClass) ||
       type == reinterpret_cast<PyTypeObject*>(ParameterClass)) {
     const at::Tensor& tensor = unpack(item);
-    return tensor.defined() && has_only(tensor.key_set(), plain_keys) && !tensor.is_meta() &&
-           !(records_gradients && tensor.requires_grad());
+    return fxwrap::binding::has_plain_keys(tensor) && !(records_gradients && tensor.requires_grad());
   }
   return PyLong_CheckExact(item) || PyFloat_CheckExact(item) || PyBool_Check(item) || item == Py_None;
 }
@@ -36,10 +35,7 @@ PyObject* are_plain_inputs(PyObject*, PyObject* inputs) {
     PyErr_Format(PyExc_TypeError, "are_plain_inputs() takes a tuple, got %.200s", Py_TYPE(inputs)->tp_name);
     return nullptr;
   }
-  if (!has_only(c10::impl::tls_local_dispatch_key_set().included_, passive_keys) ||
-      at::impl::PythonTorchFunctionTLS::stack_len() != 0) {
-    Py_RETURN_FALSE;
-  }
+  if (!fxwrap::binding::runs_plain_kernels()) Py_RETURN_FALSE;
   const bool records_gradients = c10::GradMode::is_enabled();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
     if (!is_plain(PyTuple_GET_ITEM(inputs, i), records_gradients)) Py_RETURN_FALSE;
@@ -56,6 +52,15 @@ PyMethodDef input_functions[] = {
 }  // namespace
 
 namespace fxwrap::binding {
+
+bool has_plain_keys(const at::Tensor& tensor) {
+  return tensor.defined() && has_only(tensor.key_set(), plain_keys) && !tensor.is_meta();
+}
+
+bool runs_plain_kernels() {
+  return has_only(c10::impl::tls_local_dispatch_key_set().included_, passive_keys) &&
+         at::impl::PythonTorchFunctionTLS::stack_len() == 0;
+}
 
 bool add_plain_inputs(PyObject* module) { return PyModule_AddFunctions(module, input_functions) == 0; }
 

@@ -22,6 +22,7 @@
 #include "engine/checks.h"
 #include "engine/observer.h"
 #include "cuda/launch.h"
+#include "libraries/operators.h"
 
 namespace fxwrap {
 
@@ -135,14 +136,24 @@ PreparedCall& resolve_call(CallSite& site) {
   return *prepared;
 }
 
+// Returns an operator, or the bridge's own where Python computes it, too.
+c10::OperatorHandle find_operator(const std::string& name, const char* overload) {
+  constexpr std::string_view python_namespace = "fxwrap::";
+  c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
+  if (name.starts_with(python_namespace)) {
+    const std::string native = std::string(native_namespace) + "::" + name.substr(python_namespace.size());
+    if (const auto handle = dispatcher.findSchema({native, overload})) return *handle;
+  }
+  return dispatcher.findSchemaOrThrow(name.c_str(), overload);
+}
+
 }  // namespace
 
 std::unique_ptr<PreparedCall> prepare_call(const CallSite& site) {
   // Constants created here are ordinary tensors, even if the first caller is in inference mode.
   c10::InferenceMode ordinary(false);
   const uint64_t generation = deregistrations.load();
-  const c10::OperatorHandle handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow(site.operator_->name, site.operator_->overload);
+  const c10::OperatorHandle handle = find_operator(site.operator_->name, site.operator_->overload);
   // The first item of each list is the marker inserted by CALL.
   const auto arguments = prepare_arguments(handle.schema(), site.arguments.data + 1, site.arguments.size - 1);
   const auto results = prepare_results(handle.schema(), site.results.data + 1, site.results.size - 1);

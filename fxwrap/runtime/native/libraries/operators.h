@@ -1,4 +1,4 @@
-// Operators of fxwrap's in processes that have not imported fxwrap, whose Python package defines them.
+// Operators of fxwrap's that the bridge computes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,18 +6,25 @@
 
 #include <mutex>
 #include <optional>
+#include <string>
 
 namespace fxwrap {
 
-// Calls `define`, once, with a function that defines an operator by its schema, unless Python has defined `first`, one of them.
+// The namespace of operators that the bridge computes although fxwrap's Python package defines and computes them, too.
+inline constexpr const char* native_namespace = "fxwrap_native";
+
+// Calls `define`, once, with a function that defines an operator by its schema. Where Python has defined `first`, one of them,
+// they are defined in `native_namespace` if they run `beside_python`, else not at all.
 template <class Define>
-void define_operators(const char* first, Define define) {
+void define_operators(const char* first, Define define, bool beside_python = false) {
   static std::once_flag once;
   std::call_once(once, [&] {
-    if (c10::Dispatcher::singleton().findSchema({first, ""}).has_value()) return;
-    static auto* library = new torch::Library(torch::Library::FRAGMENT, "fxwrap", std::nullopt, __FILE__, __LINE__);
-    define([](const char* schema, const char* name, auto function) {
-      library->def(schema);
+    const bool has_python = c10::Dispatcher::singleton().findSchema({first, ""}).has_value();
+    if (has_python && !beside_python) return;
+    const char* space = has_python ? native_namespace : "fxwrap";
+    static auto* library = new torch::Library(torch::Library::FRAGMENT, space, std::nullopt, __FILE__, __LINE__);
+    define([](const std::string& schema, const char* name, auto function) {
+      library->def(schema.c_str());
       library->impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, function));
     });
   });
