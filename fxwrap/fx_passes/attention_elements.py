@@ -78,7 +78,7 @@ class ScalarGraph:
 
     def finish_graph(self, result: Node) -> tuple[GraphModule, GraphModule]:
         """Returns the graph, and that of a mask that is all true."""
-        self.graph.output((result,))
+        self.graph.output(result)
         return LazyGraphModule({}, self.graph), self.all_true()
 
     def part(self, results: Sequence[Node | None], without: Sequence[Node] = ()) -> GraphModule:
@@ -91,7 +91,8 @@ class ScalarGraph:
         for node in self.graph.nodes:
             if node in needed or (node.op == "placeholder" and node not in without):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(tuple([None if item is None else copies[item] for item in results]))
+        values = tuple([None if item is None else copies[item] for item in results])
+        graph.output(values if len(values) > 1 else values[0])
         return LazyGraphModule({}, graph)
 
     def all_true(self) -> GraphModule:
@@ -102,7 +103,7 @@ class ScalarGraph:
         keywords: dict[str, Any] = {"dtype": torch.bool, "device": self.device}
         node = graph.call_function(_aten.full.default, ([], True), keywords)
         node.meta["val"] = self._empty(torch.bool)
-        graph.output((node,))
+        graph.output(node)
         return LazyGraphModule({}, graph)
 
     def _empty(self, dtype: torch.dtype) -> FakeTensor:

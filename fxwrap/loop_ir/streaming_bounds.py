@@ -173,8 +173,13 @@ class _BoundFinder:
         return None
 
     def _bound_unless(self, condition: int, parts: Sequence[int]) -> AxisBound | None:
-        """Returns the bound of a comparison that need not hold where another condition does, which has no bound."""
+        """Returns the bound of a comparison that need not hold where another condition does.
+
+        That has a value before the loops over all streamed axes.
+        """
         for one, exception in (parts, parts[::-1]):
+            if not self.kernel.value_axes[exception].isdisjoint(self.axes):
+                continue
             count, literals = len(self.added), [*self._conjuncts(one, True)]
             bound = self._bound(*literals[0]) if len(literals) == 1 else None
             if bound is not None:

@@ -16,12 +16,17 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 import fxwrap
+from fxwrap.fx_passes import prepare_graph
+from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.flex_formulas import SINK_MOD, FlexAttention
 from fxwrap.loop_ir import Kernel, find_streaming_reduction
+from fxwrap.printers.triton import print_triton
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
 from tests.fx_passes.test_attention_backward import ANY_SIZE, OPTIONS, _compiled, _launches
 from tests.lowering.planned_programs import check_graph, compared_with_evaluator, plan, printed_launch
+from tests.printers.test_triton_printer_compile import compiled as compiled_for_gpu
 
-BATCH, HEADS, GROUP, WIDTH = 2, 4, 2, 8
+BATCH, HEADS, GROUP, WIDTH, VALUE_WIDTH = 2, 4, 2, 8, 72
 LOWEST = torch.finfo(torch.bfloat16).min
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -51,7 +56,8 @@ def _dropped(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Ten
 
 def _operands(rows: int, keys: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Returns queries, keys, values, sinks and a causal bias."""
-    sizes = [(BATCH, HEADS, rows, WIDTH), *[(BATCH, HEADS // GROUP, keys, WIDTH)] * 2, (HEADS,)]
+    of_keys = [(BATCH, HEADS // GROUP, keys, width) for width in (WIDTH, VALUE_WIDTH)]
+    sizes = [(BATCH, HEADS, rows, WIDTH), *of_keys, (HEADS,)]
     seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     bias = torch.where(seen, 0.0, torch.finfo(dtype).min / 2)[None, None]
     return [torch.randn(size).to(dtype) for size in sizes] + [bias.to(dtype)]
@@ -164,6 +170,28 @@ def test_positions_bound_keys(language: str, dtype: torch.dtype) -> None:
     planned.run([item.clone() for item in inputs], compared_with_evaluator(printed_launch([planned], language)))
 
 
+def _causal(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, lengths: Tensor) -> Tensor:
+    blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, query.shape[2], key.shape[2], "cpu", 128)
+    score_mod: Callable[..., Tensor] = lambda score, b, h, q, k: score  # noqa: E731
+    flex_attention = torch.ops.higher_order.flex_attention
+    output: Tensor = flex_attention(query, key, value, score_mod, blocks.as_tuple(), WIDTH**-0.5, {})[0]
+    return output
+
+
+@pytest.mark.parametrize(("function", "length"), [(_windowed, 40), (_causal, 300)])
+def test_kernels_compile_for_gpus(function: Attention, length: int) -> None:
+    """Tiles of keys and of columns have different sizes; in full blocks of a block mask, bounds do not hold."""
+    inputs = [*_operands(length, length, torch.bfloat16)[:4], torch.tensor([17, 40])]
+    compiled = fxwrap.compile_graph(make_fx(function)(*inputs), inputs, options=fxwrap.Options(devices=(ANY_SIZE,)))
+    kernels = [item.loop_ir for item in compiled.program.kernels if item.name.startswith("flex_attention")]
+    (kernel,) = kernels
+    assert isinstance(kernel, Kernel)
+    configuration = streaming_configurations(kernel, int)[0]
+    for branches in (True, False):  # a loop over all blocks, or over partial ones before full ones
+        printed = print_triton(kernel, dataclasses.replace(configuration, branches=branches))
+        assert "tt.dot" in compiled_for_gpu(printed).asm["ttir"]
+
+
 class _Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> Tensor:
         return _attend(query, key, value, sinks, bias)
@@ -192,6 +220,18 @@ def test_formula_of_tensors() -> None:
     scores = torch.cat([_scores(query, key, bias), sinks[:, None, None].expand(BATCH, -1, 5, 1)], -1)
     torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
     torch.testing.assert_close(maxima, scores.amax(-1))
+
+
+def test_kernels_that_are_declined() -> None:
+    """The call of a formula becomes operators on tensors where lowering declines it."""
+    inputs = _operands(5, 7)
+    prepared = prepare_graph(make_fx(_attend)(*inputs), inputs, OPTIONS)
+    (call,) = [node for node in prepared.nodes if str(node.target) == "flex_attention"]
+    expanded = expand_declined_attention(prepared, OPTIONS, {call.name: "it is declined"})
+    assert not [node for node in expanded.nodes if str(node.target) == "flex_attention"]
+    compiled = fxwrap.compile_graph(expanded.graph_module, inputs, options=OPTIONS)
+    (result,) = compiled(*inputs)
+    torch.testing.assert_close(result, _attend(*inputs))
 
 
 # --- FlexAttention and its log-sum-exp --------------------------------------------------------------------------------

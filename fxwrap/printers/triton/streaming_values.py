@@ -98,7 +98,7 @@ class StreamingValuePrinter(BlockPrinter):
         limit = self.limits[bound] = self.names.create_name("limit")
         index, row = "tl.int64" if self.use_int64 else "tl.int32", self.parts.row
         self.line(f"{limit} = tl.minimum(tl.maximum({self.value(bound.limit, scope)}, 0), {size}).to({index})")
-        if self.parts.is_exact(bound):
+        if row not in self.kernel.value_axes[bound.limit]:
             return limit
         text, neutral = limit, size if bound.is_lower else "0"
         if row in scope.masks:
@@ -203,7 +203,8 @@ class StreamingValuePrinter(BlockPrinter):
     def _exponent_text(self, position: int, scope: Scope) -> str | None:
         """Returns the power of 2 of the exponential of a difference of scores and another value, if it is one."""
         difference = self.kernel.operations[position]
-        if not isinstance(difference, Compute) or difference.name != "sub":
+        is_score = self.inner in self.kernel.value_axes[position]
+        if not is_score or not isinstance(difference, Compute) or difference.name != "sub":
             return None
         left, right = difference.operands
         scaled = self._scaled(left)
@@ -225,8 +226,8 @@ class StreamingValuePrinter(BlockPrinter):
 
     def _factors_of_score(self, position: int) -> tuple[int, ...] | None:
         """Returns the operands of a multiplication of a value that varies over rows and streamed positions."""
-        operation = self.kernel.operations[position]
-        if not isinstance(operation, Compute) or operation.name != "mul":
+        operation, is_score = self.kernel.operations[position], self.inner in self.kernel.value_axes[position]
+        if not is_score or not isinstance(operation, Compute) or operation.name != "mul":
             return None
         products = {item.position for item in self.parts.products}
         return operation.operands if not products.isdisjoint(self.kernel.backward_slice([position])) else None
