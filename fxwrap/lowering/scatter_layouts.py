@@ -62,6 +62,8 @@ def _contiguous_dim(schedules: KernelSchedules, kernel: Kernel, fake: torch.Tens
     Of several ones, it is the one along which most values are contiguous, or nearest to each other where a tile has
     those of another axis that are.
     """
+    if fake is None or not all(type(size) is int for size in fake.shape):  # no comparison of strides adds guards
+        return None
     stores = [item.index for item in kernel.operations if isinstance(item, Store) and item.mode != "set"]
     loads = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load)]
     indices = [item.index for item in kernel.operations if isinstance(item, Load)]
@@ -71,7 +73,7 @@ def _contiguous_dim(schedules: KernelSchedules, kernel: Kernel, fake: torch.Tens
     for axis in kernel.axes:
         strides = {_stride(kernel, index, axis) for index in stores}
         step = strides.pop() if len(strides) == 1 else None
-        if step == 1 or fake is None:
+        if step == 1:
             return None
         distance = sum(stride_magnitude(index.stride(axis), hint) for index in indices)
         for dim, stride in enumerate(fake.stride()):

@@ -66,3 +66,21 @@ def test_layouts_of_combined_values(function: Callable[..., Tensor], layout: tup
     (result,) = compiled(*inputs)
     torch.testing.assert_close(result, function(*inputs), rtol=1e-5, atol=1e-5)
     assert result.stride() == function(*inputs).stride()
+
+
+def test_symbolic_sizes_are_not_compared() -> None:
+    """A comparison of their strides would be a guard."""
+    values = torch.randn(2, 32, 5, 4).contiguous(memory_format=torch.channels_last)
+    inputs = [ROWS, COLUMNS, values]
+
+    def function(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+        image = values.new_zeros(values.shape[0], 32, values.shape[2] - 2, 4)
+        return torch.ops.aten._unsafe_index_put(image, [None, None, rows, columns], values, True).relu().sum(1)
+
+    graph = make_fx(function, tracing_mode="symbolic")(*inputs)
+    guards = graph.graph.find_nodes(op="placeholder")[2].meta["val"].fake_mode.shape_env.guards
+    count = len(guards)
+    spec = dataclasses.replace(CPU, massively_parallel=True, cpu_rounding=False)
+    program = fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(devices=(spec,), cpu_kernels="triton"))
+    torch.testing.assert_close(program(*inputs)[0], function(*inputs), rtol=1e-5, atol=1e-5)
+    assert len(guards) == count, guards[count:]
