@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import permutations
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +13,6 @@ from torch.fx import GraphModule
 from fxwrap.caching import clear_caches
 from fxwrap.compile.compiled import Compiled
 from fxwrap.compile.compiler import collection_paused, compile_graph
-from fxwrap.compile.kernels import warm_up_kernel_compilers
 from fxwrap.compile.precompile import check_not_precompiling, graph_entry, savable_graph, torch_cache_key
 from fxwrap.converters.fx.module import boxed_function
 from fxwrap.debugging import with_repro_environment
@@ -127,17 +125,14 @@ def make_backend(
         is_savable = compile_with is compile_graph and not has_traced
         key = torch_cache_key(options, example_inputs) if is_savable else None
         compiled: CompiledGraphFunction
-        warm_up = partial(warm_up_kernel_compilers, graph_module, (*example_inputs, *attributes), options)
         if key is None:
             check_not_precompiling(options)
             with collection_paused(options):
-                autograd = _with_autograd(
-                    options, compile_with, warm_up, savable=False, has_traced_attributes=has_traced
-                )
+                autograd = _with_autograd(options, compile_with, savable=False, has_traced_attributes=has_traced)
                 compiled = autograd(graph_module, example_inputs)
         else:
             with autograd_cache(graph_module, key), collection_paused(options):
-                compiled = _with_autograd(options, compile_with, warm_up, savable=True)(graph_module, example_inputs)
+                compiled = _with_autograd(options, compile_with, savable=True)(graph_module, example_inputs)
             if is_aot_compiling():
                 return serializable_callable(compiled, subclassed)
         if not subclassed:  # Dynamo guards the classes of inputs
@@ -148,16 +143,10 @@ def make_backend(
 
 
 def _with_autograd(
-    options: Options,
-    compile_with: Callable[..., Compiled],
-    on_trace: Callable[[], None],
-    *,
-    savable: bool,
-    has_traced_attributes: bool = False,
+    options: Options, compile_with: Callable[..., Compiled], *, savable: bool, has_traced_attributes: bool = False
 ) -> CompiledGraphFunction:
     """Returns the backend that traces with AOTAutograd; torch can save its graphs if they are `savable`.
 
-    `on_trace()` runs before a graph is traced, which one of torch's cache is not.
     `has_traced_attributes` is whether attributes of the graph, which become inputs, have a class that was traced.
     """
     kinds: tuple[GraphKind, ...] = ("forward", "backward", "inference")
@@ -167,7 +156,6 @@ def _with_autograd(
     if savable:
         compilers = {kind: cacheable_compiler(compiler) for kind, compiler in compilers.items()}
     return aot_autograd(
-        on_trace=on_trace,
         fw_compiler=compilers["forward"],
         bw_compiler=compilers["backward"],
         inference_compiler=compilers["inference"],

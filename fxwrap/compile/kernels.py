@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,22 +45,20 @@ class KernelFailure:
     operators: tuple[str, ...]
 
 
-def warm_up_kernel_compilers(graph: GraphModule, inputs: Iterable[object], options: Options) -> None:
-    """Starts the kernel compilers while a graph is traced or lowered, if it is large enough to have many kernels.
-
-    `graph` calls operators of ATen, or is Dynamo's; `inputs` are its inputs, fake or not.
-    """
-    if not options.fuse or sum([node.op in _CALLS for node in graph.graph.nodes]) < _MANY_CALLS:
+def warm_up_kernel_compilers(graph: GraphModule, options: Options) -> None:
+    """Starts the kernel compilers while a graph is lowered, if the graph is large enough to have many kernels."""
+    nodes = graph.graph.nodes
+    if not options.fuse or sum([node.op == "call_function" for node in nodes]) < _MANY_CALLS:
         return
+    values = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
     specs = options.device_specs()
-    for device_type in sorted({value.device.type for value in inputs if isinstance(value, torch.Tensor)}):
+    for device_type in sorted({value.device.type for value in values if isinstance(value, torch.Tensor)}):
         spec = specs.get(device_type)
         language = None if spec is None else find_language(options.kernel_language(spec))
         if language is not None and language.kernels.warm_up is not None:
             language.kernels.warm_up(device_type)
 
 
-_CALLS = ("call_function", "call_method", "call_module")
 _MANY_CALLS = 24
 
 

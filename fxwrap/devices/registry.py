@@ -39,8 +39,7 @@ class KernelRuntime:
         precompile: `precompile(kernels)` may compile several kernels together, for `load` to find.
         compile: `compile(uses)` compiles kernels for their devices and returns the error or None of each; operators
             replace a kernel that fails.
-        warm_up: `warm_up(device_type)` runs before the trace or lowering of a graph that may have many kernels on such
-            devices.
+        warm_up: `warm_up(device_type)` runs before the lowering of a graph that may have many kernels on such devices.
         compile_ahead: `compile_ahead(use)` may start the compilation of a kernel that `compile` will probably get, and
             returns at once.
     """

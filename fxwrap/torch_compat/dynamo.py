@@ -7,8 +7,7 @@ which programs that only run need not pay: all imports of it are inside function
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import FunctionType
@@ -41,13 +40,10 @@ def one_compile_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return call
 
 
-def aot_autograd(
-    *, on_trace: Callable[[], None], partition_fn: Callable[..., object], **compilers: object
-) -> CompiledCall:
+def aot_autograd(*, partition_fn: Callable[..., object], **compilers: object) -> CompiledCall:
     """Returns the backend that traces forward and backward with AOTAutograd and compiles each graph.
 
-    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph. `on_trace()` runs before a graph
-    is traced, which one of AOTAutograd's cache is not.
+    `compilers` are AOTAutograd's own arguments; `partition_fn` splits the joint graph.
     """
     from torch._dynamo.backends.common import aot_autograd as make_backend
     from torch._functorch import config
@@ -57,32 +53,10 @@ def aot_autograd(
     def preserve_eager_rng(graph_module: torch.fx.GraphModule, example_inputs: Sequence[object]) -> CompiledCall:
         # Why: on GPUs the partitioner lets checkpointed operators draw from its own generators, so that CUDA graphs can
         # capture them; these do not produce the numbers that eager draws.
-        with config.patch(graphsafe_rng_functionalization=False), _before_trace(on_trace):
+        with config.patch(graphsafe_rng_functionalization=False):
             return cast("CompiledCall", backend(graph_module, example_inputs))
 
     return preserve_eager_rng
-
-
-@contextmanager
-def _before_trace(on_trace: Callable[[], None]) -> Iterator[None]:
-    """Calls a function before AOTAutograd traces a graph that its cache does not have.
-
-    Why: AOTAutograd does not tell. `create_aot_state` is its first function that only a graph to trace reaches.
-    """
-    from torch._functorch import aot_autograd as aot
-
-    create = aot.create_aot_state
-
-    @wraps(create)
-    def create_state(*arguments: Any, **keywords: Any) -> Any:
-        on_trace()
-        return create(*arguments, **keywords)
-
-    aot.create_aot_state = create_state
-    try:
-        yield
-    finally:
-        aot.create_aot_state = create
 
 
 def min_cut_partitioner(

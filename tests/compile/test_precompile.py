@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,25 +229,3 @@ def test_a_first_compile_does_not_wait_for_the_bridge_to_be_saved(
         torch.compiler.reset()
         assert torch.equal(torch.compile(lambda x: x.sin() * 3.0, backend="fxwrap")(x), x.sin() * 3.0)
         assert len(saved) == count
-
-
-def test_kernel_compilers_start_before_the_trace(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not for a graph that torch's cache has."""
-    events: list[str] = []
-
-    def warm_up(graph: torch.fx.GraphModule, inputs: Sequence[object], _options: object) -> None:
-        types = {item.device.type for item in inputs if isinstance(item, torch.Tensor)}
-        events.append(f"{len(graph.graph.nodes)} nodes, {types}")
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        events.append("trace")
-        return x * 2
-
-    monkeypatch.setattr("fxwrap.compile.backend.warm_up_kernel_compilers", warm_up)
-    table = {torch.ops.aten.sin.default: double}
-    monkeypatch.setattr("fxwrap.compile.backend.decomposition_table", lambda _options: table)
-    x = torch.rand(5)
-    for _ in range(2):
-        torch.compiler.reset()
-        assert torch.equal(torch.compile(torch.sin, backend="fxwrap")(x), x * 2)
-    assert events == ["3 nodes, {'cpu'}", "trace"]

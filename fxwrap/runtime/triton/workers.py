@@ -1,10 +1,10 @@
 """A pool of worker processes that compile Triton kernels.
 
 Triton's Python code holds the GIL, so threads alone do not scale. Workers start when a compile for a GPU begins, and
-import Triton while the graph is traced or lowered. They compile kernels from when these are printed (`compile_ahead`);
-what is left when the program is complete (`run`), they share with threads of this process. Of the waiting jobs, that of
-the highest cost starts first, so that none of them ends long after the others. Workers end with this process. Jobs and
-answers are lines of JSON. The job of a worker that ends is compiled by another.
+import Triton while the graph is lowered. They compile kernels from when these are printed (`compile_ahead`); what is
+left when the program is complete (`run`), they share with threads of this process. Of the waiting jobs, that of the
+highest cost starts first, so that none of them ends long after the others. Workers end with this process. Jobs
+and answers are lines of JSON. The job of a worker that ends is compiled by another.
 """
 
 from __future__ import annotations

@@ -374,26 +374,21 @@ def _chain(length: int, device: str) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def _warm_up(graph: GraphModule, options: Options) -> None:
-    inputs = graph.graph.find_nodes(op="placeholder")
-    warm_up_kernel_compilers(graph, [node.meta["val"] for node in inputs], options)
-
-
 def test_workers_start_only_for_large_gpu_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = _Counted()
     monkeypatch.setattr(triton_compile, "WORKER_POOL", counted)
     options = Options().resolve_devices()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    _warm_up(_chain(40, "cpu"), options)
-    _warm_up(_chain(40, "meta"), options)
-    _warm_up(_chain(40, "cuda"), options)
+    warm_up_kernel_compilers(_chain(40, "cpu"), options)
+    warm_up_kernel_compilers(_chain(40, "meta"), options)
+    warm_up_kernel_compilers(_chain(40, "cuda"), options)
     assert counted.starts == 0, "there is no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for graph, chosen in ((_chain(3, "cuda"), options), (_chain(40, "cuda"), options.replace(fuse=False))):
-        _warm_up(graph, chosen)
-    _warm_up(_chain(40, "cpu"), options)
+        warm_up_kernel_compilers(graph, chosen)
+    warm_up_kernel_compilers(_chain(40, "cpu"), options)
     assert counted.starts == 0
-    _warm_up(_chain(40, "cuda"), options)
+    warm_up_kernel_compilers(_chain(40, "cuda"), options)
     assert counted.starts == 1
 
 
