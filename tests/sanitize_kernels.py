@@ -10,7 +10,6 @@ CUDA graphs cannot be captured then. Backtraces would keep frames of Python aliv
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
 import shutil
@@ -43,16 +42,13 @@ PATHS = (
 )
 """The tests that run by default: those of contractions, attention, quantised weights, scatters and launches."""
 
-_FIRST_PORT, _PORTS = 49152, 16
-
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a tool over the tests of a path, through TCP ports from `port` on, which no other run uses."""
+    """A run of a tool over the tests of a path."""
 
     tool: str
     path: str
-    port: int
 
 
 def run(deadline: float, job: Job) -> str:
@@ -62,7 +58,7 @@ def run(deadline: float, job: Job) -> str:
     """
     command = [
         "compute-sanitizer", "--tool", job.tool, "--target-processes", "application-only", "--show-backtrace", "no",
-        "--base-port", str(job.port), "--max-connections", str(_PORTS),
+        "--launch-timeout", "0", "--max-connections", "100",
         sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:xdist", "-p", "no:cacheprovider",
         "-k", "not captur and not graphs", job.path,
     ]  # fmt: skip
@@ -97,8 +93,7 @@ def main(arguments: list[str]) -> int:
         print("compute-sanitizer is not on the PATH: it is in the bin folder of the CUDA toolkit", file=sys.stderr)
         return 2
     deadline = time.monotonic() + chosen.seconds
-    runs = itertools.product(chosen.tools.split(","), chosen.paths)
-    jobs = [Job(tool, path, _FIRST_PORT + _PORTS * index) for index, (tool, path) in enumerate(runs)]
+    jobs = [Job(tool, path) for tool in chosen.tools.split(",") for path in chosen.paths]
     with ThreadPoolExecutor(chosen.jobs) as pool:
         failures = list(filter(None, pool.map(partial(run, deadline), jobs)))
     if chosen.log:
