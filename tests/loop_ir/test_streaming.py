@@ -187,8 +187,18 @@ def _position(body: KernelBuilder, row: IndexLike = 0) -> Scalar:
         (lambda body, row, key: body.index(key).to(torch.int32).to(torch.float32) < 3.5, 0),
     ],
     ids=[
-        "position", "lengths", "not", "nor", "window", "difference", "other", "exception of rows", "exception of all",
-        "either", "multiple", "floats",
+        "position",
+        "lengths",
+        "not",
+        "nor",
+        "window",
+        "difference",
+        "other",
+        "exception of rows",
+        "exception of all",
+        "either",
+        "multiple",
+        "floats",
     ],
 )
 def test_bounds_of_masks(mask: Mask, count: int) -> None:
