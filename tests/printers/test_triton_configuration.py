@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Index, Kernel, KernelBuilder, as_index, linearize_index
+from fxwrap.loop_ir import Axis, Index, Kernel, KernelBuilder, as_index, linearize_index, parse_kernel
 from fxwrap.printers.triton import TileConfiguration, configurations
-from tests.printers.triton_kernels import BF16, F32, build
+from tests.printers.triton_kernels import BF16, F32, build, check
 
 
 def rows_kernel(rows: int, size: int, tensors: int) -> Kernel:
@@ -146,3 +146,18 @@ def test_rows_of_few_elements_and_columns_are_flattened() -> None:
     kernel = build([p, q], [r], {"x": (F32, 1 << 19)}, {"out": (F32, 1 << 17)}, write)
     first = configurations(kernel)[0]
     assert isinstance(first, TileConfiguration) and first.x_block * first.y_block >= 32
+
+
+def test_the_last_axis_of_a_flat_block_is_contiguous() -> None:
+    """Additions to channels, of which there are no whole blocks, at computed rows: no stride orders the axes."""
+    kernel = parse_kernel("""kernel(row: i64[6], x: f32[4608]) -> (out: f32[384]) for [b: 32, c: 24, i: 3, j: 2] {
+  %0 = i64 load row[2*i + j]
+  %1 = f32 load x[144*b + c + 48*(i + j)//(2)]
+  store add out[24*%0<16> + c] %1
+}
+""")
+    candidates = configurations(kernel)
+    for item in candidates:
+        assert isinstance(item, TileConfiguration) and [axis.name for axis in item.x] == ["b", "i", "j", "c"]
+    row = torch.tensor([3, 1, 15, 3, 0, 7])
+    check(kernel, candidates[0], {"row": row}, in_place={"out": torch.zeros(384)}, tolerance=1e-5)

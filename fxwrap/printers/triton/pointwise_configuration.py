@@ -188,6 +188,7 @@ def _pointwise_tile(
 
     Rows that are not aligned to whole vectors are a flat block where all accesses are linear: then these are vectors.
     Those at indirect indices have narrower blocks, which they fill: in a flat block, an index differs for each element.
+    Where stores combine values at indices that order no axes, the inner axis is the last one of a flat block.
     """
     rest = tuple([axis for axis in kernel.axes if axis != inner])
     size = hint(inner.size)
@@ -199,7 +200,8 @@ def _pointwise_tile(
         filled = -(-size // x_block) * x_block
     is_linear = is_unaligned(kernel, inner) and _is_linear(kernel)
     if not rest or is_linear or (filled * 4 > size * 5 and isinstance(inner.size, int)):
-        return TileConfiguration(x=kernel.axes, x_block=block, num_warps=warps)
+        combines = any(store.mode != "set" for store in kernel.stores)
+        return TileConfiguration(x=(*rest, inner) if combines else kernel.axes, x_block=block, num_warps=warps)
     y_block = max(block // x_block, 1) * rows
     return TileConfiguration(x=(inner,), y=rest, x_block=x_block, y_block=y_block, num_warps=warps)
 
