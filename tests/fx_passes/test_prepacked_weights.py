@@ -150,7 +150,7 @@ def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows(monkeyp
 _SHARING = """
 import torch, fxwrap
 from tests.support.frozen_operators import resident_bytes
-left, size, most = torch.randn(1, 2048), 2048 * 2048 * 4, 0
+left, size = torch.randn(1, 2048), 2048 * 2048 * 4
 for shares in (False, True):
     before = resident_bytes()
     weights = [torch.randn(2048, 2048) for _ in range(8)]
