@@ -149,7 +149,7 @@ def test_converted_weights_are_freed_with_the_weight_and_limited_by_rows(monkeyp
 
 _SHARING = """
 import torch, fxwrap
-from tests.support.frozen_operators import resident_bytes
+from tests.support.resident_memory import resident_bytes
 left, size = torch.randn(1, 2048), 2048 * 2048 * 4
 for shares in (False, True):
     before = resident_bytes()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +30,6 @@ def count_conversions(call: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     return sum(event.count for event in profile.key_averages() if event.key in _CONVERSIONS)
-
-
-def resident_bytes() -> int:
-    """Returns the size of this process's memory, without what its allocator could return to the system."""
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def extern_targets(program: fxwrap.Program) -> list[str]:

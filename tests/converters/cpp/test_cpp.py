@@ -28,6 +28,7 @@ from tests.support.capture import CapturedGraph, capture_graphs, random_like
 from tests.support.jobs import single_rank_job
 from tests.support.long_form import LONG
 from tests.support.models import MODELS, SHALLOW, train_step
+from tests.support.resident_memory import resident_bytes
 from tests.support.sample import contents
 from tests.support.samples import SAMPLES, DmaCopy
 
@@ -400,10 +401,6 @@ INDEX = """program @pick(%x: borrowed f32[65536]@cpu, %i: borrowed i64[1]@cpu) {
   control.return(%y)
 }
 """
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_a_failing_operator_raises_eagers_error_without_leaks() -> None:
