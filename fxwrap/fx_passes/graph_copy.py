@@ -285,8 +285,8 @@ class GraphCopy:
         self.fakes: dict[Node, Any] = {}
         self._results = CallResults()
         # The fake mode of calls that create tensors before a node without a tensor, such as the output.
-        tensors = [item for fake in source.fakes.values() for item in items_of(fake) if isinstance(item, FakeTensor)]
-        self._fake = tensors[0] if tensors else None
+        fakes = (item for fake in source.fakes.values() for item in items_of(fake))
+        self._fake = next((item for item in fakes if isinstance(item, FakeTensor)), None)
         for node in source.nodes:
             copy = self.node_map[node] = self.graph.node_copy(node, self.node_map.__getitem__)
             if node in source.fakes:

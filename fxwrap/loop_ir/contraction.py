@@ -96,7 +96,7 @@ def find_contraction(kernel: Kernel) -> ContractionForm | None:
     Every first reduction is a sum of floating-point products, no operand depends on another reduction, and nothing is
     written per element of the summed axes. Later reductions are over columns.
     """
-    if not kernel.reductions or kernel.scans or any(store.mode != "set" for store in kernel.stores):
+    if not kernel.reductions or kernel.scans or kernel.combines_values:
         return None
     first = [position for position in kernel.reductions if kernel.stages[position] == 0]
     later = tuple([position for position in kernel.reductions if kernel.stages[position] != 0])

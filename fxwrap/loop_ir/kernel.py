@@ -192,6 +192,11 @@ class Kernel:
         return tuple([operation for operation in self.operations if isinstance(operation, Store)])
 
     @cached_property
+    def combines_values(self) -> bool:
+        """Whether a store combines its values with those in memory, where several iterations may reach an element."""
+        return any(store.mode != "set" for store in self.stores)
+
+    @cached_property
     def accesses(self) -> tuple[Load | Store, ...]:
         """The loads and stores, in order."""
         return tuple([operation for operation in self.operations if isinstance(operation, Load | Store)])

@@ -45,7 +45,7 @@ def fuse_segments(kernel: Kernel, hint: Callable[[Size], int], near_bytes: int =
     stores are contiguous along it, as those of a stack. Other kernels are returned unchanged. `hint` returns a typical
     value of a size; stores within `near_bytes` of each other transfer few more bytes than one.
     """
-    if reduces_columns(kernel) or any(store.mode != "set" for store in kernel.stores):
+    if reduces_columns(kernel) or kernel.combines_values:
         return kernel
     for axis in kernel.axes:
         fused = _fuse_along(kernel, axis, hint, near_bytes)

@@ -85,7 +85,7 @@ def _has_short_rows(kernel: Kernel) -> bool:
     count = kernel.reduced_count
     if not isinstance(count, int) or count & (count - 1) == 0 or count > MAX_UNROLLED or not kernel.axes:
         return False
-    if kernel.scans or kernel.reduces_in_steps or any(store.mode != "set" for store in kernel.stores):
+    if kernel.scans or kernel.reduces_in_steps or kernel.combines_values:
         return False
     return all(
         isinstance(item := kernel.operations[at], Reduce)

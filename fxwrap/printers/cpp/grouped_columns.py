@@ -37,7 +37,7 @@ def plan_grouped_columns(kernel: Kernel) -> LoopPlan | None:
         return None
     if any(isinstance(item, Scan | DeviceAssert) for item in kernel.operations):
         return None
-    if any(store.mode != "set" for store in kernel.stores):
+    if kernel.combines_values:
         return None
     for column in kernel.reduced:
         for group in kernel.axes:

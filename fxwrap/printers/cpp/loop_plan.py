@@ -97,7 +97,7 @@ class LoopPlan:
     @property
     def serial(self) -> bool:
         """Whether several iterations may update the same element, so that they must run in order."""
-        return any(store.mode != "set" for store in self.kernel.stores)
+        return self.kernel.combines_values
 
     @cached_property
     def work(self) -> Size:

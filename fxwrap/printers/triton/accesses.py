@@ -160,9 +160,8 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
     stores = contiguity_scores(kernel, hint, written) if reduced else {}
     ranked = sorted(kernel.axes, key=lambda axis: (stores.get(axis, 0), scores.get(axis, 0)), reverse=True)
     inner = ranked[0] if scores.get(ranked[0]) else kernel.axes[-1]
-    combines = any(store.mode != "set" for store in kernel.stores)
-    read = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load) and combines]
-    loads = contiguity_scores(kernel, hint, read)
+    read = [position for position, item in enumerate(kernel.operations) if isinstance(item, Load)]
+    loads = contiguity_scores(kernel, hint, read) if kernel.combines_values else {}
 
     def has_many(axis: Axis) -> bool:
         return scores.get(axis, 0) * 5 >= sum(scores.values()) or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2

@@ -200,8 +200,8 @@ def _pointwise_tile(
         filled = -(-size // x_block) * x_block
     is_linear = is_unaligned(kernel, inner) and _is_linear(kernel)
     if not rest or is_linear or (filled * 4 > size * 5 and isinstance(inner.size, int)):
-        combines = any(store.mode != "set" for store in kernel.stores)
-        return TileConfiguration(x=(*rest, inner) if combines else kernel.axes, x_block=block, num_warps=warps)
+        flat = (*rest, inner) if kernel.combines_values else kernel.axes
+        return TileConfiguration(x=flat, x_block=block, num_warps=warps)
     y_block = max(block // x_block, 1) * rows
     return TileConfiguration(x=(inner,), y=rest, x_block=x_block, y_block=y_block, num_warps=warps)
 
