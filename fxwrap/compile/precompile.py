@@ -30,6 +30,7 @@ from fxwrap.runtime.plain_inputs import with_plain_inputs
 from fxwrap.torch_compat import (
     autograd_cache_folder,
     cache_bypass,
+    has_float_guards,
     has_functorch_level,
     is_aot_compiling,
     is_precompiling,
@@ -133,6 +134,8 @@ def savable_graph(
     def read_content() -> bytes:
         if not compiled.is_reproducible and not is_precompiling():
             raise cache_bypass("its compile had side effects")
+        if has_float_guards() and not is_precompiling():
+            raise cache_bypass("it depends on the value of a float")
         if not is_precompiling() and find_bridge() is None and _has_cpp_kernels(compiled):
             raise cache_bypass("the C++ bridge, which its file contains, is not compiled yet")
         call = {"static_inputs": sorted(static_inputs), "negative_inputs": list(negative_inputs)}

@@ -149,6 +149,20 @@ def report_output_strides(strides: Sequence[tuple[int, ...] | None]) -> None:
         context.output_strides.extend(strides)
 
 
+def has_float_guards() -> bool:
+    """Whether the graph that AOTAutograd is compiling is right for some values of its float inputs only.
+
+    Why: such guards, as of `torch.full(size, scale)`, are not in the entries of AOTAutograd's cache, which then returns
+    the graph for all values.
+    """
+    context = TracingContext.try_get()
+    shape_env = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    if shape_env is None:
+        return False
+    symbols = [symbol for guard in shape_env.guards for symbol in guard.expr.free_symbols]
+    return any(not symbol.is_integer for symbol in symbols)
+
+
 # Why: AOTAutograd recognises functions that take their inputs in a list by an attribute without a public name.
 
 

@@ -146,6 +146,19 @@ def test_an_entry_has_the_code_that_was_emitted(torch_caches: Path, monkeypatch:
     assert again == []
 
 
+def test_graphs_of_one_float_are_not_cached(torch_caches: Path) -> None:
+    """AOTAutograd's cache has no guards on floats: the second float of a new process got the graph of another one."""
+
+    def filled(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * scale, torch.full((2,), scale)
+
+    for _process in range(2):
+        torch.compiler.reset()
+        compiled = torch.compile(filled, backend="fxwrap")
+        for scale in (3.5, 4.25, 7.0):
+            torch.testing.assert_close(compiled(torch.ones(3), scale), filled(torch.ones(3), scale))
+
+
 def test_folders_of_other_users_are_not_read(torch_caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = torch_caches / "shared"
     shared.mkdir()
