@@ -210,6 +210,16 @@ class InputError(FxwrapError):
     """Run-time inputs that violate the input guards: wrong number, dtype, device, sizes, strides or class."""
 
 
+class JitTraceError(FxwrapError):
+    """A compiled program called under torch.jit.trace, which records constants in place of the results of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "torch.jit.trace cannot record a compiled program, whose kernels are no operators of TorchScript. Trace the "
+            "model itself, write the program to a file with fxwrap.save, or export it with fxwrap.fx.export"
+        )
+
+
 class NativeBuildError(FxwrapError):
     """The C++ compiler is missing or failed. The message has the command and the compiler's output."""
 

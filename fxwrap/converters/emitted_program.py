@@ -10,6 +10,7 @@ from typing import Any, cast
 import sympy
 import torch
 
+from fxwrap.errors import JitTraceError
 from fxwrap.lines import CheckLayout, Launch
 from fxwrap.runtime.cpp_kernels import KernelText
 from fxwrap.runtime.triton.compile import KernelUse
@@ -19,6 +20,7 @@ from fxwrap.torch_compat import (
     DisableAutocast,
     any_requires_grad,
     is_any_autocast_enabled,
+    is_jit_tracing,
     set_grad_enabled,
     without_fake_mode,
 )
@@ -36,7 +38,8 @@ class EmittedProgram:
 
     `flat` is the same entry with less overhead. `boxed` takes the inputs in a list, which it clears, so that donated
     inputs are freed after their last use. Grad mode and autocast are off, since the captured graph has the casts; a
-    call raises InputError for inputs that require gradients, unless grad mode is off.
+    call raises InputError for inputs that require gradients, unless grad mode is off, and JitTraceError under
+    torch.jit.trace.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class EmittedProgram:
         if torch.is_grad_enabled() and any_requires_grad(*inputs):
             position = next(position for position, item in enumerate(inputs) if any_requires_grad(item))
             raise gradient_error(f"input {position}")
+        if is_jit_tracing():
+            raise JitTraceError
         return self.flat(*inputs)
 
 

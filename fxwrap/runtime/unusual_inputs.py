@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from fxwrap.errors import JitTraceError
 from fxwrap.runtime import tensors
 from fxwrap.runtime.plain_inputs import needs_plain_inputs, run_on_plain_inputs
-from fxwrap.torch_compat import find_fake_mode, is_vmapped, tree_map
+from fxwrap.torch_compat import find_fake_mode, is_jit_tracing, is_vmapped, tree_map
 
 Run = Callable[..., object]
 
@@ -26,12 +27,14 @@ def support_unusual_inputs(ordinary: Run, *, boxed: bool = False, check: InputCh
     """Returns `ordinary(module, *inputs)` as a function that also supports fake and unplain tensors and torch.vmap.
 
     With `boxed` both take the inputs in a list, which they empty. `check` checks the inputs first: fake and meta
-    tensors pass the operators that check.
+    tensors pass the operators that check. Raises JitTraceError under torch.jit.trace.
     """
 
     def run(module: torch.nn.Module, *inputs: Any) -> object:
         if torch.compiler.is_dynamo_compiling():
             return ordinary(module, *inputs)
+        if is_jit_tracing():
+            raise JitTraceError
         flat = tuple(inputs[0]) if boxed else inputs
         if is_vmapped():
             if boxed:

@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 
-from fxwrap.errors import InputError
+from fxwrap.errors import InputError, JitTraceError
 from fxwrap.signature.convention import CallingConvention
 from fxwrap.signature.leaves import ProgramInput, ProgramOutput, program_inputs, program_outputs, signature_text
-from fxwrap.torch_compat import any_requires_grad, has_functorch_level, is_intercepted_tensor, tree_builder
+from fxwrap.torch_compat import (
+    any_requires_grad,
+    has_functorch_level,
+    is_intercepted_tensor,
+    is_jit_tracing,
+    tree_builder,
+)
 from fxwrap.wrapper_ir import Program
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -48,7 +54,7 @@ class StructuredProgram(ABC):
     """A program with the names and trees of the arguments and results of the model that it was compiled from.
 
     A call raises InputError for arguments that do not fit, and for inputs that require gradients unless grad mode is
-    off: the results would silently have none.
+    off: the results would silently have none. It raises JitTraceError under torch.jit.trace.
     """
 
     @property
@@ -71,6 +77,8 @@ class StructuredProgram(ABC):
         inputs = arguments if entry.is_plain and not keywords else self._bind(entry, arguments, keywords)
         if _is_grad_enabled() and any_requires_grad(*inputs):
             raise self._gradient_error(inputs)
+        if is_jit_tracing():
+            raise JitTraceError
         try:
             outputs = self._call_as_graph(inputs) if has_functorch_level() else entry.flat(*inputs)
         except InputError:

@@ -72,6 +72,10 @@ def _checks_aliasing(mode: object) -> bool:
     return (type(mode).__module__, type(mode).__qualname__) == _ALIASING_CHECK
 
 
+# Why: torch.jit.is_tracing is a function in Python around it, with a second check.
+is_jit_tracing = torch._C._is_tracing
+"""Whether torch.jit.trace records the operators that run."""
+
 # Why: torch has no public name for the transforms of torch.func that are active.
 _innermost_functorch_level = torch._C._functorch.peek_interpreter_stack
 

@@ -21,7 +21,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.fx.passes.split_module import split_module
 
 import fxwrap
-from fxwrap.errors import GraphModuleError
+from fxwrap.errors import GraphModuleError, JitTraceError
 from fxwrap.wrapper_ir import Ownership, Program
 from tests.conftest import NO_PYDOT
 from tests.converters.fx.fused_graphs import LANGUAGES, count_launches, fused, split_in_order
@@ -205,6 +205,23 @@ def test_symbolic_tracing_is_rejected() -> None:
     for traced in (module, copy.deepcopy(module), Around()):
         with pytest.raises(GraphModuleError, match="cannot be traced symbolically"):
             symbolic_trace(traced)
+
+
+@pytest.mark.parametrize("emitter", ["python", "cpp", "fx", "interpreter"])
+def test_jit_trace_of_compiled_programs_raises(emitter: str) -> None:
+    """It drops launches of kernels: traces returned uninitialised memory."""
+    inputs = [torch.randn(4, 6), torch.randn(6, 5)]
+    graph = make_fx(lambda x, w: (x @ w, torch.relu(x @ w) + 1))(*inputs)
+    compiled = fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(emitter=emitter, check_inputs=False))
+    forms = [
+        compiled,
+        compiled.graph_module,
+        fxwrap.fx.functional(compiled.graph_module),
+        fxwrap.to_fx(compiled.program),
+    ]
+    for form in forms:
+        with pytest.raises(JitTraceError, match=r"fxwrap\.save"):
+            torch.jit.trace(lambda x, w, form=form: form(x, w), tuple(inputs), check_trace=False)
 
 
 @torch.no_grad()
