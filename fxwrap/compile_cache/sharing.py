@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -74,7 +74,8 @@ def shared_compile(slot: CacheSlot) -> Iterator[bool]:
             if exchange is not None:
                 exchange.publish(content)
             if lock is not None and content is None:
-                lock.write(_NO_ENTRY)
+                with suppress(OSError):  # a full disk; processes then compile one after another
+                    lock.write(_NO_ENTRY)
 
 
 def _claim(stack: ExitStack, slot: CacheSlot, wait_s: float) -> IO[bytes] | None:

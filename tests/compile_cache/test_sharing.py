@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -72,3 +75,19 @@ def test_a_folder_that_cannot_be_written(cache_folder: Path, monkeypatch: pytest
     fxwrap.compile_graph(graph_of(2.0), [X], options=OPTIONS)
     assert fxwrap.compile_graph(graph_of(2.0), [X], options=OPTIONS).cached
     assert fxwrap.compile_counts() - before == CompileCounts(compiled=1, loaded=1)
+
+
+def test_a_full_disk(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the entry nor the content of its lock file can be written; the compile raised the lock's OSError."""
+
+    def fail(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    @contextmanager
+    def full_lock(*_arguments: object) -> Iterator[IO[bytes]]:
+        with open("/dev/full", "r+b", buffering=0) as file:
+            yield file
+
+    monkeypatch.setattr("fxwrap.compile_cache.sharing.file_lock", full_lock)
+    monkeypatch.setattr("fxwrap.compile_cache.cache.write_cache_file", fail)
+    assert torch.equal(fxwrap.compile_graph(graph_of(2.0), [X], options=OPTIONS)(X)[0], 2 * X)
