@@ -15,6 +15,7 @@ from fxwrap.converters.from_fx.kernel_table import definition_of
 from fxwrap.converters.from_fx.nodes import failure, result_name
 from fxwrap.errors import FxwrapError, KernelTextError
 from fxwrap.lines import Launch
+from fxwrap.printers import SIGNATURE_TYPES
 from fxwrap.runtime import kernel_operators, kernel_table
 from fxwrap.runtime.kernel_texts import parse_kernels
 from fxwrap.runtime.triton.side_table import argument_names
@@ -245,7 +246,7 @@ def _check_dtypes(node: Node, kernel: KernelDefinition, tensors: Sequence[Value]
     for entry, value in zip(entries, tensors, strict=False):
         expected = torch.bool if entry in ("i1", "b8") else DTYPES.get(entry)
         dtype = value.tensor_type.dtype
-        if expected is not None and dtype != expected:
+        if expected is not None and dtype != expected and SIGNATURE_TYPES.get(dtype) != entry:
             reason = f"the kernel '{kernel.name}' takes a tensor of {expected}, but '{value.name}' has {dtype}"
             raise failure(node, reason, "Convert the tensor before the launch, or replace the launch by operators")
 

@@ -679,6 +679,20 @@ def test_a_kernel_requires_its_declared_dtypes() -> None:
         fxwrap.from_fx(module)
 
 
+@pytest.mark.parametrize("language", ["cpp", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.uint8, torch.bfloat16], ids=str)
+def test_element_types_of_kernels(dtype: torch.dtype, language: str) -> None:
+    """Signatures have bytes for float8, so that importing its kernels failed."""
+    inputs = [(torch.arange(12.0) % 3).to(dtype).view(3, 4)]
+    graph = make_fx(lambda x: ((x.float() + 1).to(dtype), x.float().exp()))(*inputs)
+    compiled = fxwrap.compile_graph(graph, inputs, options=fxwrap.Options(emitter="fx", cpu_kernels=language))
+    for module in (compiled.graph_module, fxwrap.fx.functional(compiled.graph_module)):
+        outputs = fxwrap.run(fxwrap.from_fx(module), inputs)
+        for output, wanted in zip(outputs, graph(*inputs), strict=True):
+            assert output.dtype == wanted.dtype
+            torch.testing.assert_close(output.float(), wanted.float())
+
+
 def test_an_unregistered_kernel_is_rejected() -> None:
     module = fxwrap.to_fx(SAMPLES["triton_kernel"].program()).graph_module
     (launch,) = [node for node in module.graph.nodes if "kernel_idx" in node.kwargs]
