@@ -105,13 +105,14 @@ def joined_accesses(kernel: Kernel, inner: Axis) -> list[InterleavedAccess]:
 
 
 def _is_joined(kernel: Kernel, access: InterleavedAccess) -> bool:
-    """Whether accesses can be one at the first load, or at the last store: no other access is between the stores."""
+    """Whether accesses can be one at the first load, or at the last store of one stage: no access is between these."""
     operations = kernel.operations
     first, last = min(access.positions), max(access.positions)
     between = [operations[at] for at in range(first, last) if at not in access.positions]
     is_direct = not any(isinstance(atom, IndirectIndex) for at in access.positions for atom in _atoms(operations[at]))
     is_load = isinstance(operations[first], Load)
-    return is_direct and (is_load or not any(isinstance(item, Load | Store) for item in between))
+    has_one_stage = len({kernel.stages[at] for at in access.positions}) == 1
+    return is_direct and has_one_stage and (is_load or not any(isinstance(item, Load | Store) for item in between))
 
 
 def has_vectors(kernel: Kernel, axes: Sequence[Axis], joined: Collection[int]) -> bool:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from fxwrap.loop_ir import Axis, InterleavedAccess, Load, Store
 from fxwrap.printers.triton.accesses import has_vectors, joined_accesses
-from fxwrap.printers.triton.tile_printer import TilePrinter
+from fxwrap.printers.triton.row_loads import RowLoadPrinter
 from fxwrap.printers.triton.tiling import Dimension
 from fxwrap.symbolic import Size, product
 
@@ -19,8 +19,8 @@ MAX_VECTOR_ELEMENTS = 16
 """The most elements of a vector that a thread accesses at once."""
 
 
-class InterleavedPrinter(TilePrinter):
-    """Prints a kernel whose accesses may be interleaved along the tile's last dimension, if it has no reduced axes."""
+class InterleavedPrinter(RowLoadPrinter):
+    """Prints a kernel whose accesses may be interleaved along the tile's last dimension."""
 
     wide_names: dict[int, dict[Axis, str]]
     """By the number of accesses that are one, the names of the dimension's axes at each element of a wide block."""
@@ -29,8 +29,8 @@ class InterleavedPrinter(TilePrinter):
     @cached_property
     def joined(self) -> dict[int, InterleavedAccess]:
         """Returns the accesses that are printed as one, by each of their positions."""
-        x = self._x
-        accesses = joined_accesses(self.kernel, x.axes[-1]) if x is not None and not self.kernel.reduced else []
+        last = self._last
+        accesses = [] if last is None else joined_accesses(self.kernel, last.axes[-1])
         return {position: item for item in accesses for position in item.positions}
 
     @property
@@ -39,12 +39,12 @@ class InterleavedPrinter(TilePrinter):
         return sorted({item.count for item in self.joined.values()})
 
     @property
-    def _x(self) -> Dimension | None:
-        return next((item for item in self.tile.dimensions if item.name == "x"), None)
+    def _last(self) -> Dimension | None:
+        return self.tile.dimensions[-1] if self.tile.dimensions else None
 
     def _extents(self) -> list[Size]:
-        x = self._x
-        wide = [] if x is None else [product((x.size, count)) for count in self._counts]
+        last = self._last
+        wide = [] if last is None else [product((last.size, count)) for count in self._counts]
         return [*super()._extents(), *wide]
 
     def _positions(self, dimension: Dimension, text: str) -> str:
@@ -69,28 +69,27 @@ class InterleavedPrinter(TilePrinter):
 
     def _emit_block_offsets(self, dimension: Dimension, start: str) -> None:
         super()._emit_block_offsets(dimension, start)
-        if dimension.name == "x":
+        if dimension is self._last:
             self.wide_names, self.wide_masks = {}, {}
             for count in self._counts:
                 self._emit_wide_offsets(dimension, start, count)
 
     def _emit_wide_offsets(self, dimension: Dimension, start: str, count: int) -> None:
         """Prints the positions along the axes of `count` elements for each position of a block."""
-        cast = ".to(tl.int64)" if self.use_int64 else ""
-        lanes = f"tl.arange(0, {count} * {dimension.block_constant}){cast}"
         number = self.tile.dimensions.index(dimension)
         axes = (*dimension.axes[:-1], _wide_axis(dimension, count))
-        names = {axis: self.names.create_name(axis.name) for axis in axes}
-        flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("wide")
-        text = f"{count} * ({start}) + {lanes}{self.tile.broadcast_subscript(number)}"
-        self.line(f"{flat} = {self._aligned(dimension, text, count)}")
-        if len(axes) > 1:
-            self._unflatten(axes, flat, names)
+        first = f"{count} * ({start}) + " if start else ""
+        text = f"{first}{self._lanes(dimension, count)}{self.tile.broadcast_subscript(number)}"
+        flat, self.wide_names[count] = self._emit_axes(axes, self._aligned(dimension, text, count))
         if dimension.masked:
             self.wide_masks[count] = self.names.create_name(f"{flat}_mask")
             size = self.index_printer.size_operand(dimension.size)
             self.line(f"{self.wide_masks[count]} = {flat} < {count} * {size}")
-        self.wide_names[count] = names
+
+    def _loop(self, positions: tuple[int, ...], last_use: frozenset[int]) -> None:
+        for position in set(positions) & set(self.joined):
+            self.text.pop(position, None)  # the elements that an earlier loop has loaded
+        super()._loop(positions, last_use)
 
     def _load(self, position: int, operation: Load, looped: bool, last_use: bool) -> None:
         access = self.joined.get(position)
@@ -100,12 +99,12 @@ class InterleavedPrinter(TilePrinter):
         if position in self.text:
             return
         arguments = self._wide_arguments(operation, access)
-        policy = self._eviction_policy(operation, False, last_use)
+        policy = self._load_policy(position, operation, looped, last_use)
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         span = self.varying_dimensions[position]
         block = f"tl.load({', '.join(arguments)})"
-        names = [self.names.create_name(operation.buffer) for _ in access.positions]
+        names = [self._name(at, operation.buffer) for at in access.positions]
         shape = [*self._blocks(span), *["2"] * (access.count.bit_length() - 1)]
         self._split(f"tl.reshape({block}, {_shape(shape)})", names, operation.origin)
         self.text |= dict(zip(access.positions, names, strict=True))
@@ -129,7 +128,8 @@ class InterleavedPrinter(TilePrinter):
             values = [self._block_value(at, span) for at in access.positions]
             address, *mask = self._wide_arguments(operation, access)
             joined = f"tl.reshape({_join(values)}, {_shape(self._blocks(span, len(values)))})"
-            self.line(f"tl.store({', '.join([address, joined, *mask])})", operation.origin)
+            arguments = [address, joined, *mask, *self._store_policy(position, looped)]
+            self.line(f"tl.store({', '.join(arguments)})", operation.origin)
 
     def _block_value(self, position: int, span: frozenset[int]) -> str:
         """Returns the value of a store as a block along dimensions."""

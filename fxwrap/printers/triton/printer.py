@@ -22,6 +22,7 @@ from fxwrap.printers.triton.narrow_indices import narrow_indirect_indices
 from fxwrap.printers.triton.one_hot import SelectedElement, select_one_hot_elements
 from fxwrap.printers.triton.operations import collapse_bool_casts
 from fxwrap.printers.triton.row_group_sums import print_grouped_sums
+from fxwrap.printers.triton.row_loads import RowLoadPrinter
 from fxwrap.printers.triton.row_parts import RowPartPrinter
 from fxwrap.printers.triton.shared_elements import ContractionLoadPrinter, order_reduced_axes
 from fxwrap.printers.triton.streaming import StreamingTritonPrinter
@@ -34,6 +35,10 @@ from fxwrap.printers.triton.tiling import (
     TileConfiguration,
     TiledConfiguration,
 )
+
+
+class _ContractionTilePrinter(ContractionLoadPrinter, RowLoadPrinter):
+    """Prints a contraction as a reduction of products, without dots."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +71,7 @@ class ScheduledKernel:
         selected: dict[int, SelectedElement] = {}
         if not configuration.looped and len(configuration.tile(kernel).dimensions) == 1:
             kernel, selected = select_one_hot_elements(kernel)  # each program has one row
-        printer = InterleavedPrinter if find_contraction(kernel) is None else ContractionLoadPrinter
+        printer = InterleavedPrinter if find_contraction(kernel) is None else _ContractionTilePrinter
         return printer(kernel, configuration, self.limits, parameters, selected).print()
 
     @cached_property

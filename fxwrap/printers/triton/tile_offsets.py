@@ -92,8 +92,7 @@ class TileOffsetPrinter(KernelWriter, ABC):
         number = self.tile.dimensions.index(dimension)
         single = len(dimension.axes) == 1
         flat = self.axis_names[dimension.axes[0]] if single else self._stable_name(dimension.name)
-        cast = ".to(tl.int64)" if self.use_int64 else ""
-        lanes = f"tl.arange(0, {dimension.block_constant}){cast}{self.tile.broadcast_subscript(number)}"
+        lanes = f"{self._lanes(dimension)}{self.tile.broadcast_subscript(number)}"
         self.line(f"{flat} = {self._positions(dimension, f'{start} + {lanes}' if start else lanes)}")
         if not single:
             self._unflatten(dimension.axes, flat, self.axis_names)
@@ -103,6 +102,20 @@ class TileOffsetPrinter(KernelWriter, ABC):
         self.positions[dimension.name] = flat
         if dimension.name == "r":
             self.row_lanes, self.row_start = lanes, start
+
+    def _lanes(self, dimension: Dimension, count: int = 1) -> str:
+        """Returns the text of the numbers below a block's size times a count, as a vector."""
+        cast = ".to(tl.int64)" if self.use_int64 else ""
+        return f"tl.arange(0, {f'{count} * ' if count > 1 else ''}{dimension.block_constant}){cast}"
+
+    def _emit_axes(self, axes: tuple[Axis, ...], text: str) -> tuple[str, dict[Axis, str]]:
+        """Prints positions on all axes of a dimension; returns their name, and the names of those along each axis."""
+        names = {axis: self.names.create_name(axis.name) for axis in axes}
+        flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("flat")
+        self.line(f"{flat} = {text}")
+        if len(axes) > 1:
+            self._unflatten(axes, flat, names)
+        return flat, names
 
     def _positions(self, dimension: Dimension, text: str) -> str:
         """Returns the text of the positions of a block; subclasses add what the compiler may assume of them."""

@@ -347,11 +347,14 @@ class TilePrinter(TileOffsetPrinter):
             arguments.append(f"other={load_literal(operation.other, operation.dtype)}")
         elif mask and position in self.zero_filled:
             arguments.append(f"other={load_literal(0, operation.dtype)}")
-        again = looped and position in self.schedule.reloaded and self.tile.reduced in span
-        policy = self._eviction_policy(operation, again, last_use) if span else ""
+        policy = self._load_policy(position, operation, looped, last_use) if span else ""
         if policy:
             arguments.append(f'eviction_policy="{policy}"')
         self._assign(position, operation, operation.buffer, f"tl.load({', '.join(arguments)})")
+
+    def _load_policy(self, position: int, operation: Load, looped: bool, last_use: bool) -> str:
+        again = looped and position in self.schedule.reloaded and self.tile.reduced in self.varying_dimensions[position]
+        return self._eviction_policy(operation, again, last_use)
 
     def _eviction_policy(self, operation: Load, again: bool, last_use: bool) -> str:
         return eviction_policy(self.kernel, operation, again, last_use)
@@ -369,9 +372,13 @@ class TilePrinter(TileOffsetPrinter):
             dtype = self.dtype_of(operation.value)
             self.line(atomic_text(operation.mode, dtype, address, value, mask, self.use), operation.origin)
             return
-        if looped and self.schedule.reloaded and self.tile.reduced in span:
-            arguments.append('eviction_policy="evict_first"')
+        arguments += self._store_policy(position, looped)
         self.line(f"tl.store({', '.join(arguments)})", operation.origin)
+
+    def _store_policy(self, position: int, looped: bool) -> list[str]:
+        """Returns the argument with the eviction policy of a store, if it has one: loops read other elements again."""
+        rereads = looped and self.schedule.reloaded and self.tile.reduced in self.varying_dimensions[position]
+        return ['eviction_policy="evict_first"'] if rereads else []
 
 
 def load_literal(value: float | int | bool, dtype: torch.dtype) -> str:
