@@ -18,6 +18,7 @@ from fxwrap.loop_ir import (
     Scalar,
     as_index,
     canonicalize_axes,
+    compare_small_integers,
     fold_uniform_reductions,
     fuse_segments,
     in_place_candidates,
@@ -236,7 +237,7 @@ def _canonicalize_axes(kernel: Kernel, hint: Callable[[Size], int], is_parallel:
 
     On massively parallel devices, an iteration has a row of a few elements too; on others, vectors have those of rows.
     """
-    kernel = canonicalize_axes(fold_uniform_reductions(kernel), hint)
+    kernel = compare_small_integers(canonicalize_axes(fold_uniform_reductions(kernel), hint))
     if is_parallel:
         kernel = unroll_short_rows(kernel)
     fused = fuse_segments(kernel, hint, NEAR_BYTES if is_parallel else CACHE_LINE_BYTES)
