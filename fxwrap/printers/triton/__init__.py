@@ -7,7 +7,8 @@ The way of a kernel, by module:
 2. `printer.print_triton` prints it in one of them, with the printer that the class of the configuration selects:
 
    - elements and reductions: `tile_printer.py`, in tiles whose offsets `tile_offsets.py` prints, with `interleaved.py`
-     for accesses of wide blocks, `row_loads.py` for loads of vectors, and `row_parts.py` for rows whose columns are accumulated;
+     for accesses of wide blocks, `row_loads.py` for loads of vectors, and `row_parts.py` for rows whose columns are
+     accumulated;
    - contractions: `contractions.py` (dots), on the loads of `shared_elements.py`; `group_sums.py` and its variants
      `row_group_sums.py` and `fragment_sums.py` for sums of groups of quantised weights;
    - streaming reductions: `streaming.py`, on the values of `streaming_values.py` and the blocks of `blocks.py`.

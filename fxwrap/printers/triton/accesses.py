@@ -154,7 +154,8 @@ def _atoms(operation: Operation) -> set[Atom]:
 def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[Axis, Axis | None]:
     """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any.
 
-    Many are a fifth of all or, where several stores may combine what an iteration reads, half of the loads.
+    Many are a fifth of all or, where several stores may combine what an iteration reads, half of the loads. The second
+    axis is as long as the side of a tile. Without `reduced`, it may be shorter if the first one continues it.
     """
     scores = contiguity_scores(kernel, hint)
     written = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
@@ -167,5 +168,14 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
     def has_many(axis: Axis) -> bool:
         return scores.get(axis, 0) * 5 >= sum(scores.values()) or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2
 
-    wide = [axis for axis in kernel.axes if axis != inner and has_many(axis) and hint(axis.size) >= MIN_TILE_SIDE]
+    def is_wide(axis: Axis) -> bool:
+        return hint(axis.size) >= MIN_TILE_SIDE or (not reduced and _continues(kernel, axis, inner))
+
+    wide = [axis for axis in kernel.axes if axis != inner and has_many(axis) and is_wide(axis)]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
+
+
+def _continues(kernel: Kernel, axis: Axis, other: Axis) -> bool:
+    """Whether stores are contiguous along an axis, and go on along the other one where it ends."""
+    indices = [store.index for store in kernel.stores]
+    return any(index.stride(axis) == ONE and index.stride(other) == as_index(axis.size) for index in indices)

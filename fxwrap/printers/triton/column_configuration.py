@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fxwrap.devices import DeviceSpec
-from fxwrap.loop_ir import Axis, Kernel, Store, has_contiguous_columns
-from fxwrap.printers.triton.accesses import LANES, Hint, contiguous_axes, full_tile_loads, is_unaligned
+from fxwrap.loop_ir import TRANSFER_BYTES, Axis, IndirectIndex, Kernel, Store, has_contiguous_columns
+from fxwrap.printers.triton.accesses import (
+    LANES,
+    MIN_TILE_SIDE,
+    Hint,
+    contiguous_axes,
+    full_tile_loads,
+    is_unaligned,
+    itemsize,
+)
 from fxwrap.printers.triton.row_configuration import MAX_PERSISTENT_ELEMENTS, STEP_ELEMENTS, has_long_iterations
 from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave, warps_of_tile
 
@@ -32,8 +40,17 @@ _SUMMED_ELEMENTS = 32
 _MIN_NARROW_ROWS, _MAX_NARROW_ROWS = 64, 1024
 """The fewest and the most rows that a program of few columns has at once."""
 
-_FEWEST_SCANNED_COLUMNS, _SCANNED_ELEMENTS = 4, 4096
+_SCANNED_ELEMENTS = 64
+"""The elements of a thread that scans columns: more warps would each add what those before them have."""
+
+_FEWEST_SCANNED_COLUMNS, _SCANNED_BLOCK = 4, 4096
 """The fewest columns of a program that scans them in blocks, and the elements of such a block."""
+
+_TRANSPOSED_COLUMNS, _TRANSPOSED_ROWS, _TRANSPOSED_STEP = 128, 128, 32
+"""The columns along two axes of a program, the most rows of which it has all at once, and the rows of a step."""
+
+_TRANSPOSED_ELEMENTS = 8192
+"""The elements of such a program at least, if there are so many."""
 
 _FEW_COLUMNS = 64
 """The columns for each multiprocessor up to which outer reductions have fewer of them in a program."""
@@ -44,8 +61,10 @@ _NARROW_BLOCK = 16
 
 def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
     """Returns tiles of rows by columns, of whole columns or in a loop over them, the default one first."""
-    inner, _ = contiguous_axes(kernel, hint, reduced=False)
+    inner, other = contiguous_axes(kernel, hint, reduced=False)
     narrow = _narrow_tiles(kernel, inner, hint, spec)
+    if other is not None:
+        narrow = [_transposed_tile(kernel, inner, other, hint), *narrow]
     whole = _whole_tiles(kernel, inner, hint, spec)
     loops = _loops(kernel, inner, hint, spec)
     return [*narrow, *loops, *whole] if _prefers_loops(kernel, inner, hint) else [*narrow, *whole, *loops]
@@ -58,6 +77,37 @@ def _prefers_loops(kernel: Kernel, inner: Axis, hint: Hint) -> bool:
         return False
     is_padded = rows > 32 and 3 * rows <= 2 * next_power_of_2(rows)
     return rows > _MANY_ROWS or (is_padded and _has_column_steps(kernel, inner) and not _stores_elements(kernel))
+
+
+def _transposed_tile(kernel: Kernel, inner: Axis, other: Axis, hint: Hint) -> TileConfiguration:
+    """Returns a tile of columns along two axes, of which each has contiguous accesses: of whole sectors along both.
+
+    Where accesses along one of them were of single elements, each would transfer a sector.
+    """
+    itemsizes = [itemsize(kernel, store) for store in kernel.stores if other in store.index.axes()]
+    height = next_power_of_2(hint(kernel.reduced_count))
+    looped = not isinstance(kernel.reduced_count, int) or height > _TRANSPOSED_ROWS
+    rows = min(height, _TRANSPOSED_STEP) if looped else height
+    widest = {axis: next_power_of_2(hint(axis.size)) for axis in (inner, other)}
+    y_block = min(max(TRANSFER_BYTES // min(itemsizes, default=4), MIN_TILE_SIDE // 2), widest[other])
+    x_block = min(_TRANSPOSED_COLUMNS // y_block, widest[inner])
+    elements = x_block * y_block * rows
+    while elements < _TRANSPOSED_ELEMENTS and (2 * x_block <= widest[inner] or 2 * y_block <= widest[other]):
+        if 2 * x_block <= widest[inner] and (x_block <= y_block or 2 * y_block > widest[other]):
+            x_block *= 2
+        else:
+            y_block *= 2
+        elements *= 2
+    warps = min(warps_of_tile(elements, LANES if looped else _scanned_elements(kernel) if kernel.scans else 16), 8)
+    tile = TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, r_block=rows)
+    return replace(tile, looped=looped, num_warps=warps)
+
+
+def _scanned_elements(kernel: Kernel) -> int:
+    """Returns the elements of scanned columns in a thread: fewer of those that are gathered, or cost much."""
+    if any(isinstance(atom, IndirectIndex) for item in kernel.accesses for atom in item.index.atoms()):
+        return _SCANNED_ELEMENTS // 4
+    return _SCANNED_ELEMENTS // 2 if has_long_iterations(kernel) else _SCANNED_ELEMENTS
 
 
 def _narrow_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> list[TileConfiguration]:
@@ -89,7 +139,8 @@ def _whole_tiles(kernel: Kernel, inner: Axis, hint: Hint, spec: DeviceSpec) -> l
     width = min(_whole_columns(kernel, inner, height, hint, spec), widest)
     if height * width <= MAX_PERSISTENT_ELEMENTS:
         has_sums_alone = height >= _MIN_NARROW_ROWS and not kernel.is_multi_pass and not _stores_elements(kernel)
-        warps = warps_of_tile(height * width, _SUMMED_ELEMENTS if has_sums_alone else 16)
+        elements = _scanned_elements(kernel) if kernel.scans else _SUMMED_ELEMENTS if has_sums_alone else 16
+        warps = warps_of_tile(height * width, elements)
         tiles.append(TileConfiguration(x=(inner,), x_block=width, r_block=height, num_warps=warps))
     return tiles
 
@@ -200,7 +251,7 @@ def _column_scan_configurations(kernel: Kernel, inner: Axis, hint: Hint, spec: D
         width = _FEWEST_COLUMNS
         while width > _FEWEST_SCANNED_COLUMNS and _column_programs(kernel, inner, hint, width) < spec.multiprocessors:
             width //= 2
-        shapes.insert(0, (width, _SCANNED_ELEMENTS // width, 8))
+        shapes.insert(0, (width, _SCANNED_BLOCK // width, 8))
     return [
         TileConfiguration(x=(inner,), x_block=width, r_block=min(rows, size), looped=True, num_warps=warps)
         for width, rows, warps in shapes if width <= hint(inner.size)

@@ -80,7 +80,7 @@ class InterleavedPrinter(RowLoadPrinter):
         axes = (*dimension.axes[:-1], _wide_axis(dimension, count))
         first = f"{count} * ({start}) + " if start else ""
         text = f"{first}{self._lanes(dimension, count)}{self.tile.broadcast_subscript(number)}"
-        flat, self.wide_names[count] = self._emit_axes(axes, self._aligned(dimension, text, count))
+        flat, self.wide_names[count] = self._emit_axes(axes, self._aligned(dimension, text, count), "wide")
         if dimension.masked:
             self.wide_masks[count] = self.names.create_name(f"{flat}_mask")
             size = self.index_printer.size_operand(dimension.size)

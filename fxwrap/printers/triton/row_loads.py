@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from fxwrap.loop_ir import Axis, IndirectIndex, Load
-from fxwrap.printers.triton.accesses import LANES
+from fxwrap.printers.triton.accesses import LANES, MIN_TILE_SIDE
 from fxwrap.printers.triton.tile_printer import TilePrinter
 from fxwrap.printers.triton.tiling import Dimension
 
@@ -38,9 +38,13 @@ class RowLoadPrinter(TilePrinter):
         return loads
 
     def _is_spread(self, number: int) -> bool:
-        """Whether a block along a dimension that is not the last one has an element for each thread."""
-        block = self.tile.dimensions[number].block
-        return number < len(self.tile.dimensions) - 1 and block >= LANES * self.configuration.num_warps
+        """Whether a block along a dimension has an element for each thread, and rows of many along the last one.
+
+        Threads have short rows by themselves, or nearly: then they go along rows anyway.
+        """
+        *_, last = self.tile.dimensions
+        block = self.tile.dimensions[number]
+        return block is not last and block.block >= LANES * self.configuration.num_warps and last.block >= MIN_TILE_SIDE
 
     def _emit_program_offsets(self) -> None:
         self.vector_names, self.vector_masks = {}, {}
@@ -51,7 +55,8 @@ class RowLoadPrinter(TilePrinter):
         number = self.tile.dimensions.index(dimension)
         if number in self.row_loads.values():
             lanes = self._lanes(dimension)
-            flat, self.vector_names[number] = self._emit_axes(dimension.axes, f"{start} + {lanes}" if start else lanes)
+            text = f"{start} + {lanes}" if start else lanes
+            flat, self.vector_names[number] = self._emit_axes(dimension.axes, text, "rows")
             if self._is_masked(dimension):
                 self.vector_masks[number] = self.names.create_name(f"{flat}_mask")
                 self.line(f"{self.vector_masks[number]} = {flat} < {self.index_printer.size_operand(dimension.size)}")

@@ -108,10 +108,10 @@ class TileOffsetPrinter(KernelWriter, ABC):
         cast = ".to(tl.int64)" if self.use_int64 else ""
         return f"tl.arange(0, {f'{count} * ' if count > 1 else ''}{dimension.block_constant}){cast}"
 
-    def _emit_axes(self, axes: tuple[Axis, ...], text: str) -> tuple[str, dict[Axis, str]]:
+    def _emit_axes(self, axes: tuple[Axis, ...], text: str, wanted: str) -> tuple[str, dict[Axis, str]]:
         """Prints positions on all axes of a dimension; returns their name, and the names of those along each axis."""
         names = {axis: self.names.create_name(axis.name) for axis in axes}
-        flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name("flat")
+        flat = names[axes[-1]] if len(axes) == 1 else self.names.create_name(wanted)
         self.line(f"{flat} = {text}")
         if len(axes) > 1:
             self._unflatten(axes, flat, names)
