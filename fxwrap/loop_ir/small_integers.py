@@ -92,6 +92,8 @@ def _collect(kernel: Kernel, position: int, factor: int, terms: dict[int, int]) 
                 constant = kernel.operations[number]
                 if isinstance(constant, Constant):
                     return _collect(kernel, other, factor * int(constant.value), terms)
+        case _:
+            pass
     terms[position] = terms.get(position, 0) + factor
     return as_index(0)
 
