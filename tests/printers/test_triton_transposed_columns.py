@@ -1,4 +1,4 @@
-"""Scans and reductions of columns whose loads and stores are contiguous along different axes: tiles along both."""
+"""Kernels whose loads and stores are contiguous along different axes: tiles along both, of several axes each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, linearize_index
+from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
 from fxwrap.printers.triton import TileConfiguration, configurations
 from fxwrap.symbolic import Size, make_symbol, product
 from tests.printers.test_triton_printer_compile import instructions
@@ -65,3 +65,40 @@ def test_short_axes_that_nothing_continues_have_no_tile() -> None:
 
     kernel = build([b, i, j], [r], {"x": (F32, 6400)}, {"out": (F32, 6400)}, write)
     assert all(not tile.y for tile in configurations(kernel) if isinstance(tile, TileConfiguration))
+
+
+def windowed(height: int, channels: int, parts: int, dtype: torch.dtype = BF16) -> Kernel:
+    """Moves windows of 4 x 4 elements of channels, and their parts, to images of one more column and row of zeros."""
+    i, j, k, h, w = [
+        Axis(name, size)
+        for name, size in zip("ijkhw", (2, parts, channels // parts, height + 1, height + 1), strict=True)
+    ]
+
+    def write(body: KernelBuilder) -> None:
+        inside = (body.index(as_index(h)) < height) & (body.index(as_index(w)) < height)
+        rows, columns = height * channels * 4, 16 * channels
+        at = as_index(i) * height * height * channels + (as_index(h) // 4) * rows + (as_index(w) // 4) * columns
+        at = at + (as_index(h) % 4) * 4 * channels + (as_index(w) % 4) * channels + as_index(k) * parts + as_index(j)
+        with body.masked(inside):
+            x = body.load("x", at, dtype)
+        body.store("out", linearize_index([i, j, k, h, w], [2, parts, channels // parts, height + 1, height + 1]), x)
+
+    size = 2 * channels * (height + 1) ** 2
+    return build([i, j, k, h, w], [], {"x": (dtype, 2 * channels * height**2)}, {"out": (dtype, size)}, write)
+
+
+def test_sides_of_a_tile_have_the_axes_that_continue_accesses() -> None:
+    kernel = windowed(32, 128, 4)
+    _, j, k, h, w = kernel.axes
+    tile = configurations(kernel)[0]
+    assert isinstance(tile, TileConfiguration) and (tile.y, tile.x) == ((k, j), (h, w))
+    loads = re.findall(r"ld\.global[.\w:]*", instructions(kernel, tile))
+    assert loads and all(item.endswith(".v4.b32") for item in loads), "elements are loaded one by one"
+
+
+@pytest.mark.parametrize(("height", "parts"), [(32, 8), (16, 4), (32, 2)])
+def test_tiles_of_several_axes_on_each_side(height: int, parts: int) -> None:
+    kernel = windowed(height, 32, parts, F32)
+    tile = configurations(kernel)[0]
+    assert isinstance(tile, TileConfiguration) and len(tile.x) == 2 and len(tile.y) == 2
+    check(kernel, tile)

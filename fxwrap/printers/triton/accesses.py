@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from fxwrap.loop_ir import (
     interleaved_accesses,
     without_rotations,
 )
-from fxwrap.symbolic import Size
+from fxwrap.symbolic import Size, product
 
 Hint: TypeAlias = Callable[[Size], int]
 """Returns a typical value of a size."""
@@ -155,7 +155,8 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
     """Returns the axis with the most contiguous accesses, stores first, and a second one with many, if any.
 
     Many are a fifth of all or, where several stores may combine what an iteration reads, half of the loads. The second
-    axis is as long as the side of a tile. Without `reduced`, it may be shorter if the first one continues it.
+    axis is as long as the side of a tile, if values are not combined with the axes that continue it; without `reduced`,
+    the first one may do so.
     """
     scores = contiguity_scores(kernel, hint)
     written = [position for position, item in enumerate(kernel.operations) if isinstance(item, Store)]
@@ -169,10 +170,34 @@ def contiguous_axes(kernel: Kernel, hint: Hint, reduced: bool = True) -> tuple[A
         return scores.get(axis, 0) * 5 >= sum(scores.values()) or 0 < sum(loads.values()) <= loads.get(axis, 0) * 2
 
     def is_wide(axis: Axis) -> bool:
-        return hint(axis.size) >= MIN_TILE_SIDE or (not reduced and _continues(kernel, axis, inner))
+        run = contiguous_run(kernel, axis, [inner]) if reduced and not kernel.combines_values else (axis,)
+        return hint(size_of(run)) >= MIN_TILE_SIDE or (not reduced and _continues(kernel, axis, inner))
 
     wide = [axis for axis in kernel.axes if axis != inner and has_many(axis) and is_wide(axis)]
     return inner, max(wide, key=lambda axis: scores[axis], default=None)
+
+
+def size_of(axes: Iterable[Axis]) -> Size:
+    """Returns the number of points on axes."""
+    return product([axis.size for axis in axes])
+
+
+def contiguous_run(kernel: Kernel, inner: Axis, others: Collection[Axis]) -> tuple[Axis, ...]:
+    """Returns an axis after those that continue the accesses that are contiguous along it, without other axes.
+
+    Along an axis that continues them, elements are as far from each other as those of the run before are many.
+    """
+    indices, run = [item.index for item in kernel.accesses if item.index.stride(inner) == ONE], [inner]
+    while True:
+        size = as_index(size_of(run))
+        following = [
+            axis for axis in kernel.axes
+            if axis not in others and axis not in run and any(axis in index.axes() for index in indices)
+            and all(index.stride(axis) == size for index in indices if axis in index.axes())
+        ]  # fmt: skip
+        if not following:
+            return tuple(run)
+        run.insert(0, following[-1])
 
 
 def _continues(kernel: Kernel, axis: Axis, other: Axis) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.loop_ir import (
@@ -30,11 +31,13 @@ from fxwrap.printers.triton.accesses import (
     VECTOR_BYTES,
     Hint,
     contiguous_axes,
+    contiguous_run,
     has_vectors,
     is_unaligned,
     itemsize,
     joined_accesses,
     row_step,
+    size_of,
 )
 from fxwrap.printers.triton.tiling import TileConfiguration, next_power_of_2, programs_of_a_wave
 
@@ -53,6 +56,9 @@ _WINDOW_LOADS, _WINDOW_ELEMENTS = 4, 8
 _MOST_RUN_BYTES = 96
 """The bytes of a run of stores from which on few of them share a sector with others."""
 
+_FILLED_SIDE = 32
+"""The least size of a tile's side of several axes, of which a fifth of the elements may be empty."""
+
 _TILES = ((64, 64, 8), (64, 32, 8), (32, 64, 8), (32, 32, 4), (128, 32, 8))
 """Rows, columns and warps of tiles for kernels with contiguous accesses along two axes."""
 
@@ -62,8 +68,9 @@ def pointwise_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec) -> li
     if not kernel.axes:
         return [TileConfiguration(num_warps=1)]
     inner, other = contiguous_axes(kernel, hint)
-    if other is not None and hint(inner.size) >= MIN_TILE_SIDE:
-        return [_transposed_tile(inner, other, hint, *shape) for shape in _TILES]
+    run = (inner,) if kernel.combines_values or other is None else contiguous_run(kernel, inner, [other])
+    if other is not None and hint(size_of(run)) >= MIN_TILE_SIDE:
+        return [_transposed_tile(kernel, inner, other, hint, *shape) for shape in _TILES]
     block, warps = _pointwise_block(kernel, inner, hint, spec)
     if _has_single_elements(kernel, _pointwise_tile(kernel, inner, hint, block, warps)):
         block = min(block, LANES * warps * _SINGLE_ELEMENTS)
@@ -174,11 +181,30 @@ def _has_overlapping_loads(kernel: Kernel) -> bool:
     return any(sum(one.buffer == other.buffer for other in loads) > 1 for one in loads if one.mask is not None)
 
 
-def _transposed_tile(inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int) -> TileConfiguration:
+def _transposed_tile(
+    kernel: Kernel, inner: Axis, other: Axis, hint: Hint, y_block: int, x_block: int, warps: int
+) -> TileConfiguration:
     """Returns a tile with whole cache lines in both directions."""
-    x_block = min(x_block, next_power_of_2(hint(inner.size)))
-    y_block = min(y_block, next_power_of_2(hint(other.size)))
-    return TileConfiguration(x=(inner,), y=(other,), x_block=x_block, y_block=y_block, num_warps=warps)
+    y, y_block = _tile_side(kernel, other, [inner], hint, y_block)
+    x, x_block = _tile_side(kernel, inner, y, hint, x_block)
+    return TileConfiguration(x=x, y=y, x_block=x_block, y_block=y_block, num_warps=warps)
+
+
+def _tile_side(
+    kernel: Kernel, inner: Axis, others: Collection[Axis], hint: Hint, block: int
+) -> tuple[tuple[Axis, ...], int]:
+    """Returns the axes of a side of a tile, and its block: more axes than the inner one if they fill the block.
+
+    A fifth of its elements may be empty.
+    """
+    run = (inner,) if kernel.combines_values else contiguous_run(kernel, inner, others)
+    for count in range(1, len(run) + 1):
+        size = hint(size_of(run[-count:]))
+        side = min(block, next_power_of_2(size))
+        if side >= min(block, _FILLED_SIDE) and -(-size // side) * side * 4 <= size * 5:
+            return run[-count:], side
+    axes = (inner,) if hint(inner.size) >= MIN_TILE_SIDE else run
+    return axes, min(block, next_power_of_2(hint(size_of(axes))))
 
 
 def _pointwise_tile(

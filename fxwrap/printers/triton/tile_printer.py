@@ -15,6 +15,7 @@ from typing_extensions import assert_never
 
 from fxwrap.loop_ir import (
     HALF_PRECISION,
+    ONE,
     Axis,
     Compute,
     Constant,
@@ -316,14 +317,18 @@ class TilePrinter(TileOffsetPrinter):
     def _flat_index_text(self, index: Index, dimension: Dimension | None) -> str:
         """Returns an index by the position along a dimension if it is linear in that, not by those along its axes.
 
-        The compiler then sees that elements are contiguous, and loads vectors. Other dimensions gain nothing.
+        The compiler then sees that elements are contiguous, and loads vectors: along other dimensions, only those of
+        transposed accesses.
         """
-        step = row_step(index, dimension.axes) if dimension is not None and len(dimension.axes) > 1 else None
-        if dimension is None or step is None or step == as_index(0):
-            return self.index_printer(index)
-        flat = Axis(self.positions[dimension.name], 1)
-        linear = index.substitute(dict.fromkeys(dimension.axes, 0)) + step * flat
-        return self._indices_at({flat: flat.name})(linear)
+        names: dict[Axis, str] = {}
+        is_block = dimension is not None and not index.axes().isdisjoint(dimension.axes)
+        for item in self.tile.dimensions:
+            step = row_step(index, item.axes) if len(item.axes) > 1 else None
+            if step is not None and step != as_index(0) and (item is dimension or (is_block and step == ONE)):
+                flat = Axis(self.positions[item.name], 1)
+                index = index.substitute(dict.fromkeys(item.axes, 0)) + step * flat
+                names[flat] = flat.name
+        return self._indices_at(names)(index)
 
     def _index_dimensions(self, index: Index) -> frozenset[int]:
         dimensions = {self.dimension_of[axis] for axis in index.axes() if axis in self.dimension_of}
