@@ -49,7 +49,8 @@ def patch_convolutions(
 ) -> dict[Node, PatchConvolution]:
     """Returns the convolutions that are matmuls of patches, where that is faster on their device.
 
-    That is so for wide kernels, whose rows are neighbours in memory, and for images of one patch, which are no copy.
+    That is so for wide kernels, whose rows are neighbours in memory, and for images of one patch, which are no copy,
+    unless it is a pixel and their matmul is no kernel.
     With a forward's are the backwards that compute no gradient of the image.
     """
     matches = {}
@@ -85,9 +86,16 @@ def _match(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> Pa
     counts = tuple([size // step for size, step in zip(fake.shape[2:], kernel, strict=True)])
     is_filled = [count * step for count, step in zip(counts, kernel, strict=True)] == [*fake.shape[2:]]
     is_patch = tuple(stride) == kernel and not any(padding) and all(step == 1 for step in dilation) and is_filled
-    if not is_patch or math.prod(kernel) == 1 or (kernel[-1] < least and math.prod(counts) > 1):
+    if not is_patch or (kernel[-1] < least and math.prod(counts) > 1):
+        return None
+    if math.prod(kernel) == 1 and not _is_generated(fake, filters, spec):
         return None
     return PatchConvolution(image, weight, bias, kernel, counts, gradient)
+
+
+def _is_generated(image: FakeTensor, filters: FakeTensor, spec: DeviceSpec) -> bool:
+    """Whether a convolution of images of one pixel, such as of squeeze-and-excitation, becomes a kernel as a matmul."""
+    return spec.matmuls.generates(image.dtype, image.shape[0], filters.numel() * filters.dtype.itemsize)
 
 
 def _reads_gradient(user: Node) -> bool:

@@ -58,6 +58,21 @@ def test_other_numbers_of_dimensions() -> None:
     assert video.calls == ["aten.mm.default"] and not video.launches
 
 
+def test_images_of_one_pixel() -> None:
+    """Those of squeeze-and-excitation are matmuls where these become kernels, with what follows them."""
+    x, first, second = torch.randn(1, 12, 5, 5), torch.randn(6, 12, 1, 1), torch.randn(12, 6, 1, 1)
+    bias = torch.randn(6)
+
+    def gate(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
+        squeezed = F.conv2d(x.mean((2, 3), keepdim=True), first, bias).relu()
+        return x * F.hardsigmoid(F.conv2d(squeezed, second))
+
+    for options in (STRICT, STRICT.replace(freeze=True)):
+        assert not check(gate, x, first, second, bias, options=options).calls
+    images = torch.randn(64, 12, 5, 5)
+    assert check(gate, images, first, second, bias).calls == [CONVOLUTION] * 2
+
+
 OTHERS: dict[str, Callable[..., Tensor]] = {
     "overlap": lambda x, w: F.conv2d(x, w, stride=2),
     "gaps": lambda x, w: F.conv2d(x, w, stride=6),
