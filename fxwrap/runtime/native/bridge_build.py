@@ -25,6 +25,7 @@ _TORCH_FOLDER = Path(torch.__file__).parent
 # Files that are compiled together: parsing torch's headers dominates the time of most of them.
 _BRIDGE_UNITS = (
     ("bridge/typed_calls.cpp",),
+    ("libraries/vector_kernels.cpp",),
     (
         *("bridge/values.cpp", "bridge/bridge.cpp", "bridge/checks.cpp", "bridge/execute.cpp"),
         *("bridge/ranges.cpp", "bridge/engine.cpp", "engine/checks.cpp"),
@@ -57,13 +58,14 @@ _HEADERS = (
     "../../include/fxwrap/runtime.h",
     *("libraries/plans.h", "libraries/library.h", "libraries/cublas.h", "libraries/cudnn.h"),
     *("libraries/operators.h", "libraries/prepacked.h", "libraries/grouped_matmuls.h", "libraries/matmuls.h"),
+    *("libraries/vector_kernels.h", "libraries/vector_loops.h"),
 )
 BRIDGE_LIBRARIES = ("libfxwrap_bridge.so", "_fxwrap_binding.so")
 """The files of the bridge: its library and its Python binding."""
 
 _BRIDGE, _BINDING = BRIDGE_LIBRARIES
 
-_BRIDGE_FLAGS = ("-O2", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
+_BRIDGE_FLAGS = ("-O2", "-fopenmp", "-DNDEBUG", "-DAT_PER_OPERATOR_HEADERS")
 _UNIT = Path("bridge.cpp")
 
 
@@ -163,7 +165,7 @@ def _link_bridge(compiler: Compiler, objects: Sequence[Path], folder: Path, find
     bridge_objects, binding_objects = objects[: len(_BRIDGE_UNITS)], objects[len(_BRIDGE_UNITS) :]
     search = [f"-Wl,-rpath,{libraries}"] if finds_torch else []
     torch_flags = [f"-L{libraries}", "-ltorch_cpu", "-lc10", *search, *compiler.runtime]
-    link = [*compiler.command, "-shared", *map(str, bridge_objects), *torch_flags]
+    link = [*compiler.command, "-shared", "-fopenmp", *map(str, bridge_objects), *torch_flags]
     run_compiler([*link, f"-Wl,-soname,{_BRIDGE}", "-o", _BRIDGE], folder)
     binding = [*map(str, binding_objects), "-L.", "-lfxwrap_bridge", "-Wl,-rpath,$ORIGIN", "-ltorch_python"]
     run_compiler([*compiler.command, "-shared", *binding, *torch_flags, "-o", _BINDING], folder)

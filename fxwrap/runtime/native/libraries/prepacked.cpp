@@ -2,6 +2,7 @@
 // library's calls of fxwrap/torch_compat/prepacked.py. A weight is converted at its first call, and again when one of the
 // tensors that it was computed from is written.
 #include <ATen/Context.h>
+#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,7 @@
 
 #include "libraries/operators.h"
 #include "libraries/prepacked.h"
+#include "libraries/vector_kernels.h"
 
 namespace fxwrap {
 namespace {
@@ -50,6 +52,12 @@ using std::optional;
 // The converted forms of a weight, such as those for several numbers of rows, that are cached at a time.
 constexpr size_t most_forms = 4;
 
+// Convolutions of single pixels of at most so many products are loops of our own: they take less time than oneDNN's call.
+constexpr int64_t most_products = 1 << 24;
+
+// A thread of a parallel loop computes at least so many products.
+constexpr int64_t least_products = 1 << 17;
+
 // oneDNN's layout of a convolution's weight is one for images of so many pixels, and may be another for smaller ones. It
 // rearranges a weight in another layout in each call.
 constexpr int64_t few_pixels = 64;
@@ -57,11 +65,13 @@ constexpr int64_t few_pixels = 64;
 using Content = c10::SmallVector<std::pair<const void*, uint32_t>, 6>;  // memory and version of each source
 using Variant = c10::SmallVector<int64_t, 24>;
 
-// What a weight is converted to: `packed` for the library, as a matrix if `is_matrix`, or `weight`, undefined if it is the
-// weight itself, which its forms must not own.
+// How a convolution is computed: by its device's library, as a matmul for oneDNN, or by loops of our own.
+enum class Method : int64_t { library, library_matmul, pixels, channels };
+
+// What a weight is converted to: `packed` for a library or for our loops, or `weight`, undefined if it is the weight itself,
+// which its forms must not own.
 struct Form {
   Tensor packed, weight, bias;
-  bool is_matrix = false;
 };
 
 // The converted forms of a weight. They live in its tensor, and end with it; tensors that share its memory have their own.
@@ -305,6 +315,78 @@ Tensor convolution_as_matmul(const Tensor& image, const Form& form, int64_t chan
   return result.as_strided({images, channels, height, width}, {height * row, 1, row, channels});
 }
 
+Activation vector_activation(std::string_view activation) {
+  constexpr std::string_view names[] = {"none", "relu", "relu6", "hardswish", "silu", "sigmoid"};
+  const auto* name = std::find(std::begin(names), std::end(names), activation);
+  TORCH_CHECK_VALUE(name != std::end(names), "fxwrap::frozen_convolution has no activation '", activation, "'");
+  return Activation(name - std::begin(names));
+}
+
+// A weight, and a bias or zeros, as the loops of a method read them.
+Form pack_for_loops(Method method, const Tensor& weight, const Tensor& bias) {
+  const int64_t outputs = weight.size(0), block = method == Method::pixels ? vector_columns() : 1;
+  const int64_t columns = (outputs + block - 1) / block * block;
+  Tensor shift = at::zeros({columns}, weight.options());
+  if (bias.defined()) shift.narrow(0, 0, outputs).copy_(bias);
+  if (method == Method::channels) return Form{weight.permute({2, 3, 0, 1}).contiguous(), {}, shift};
+  Tensor padded = at::zeros({columns, weight.size(1)}, weight.options());
+  padded.narrow(0, 0, outputs).copy_(weight.flatten(1));
+  return Form{padded.view({columns / block, block, weight.size(1)}).transpose(1, 2).contiguous(), {}, shift};
+}
+
+// Calls the loops for ranges of `rows`, each a multiple of `step`, in parallel where they have enough products.
+template <class Range>
+void for_ranges(int64_t rows, int64_t step, int64_t products_of_row, const Range& range) {
+  const int64_t least = std::max<int64_t>(1, least_products / std::max<int64_t>(1, step * products_of_row));
+  at::parallel_for(0, (rows + step - 1) / step, least,
+                   [&](int64_t first, int64_t last) { range(first * step, std::min(last * step, rows)); });
+}
+
+// A convolution of channels-last images by our loops, plus `other`; in the memory of `other` if `in_place`.
+Tensor vector_convolution(Method method, const Tensor& image, const Tensor& weight, const Form& form, const Geometry& geometry,
+                          const Tensor& other, std::string_view activation, bool in_place) {
+  const auto& [stride, padding, dilation, groups] = geometry;
+  const auto length = [&](int64_t i) {
+    const int64_t reach = dilation[i] * (weight.size(i + 2) - 1) + 1;
+    return (image.size(i + 2) + 2 * padding[i] - reach) / stride[i] + 1;
+  };
+  const int64_t height = length(0), width = length(1), rows = image.size(0) * height, outputs = weight.size(0);
+  const Tensor result =
+      in_place ? other : at::empty({image.size(0), outputs, height, width}, image.options(), at::MemoryFormat::ChannelsLast);
+  const float* residual = other.defined() ? other.const_data_ptr<float>() : nullptr;
+  const float *source = image.const_data_ptr<float>(), *packed = form.packed.const_data_ptr<float>();
+  const float* bias = form.bias.const_data_ptr<float>();
+  float* out = result.mutable_data_ptr<float>();
+  if (method == Method::pixels) {
+    const PointwiseConvolution convolution{source, packed, bias, residual, out, rows * width, weight.size(1), outputs,
+                                           vector_activation(activation)};
+    for_ranges(rows * width, pixel_rows, weight.size(1) * outputs,
+               [&](int64_t row, int64_t end) { convolve_pixels(convolution, row, end); });
+  } else {
+    const DepthwiseConvolution convolution{
+        source, packed, bias, residual, out, outputs, image.size(2), image.size(3), height, width, weight.size(2),
+        weight.size(3), stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1], vector_activation(activation)};
+    for_ranges(rows, 1, weight.numel() * width, [&](int64_t row, int64_t end) { convolve_channels(convolution, row, end); });
+  }
+  return result;
+}
+
+// How a convolution is computed on its device.
+Method method_of(const Tensor& image, const Tensor& weight, const Geometry& geometry, const Tensor& other) {
+  const auto& [stride, padding, dilation, groups] = geometry;
+  const auto all = [](at::IntArrayRef numbers, int64_t value) {
+    return std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number == value; });
+  };
+  const auto is_channels_last = [](const Tensor& tensor) { return tensor.is_contiguous(at::MemoryFormat::ChannelsLast); };
+  if (!image.is_cpu() || !is_channels_last(image) || image.numel() == 0) return Method::library;
+  const bool is_pixels = groups == 1 && all(weight.sizes().slice(2), 1) && all(stride, 1) && all(padding, 0);
+  const bool has_loops = image.scalar_type() == at::kFloat && vector_columns() != 0 &&
+                         (!other.defined() || is_channels_last(other));
+  if (has_loops && is_pixels && image.numel() * weight.size(0) <= most_products) return Method::pixels;
+  if (has_loops && groups == image.size(1) && groups == weight.size(0) && groups > 1) return Method::channels;
+  return is_pixels && !other.defined() && at::hasMKLDNN() ? Method::library_matmul : Method::library;
+}
+
 // A convolution with what follows it, in one call of cuDNN where it is there.
 Tensor plain_convolution(const Tensor& image, const Tensor& weight, const Tensor& shift, const Geometry& geometry,
                          const Tensor& other, std::string_view activation) {
@@ -333,34 +415,38 @@ Tensor convolution(const Tensor& image, const Tensor& weight, const Tensor& shif
                    double epsilon, const Geometry& geometry, const Tensor& other, std::string_view activation, bool in_place) {
   const auto [stride, padding, dilation, groups] = geometry;
   const bool channels_last = image.is_contiguous(at::MemoryFormat::ChannelsLast);
-  const auto all = [](at::IntArrayRef numbers, int64_t value) {
-    return std::all_of(numbers.begin(), numbers.end(), [&](int64_t number) { return number == value; });
-  };
-  const bool is_matrix = channels_last && !other.defined() && groups == 1 && image.size(0) != 0 &&
-                         all(weight.sizes().slice(2), 1) && all(stride, 1) && all(padding, 0);
+  const Method method = method_of(image, weight, geometry, other);
   c10::SmallVector<Tensor, 6> sources{weight};
   if (shift.defined()) sources.push_back(shift);
   sources.append(norm.begin(), norm.end());
-  Variant variant{groups, channels_last, is_matrix, std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size()),
+  Variant variant{groups, channels_last, int64_t(method), std::bit_cast<int64_t>(epsilon), shift.defined(), int64_t(norm.size()),
                   other.defined(), image.size(2) * image.size(3) < few_pixels};
   for (at::IntArrayRef numbers : {stride, padding, dilation}) variant.append(numbers.begin(), numbers.end());
   const Form form = find_form(sources, variant, [&] {
     auto [folded, folded_shift] = folded_batch_norm(weight, shift, norm, epsilon);
     const bool has_library = weight.is_cpu() && at::hasMKLDNN() && (weight.scalar_type() != at::kBFloat16 || has_bfloat16());
-    Form form{{}, {}, folded_shift, has_library && is_matrix};
-    if (form.is_matrix) form.packed = prepack_linear_weight(folded.flatten(1), std::nullopt);
-    form.is_matrix = form.packed.defined();
+    if (method == Method::pixels || method == Method::channels) return pack_for_loops(method, folded, folded_shift);
     folded = folded.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
-    std::vector<int64_t> sizes = image.sizes().vec();
-    sizes[0] = std::max<int64_t>(1, sizes[0]);
-    if (has_library && !form.is_matrix) form.packed = prepack_convolution_weight(folded, geometry, sizes);
+    Form form{{}, {}, folded_shift};
+    if (has_library && method == Method::library_matmul) {
+      form.packed = prepack_linear_weight(folded.flatten(1), std::nullopt);
+    } else if (has_library) {
+      std::vector<int64_t> sizes = image.sizes().vec();
+      sizes[0] = std::max<int64_t>(1, sizes[0]);
+      form.packed = prepack_convolution_weight(folded, geometry, sizes);
+    }
     if (!form.packed.defined() && !folded.is_same(weight)) form.weight = folded;
     // Only oneDNN's calls without a residual add a bias of float32 to images of bfloat16.
     const bool rounds_shift = folded_shift.defined() && (!form.packed.defined() || other.defined());
     if (rounds_shift) form.bias = folded_shift.to(weight.scalar_type());
     return form;
   });
-  if (form.is_matrix) return convolution_as_matmul(image, form, weight.size(0), activation);
+  if (method == Method::pixels || method == Method::channels) {
+    return vector_convolution(method, image, weight, form, geometry, other, activation, in_place);
+  }
+  if (form.packed.defined() && method == Method::library_matmul) {
+    return convolution_as_matmul(image, form, weight.size(0), activation);
+  }
   if (form.packed.defined()) return onednn_convolution(image, form, geometry, other, activation, in_place);
   return plain_convolution(image, form.weight.defined() ? form.weight : weight, form.bias, geometry, other, activation);
 }
