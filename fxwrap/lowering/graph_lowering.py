@@ -21,6 +21,7 @@ from fxwrap.lowering.fusion.def_use import DefUseChains
 from fxwrap.lowering.fusion.definitions import Definition, InPlaceWrite, Reduced, unwrap_views
 from fxwrap.lowering.fusion.fusion import Fusion, ScheduledItem
 from fxwrap.lowering.fusion.materialise import DefinitionPlan, MaterialisationPlan, plan_materialisation
+from fxwrap.lowering.fusion.reader_order import move_readers_before_overwriting
 from fxwrap.lowering.graph_definitions import CallStep, GraphDefinitions
 from fxwrap.lowering.kernel_schedules import KernelSchedules, is_matmul
 from fxwrap.lowering.scatter_layouts import lay_out_scatters
@@ -64,12 +65,14 @@ class GraphLowering:
         plan = self._materialise(definitions, hint)
         schedules = KernelSchedules(self.builder, definitions, plan, self.request, hint, self.nodes)
         fusion = self._schedule(definitions, schedules)
-        items = fusion.items()
+        mutated = {definition for definition, _ in definitions.mutations}
+        preserved = self._preserved(definitions, must_preserve) | mutated
+        items = move_readers_before_overwriting(fusion, preserved, mutated)
         kernels = [item.kernel for item in items if item.kernel is not None]
         schedules = lay_out_scatters(schedules, kernels)
         definitions = schedules.definitions
         stored = {definition for kernel in kernels for definition in (*kernel.reads, *kernel.operands)}
-        last_reader = self._overwritable_after(fusion, definitions, must_preserve)
+        last_reader = self._overwritable_after(fusion, items, definitions, preserved)
         emitter = LineEmitter(
             self.builder, definitions, plan, self.request, schedules, last_reader, stored | plan.external,
             self.lower_higher_order, self.nodes,
@@ -162,23 +165,25 @@ class GraphLowering:
         fusion.divide(schedules.parts)
         return fusion
 
-    def _overwritable_after(
-        self, fusion: Fusion, definitions: GraphDefinitions, must_preserve: Callable[[Value], bool]
-    ) -> dict[Definition, ScheduledItem]:
-        """Returns the last reader of each definition whose memory may be overwritten after that."""
-        preserved: set[Definition] = {definition for definition, _ in definitions.mutations}
-        preserved |= {unwrap_views(item) for item in definitions.of_nodes(self.output.all_input_nodes)}
+    def _preserved(self, definitions: GraphDefinitions, must_preserve: Callable[[Value], bool]) -> set[Definition]:
+        """Returns the results of the graph, and the inputs and constants that must keep their content."""
+        preserved: set[Definition] = {unwrap_views(item) for item in definitions.of_nodes(self.output.all_input_nodes)}
         for node, value in self.builder.env.items():
             if isinstance(value, Value) and isinstance(value.type, TensorType) and must_preserve(value):
                 preserved |= set(definitions.of_nodes([node]))
-        readers = fusion.last_readers()
-        order = {id(item): number for number, item in enumerate(fusion.items())}
+        return preserved
+
+    def _overwritable_after(
+        self, fusion: Fusion, items: Sequence[ScheduledItem], definitions: GraphDefinitions, preserved: Set[Definition]
+    ) -> dict[Definition, ScheduledItem]:
+        """Returns the last reader, in the order of `items`, of each definition that may be overwritten after that."""
+        order = {id(item): number for number, item in enumerate(items)}
         last_reader = {}
-        for definition in readers:
+        for definition in fusion.read_definitions():
             aliases = definitions.storages.aliases_of(definition)  # their memory is freed after the last of them
             if preserved.isdisjoint(aliases):
-                items = [readers[alias] for alias in aliases if alias in readers]
-                last_reader[definition] = max(items, key=lambda item: order[id(item)])
+                readers = [item for alias in aliases for item in fusion.readers(alias)]
+                last_reader[definition] = max(readers, key=lambda item: order[id(item)])
         return last_reader
 
     def _emit(self, emitter: LineEmitter, item: ScheduledItem, read_only: Set[str]) -> None:

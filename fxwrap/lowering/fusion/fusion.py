@@ -178,16 +178,30 @@ class Fusion:
             for part in others:
                 added = ScheduledItem(item.key, item.first_user, kernel=part)
                 items.append(added)
+                self._producer_of |= dict.fromkeys(part.computed, added)
                 for definition in (*part.reads, *part.operands):
                     self._readers.setdefault(definition, []).append(added)
         self._items = items
 
-    def last_readers(self) -> dict[Definition, ScheduledItem]:
-        """Returns the last item that reads each definition, in the order of `items`."""
-        order = {id(item): position for position, item in enumerate(self.items())}
-        return {
-            definition: max(readers, key=lambda item: order[id(item)]) for definition, readers in self._readers.items()
-        }
+    def read_definitions(self) -> Collection[Definition]:
+        """Returns the stored definitions that items read."""
+        return self._readers.keys()
+
+    def is_stored(self, definition: Definition, item: ScheduledItem) -> bool:
+        """Whether a kernel stores a definition that it computes: others read it."""
+        return definition in self.plan.external or any(reader is not item for reader in self.readers(definition))
+
+    def dependences(self, item: ScheduledItem) -> list[ScheduledItem]:
+        """Returns the items that compute what a kernel reads."""
+        assert item.kernel is not None
+        symbols = [symbol for member in item.kernel.members for symbol in member.trace.symbols]
+        return self._producers([*item.kernel.reads, *item.kernel.operands, *symbols])
+
+    def share_segment(self, item: ScheduledItem, other: ScheduledItem) -> bool:
+        """Whether two kernels compute nodes of one segment."""
+        assert item.kernel is not None and other.kernel is not None
+        positions = [kernel.members[0].plan.position for kernel in (item.kernel, other.kernel)]
+        return self.segment is None or len(set(map(self.segment, positions))) == 1
 
     def items(self) -> list[ScheduledItem]:
         """Returns calls and kernels in an order in which each follows its dependences."""
