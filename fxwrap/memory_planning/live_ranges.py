@@ -34,7 +34,7 @@ class LiveRange:
         names: its roots in order: the first, and those that `memory.reuse` and other lines turn it into.
         first: position of the line that defines it; 0 for memory that is live before.
         end: position after the last line that uses it or a view of it.
-        size: bytes from the first element to past the last one, of the largest root.
+        size: bytes from the first element to past the last one, of the largest root; of a released input, its elements.
         device, memory_space: its location.
         owner: its owner.
     """
@@ -92,8 +92,9 @@ def live_ranges(block: ir.Block, inputs: Mapping[str, ir.Value], released: Itera
         else:
             is_planned = allocated and excluded.isdisjoint(names) and value.tensor_type.symmetric_group is None
             owner = MemoryOwner.PROGRAM if is_planned else MemoryOwner.OPERATOR
-        size = maximum(*[byte_size(roots[item][0].tensor_type) for item in names])
         type_ = value.tensor_type
+        own = type_.element_bytes if name in releasable else byte_size(type_)
+        size = maximum(own, *[byte_size(roots[item][0].tensor_type) for item in names[1:]])
         ranges.append(LiveRange(tuple(names), first, end, size, type_.device, type_.memory_space, owner))
     return tuple(ranges)
 

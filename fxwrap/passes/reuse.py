@@ -21,7 +21,8 @@ _MAX_CANDIDATES = 8
 def reuse_memory(program: ir.Program, hints: Mapping[str, Number] | None = None) -> ir.Program:
     """Returns the program with `memory.reuse` lines for allocations that reuse freed memory of at least their size.
 
-    Reusable are buffers that a block allocates and frees, and donated inputs. Returned values, borrowed memory, and
+    Reusable are buffers that a block allocates and frees, and donated inputs without gaps: others may have the elements
+    between those of a slice. Returned values, borrowed memory, and
     memory in flight, on other streams or of extension lines are excluded, and no memory is kept across lines that run
     blocks. Symbolic sizes must be equal. The peak for the hints does not grow. Linear in the number of lines.
 
@@ -69,8 +70,9 @@ class _BlockReuse:
         self.root_of = ir.alias_roots(lines, inputs)
         self.end = ir.last_uses(lines, inputs)
         self.usable = {line.result.name for line in lines if isinstance(line, Alloc)} - self._excluded_roots()
-        self.source = self.usable | ({value.name for value in owned} - self._excluded_roots())
-        self.byte_size = {value.name: self._bytes(value.tensor_type) for value in owned}
+        whole = {item.name for item in owned if item.tensor_type.element_bytes == item.tensor_type.storage_bytes}
+        self.source = self.usable | (whole - self._excluded_roots())
+        self.byte_size = {item.name: evaluate_size(item.tensor_type.element_bytes, values) for item in owned}
         self.blocks_before = [0, *accumulate([_runs_blocks(line) for line in lines])]
         self.live = self._live_bytes()
         self.peak = max(self.live)

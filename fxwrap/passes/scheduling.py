@@ -324,7 +324,9 @@ def _owned_inputs(program: ir.Program) -> list[ir.Value]:
 
 def _owned_sizes(program: ir.Program, values: Mapping[str, Number]) -> dict[str, int]:
     """Returns the size in bytes of each root of the body that it may free or return."""
-    owned = _owned_inputs(program)
-    owned += [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
-    sizes = {value.name: value.type.storage_bytes for value in owned if isinstance(value.type, ir.TensorType)}
+    inputs = {
+        item.name: item.type.element_bytes for item in _owned_inputs(program) if isinstance(item.type, ir.TensorType)
+    }
+    roots = [value for line in program.body.lines for value in ir.defined(line) if line.alias_of(value) is None]
+    sizes = inputs | {item.name: item.type.storage_bytes for item in roots if isinstance(item.type, ir.TensorType)}
     return {name: evaluate_size(size, values) for name, size in sizes.items()}

@@ -176,6 +176,7 @@ def live_bytes(
     """Returns the bytes of tensor memory that are live at each line, and their peak.
 
     A root is live from its definition until it is consumed or returned. A reused root has the size of the consumed one.
+    Released inputs, such as the slices of one packed projection that a backward gets, have the size of their elements.
     Owned and shared inputs are live until they are consumed, other inputs and constants throughout. Lists and opaque
     values have no bytes. Without `release_shared`, shared inputs are live throughout: the caller has another reference.
 
@@ -188,8 +189,12 @@ def live_bytes(
     held = [value for value, ownership in values if ownership is Ownership.SHARED and not release_shared]
     live = [value for value, ownership in values if ownership is not Ownership.SHARED or release_shared]
     live += [constant.value for constant in program.constants if include_constants]
-    shared = sum([meter.bytes_of(value) for value in held])
-    at_line = [shared + item for item in meter.block(program.body, {item.name: meter.bytes_of(item) for item in live})]
+    released = {value.name for value in released_inputs(program.inputs)}
+    shared = sum(map(meter.element_bytes_of, held))
+    sizes = {
+        item.name: meter.element_bytes_of(item) if item.name in released else meter.bytes_of(item) for item in live
+    }
+    at_line = [shared + item for item in meter.block(program.body, sizes)]
     peak = max(at_line)
     return LiveBytes(peak, at_line.index(peak), tuple(at_line))
 
@@ -212,6 +217,10 @@ class _Meter:
                 return 0
             last += (length - 1) * evaluate_size(stride, self.environment)
         return last * type_.dtype.itemsize
+
+    def element_bytes_of(self, value: Value) -> int:
+        """Returns the number of bytes of the elements."""
+        return evaluate_size(value.type.element_bytes, self.environment) if isinstance(value.type, TensorType) else 0
 
     def block(self, block: Block, live: dict[str, int]) -> list[int]:
         """Returns the live bytes while each line runs. `live` has the bytes of roots by name and is modified."""

@@ -93,6 +93,14 @@ class TensorType:
         # Structurally equal for equal sizes.
         return bytes_ if isinstance(bytes_, int) else canonicalize(sympy.expand(bytes_))
 
+    @property
+    def element_bytes(self) -> Size:
+        """The number of bytes of the elements: of a slice with gaps, which other tensors may have, its own part."""
+        count, whole = self.element_count * self.dtype.itemsize, self.storage_bytes
+        if isinstance(count, int) and isinstance(whole, int):
+            return min(count, whole)  # strides of 0 and windows repeat elements
+        return whole if 0 in self.strides else count
+
 
 @dataclass(frozen=True, slots=True)
 class ScalarType:

@@ -76,6 +76,22 @@ program @p(%x: borrowed f32[64]@cpu, %n: borrowed i64[]@cpu) {
     assert SchedulingRegions(parsed(text), {}).sizes == {"a": 4 * FALLBACK_SIZE_HINT}
 
 
+def test_slices_of_one_tensor_free_the_bytes_of_their_elements() -> None:
+    """After the first slice, half of the tensor is live: the sum that frees the rest precedes the large result."""
+    text = """
+program @p(%q: owned f32[64, 8 | 16, 1]@cpu, %k: owned f32[64, 8 | 16, 1]@cpu) {
+  %a = extern.call @aten.sum.default(%q) : f32[]@cpu
+  memory.free(%q)
+  %b = extern.call @aten.expand_copy.default(%a, [1024]) : f32[1024]@cpu
+  %c = extern.call @aten.sum.default(%k) : f32[]@cpu
+  memory.free(%k)
+  control.return(%a, %b, %c)
+}
+"""
+    result = reorder_for_peak_memory(parsed(text))
+    assert (result.peak_before, result.peak_after) == (2048 + 4096 + 8, 4096 + 8)
+
+
 def test_sizes_without_hints_are_estimated() -> None:
     """Numbers of rows that only a run brings: each result has the estimate's size."""
 

@@ -109,3 +109,21 @@ def test_random_programs_are_equivalent_and_never_raise_the_peak(case: RandomPro
 def test_models_train_with_reused_memory_in_every_emitter() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Softmax(-1), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 4))
     assert_emitters_agree(model, (torch.randn(8, 16),), training=True, options={"memory_planning": "reuse"})
+
+
+def test_donated_slices_with_gaps_are_not_reused() -> None:
+    """The elements of `b` would be where another slice of the same tensor, `z`, has some."""
+    text = """
+program @p(%x: owned f32[4, 4 | 8, 1]@cpu, %z: owned f32[4, 4 | 8, 1]@cpu) {
+  %a = extern.call @aten.sin.default(%x) : f32[4, 4 | 8, 1]@cpu
+  memory.free(%x)
+  %b = memory.alloc() : f32[4, 4]@cpu
+  extern.call @aten.add.out(%a, %z) outs=(%b)
+  memory.free(%z)
+  memory.free(%a)
+  %y = extern.call @aten.sum.default(%b) : f32[]@cpu
+  memory.free(%b)
+  control.return(%y)
+}
+"""
+    assert _reused(parsed(text)) == []

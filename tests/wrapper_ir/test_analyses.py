@@ -127,6 +127,15 @@ def test_the_caller_has_another_reference_to_shared_inputs() -> None:
     assert live_bytes(shared, release_shared=False).at_line == (32, 48, 48)
 
 
+def test_slices_of_one_tensor_have_the_bytes_of_their_elements() -> None:
+    text = (
+        "program @p(%q: owned f32[4, 8 | 16, 1]@cpu, %k: shared f32[4, 8 | 16, 1]@cpu, %e: owned f32[9, 2 | 0, 1]@cpu) "
+        "{\n  memory.free(%e)\n  memory.free(%q)\n  %y = memory.alloc() : f32[4, 8]@cpu\n  memory.free(%k)\n"
+        "  control.return(%y)\n}\n"
+    )
+    assert live_bytes(_parse(text)).at_line == (264, 256, 256, 256, 128)
+
+
 def test_reused_memory_keeps_its_bytes() -> None:
     program = _parse(_CHAIN.format(last="%c = memory.reuse(%b) : f32[2]@cpu"))
     assert live_bytes(program, include_inputs=False, include_constants=False).at_line[-1] == 256
