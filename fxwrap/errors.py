@@ -215,8 +215,8 @@ class JitTraceError(FxwrapError):
 
     def __init__(self) -> None:
         super().__init__(
-            "torch.jit.trace cannot record a compiled program, whose kernels are no operators of TorchScript. Trace the "
-            "model itself, write the program to a file with fxwrap.save, or export it with fxwrap.fx.export"
+            "torch.jit.trace cannot record a compiled program, whose kernels are no operators of TorchScript. Trace "
+            "the model itself, write the program to a file with fxwrap.save, or export it with fxwrap.fx.export"
         )
 
 

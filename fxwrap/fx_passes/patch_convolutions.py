@@ -78,7 +78,9 @@ def _match(node: Node, fakes: NodeValues, specs: Mapping[str, DeviceSpec]) -> Pa
     if not isinstance(fake, FakeTensor) or not isinstance(filters, FakeTensor) or transposed or groups != 1:
         return None
     spec = specs.get(fake.device.type)
-    least = None if spec is None else dict(spec.convolutions.patch_matmul_widths).get(fake.dtype)
+    if spec is None:
+        return None
+    least = dict(spec.convolutions.patch_matmul_widths).get(fake.dtype)
     sizes = [*fake.shape[1:], *filters.shape]
     if least is None or fake.ndim != filters.ndim or not all(type(size) is int for size in sizes):
         return None
