@@ -23,6 +23,7 @@ from fxwrap.fx_passes.attention_nodes import (
     is_cast,
     is_tensor,
     keeps_order,
+    scales,
     sizes_of,
     swaps_last_two,
     without_aliases,
@@ -150,6 +151,7 @@ class ForwardNodes:
         query_key: the matmul of queries and transposed keys.
         scores: the nodes from `query_key` to the operand of the softmax.
         softmax: the node of the weights.
+        passed: the nodes from the weights to `weights`, without the first.
         weights: the left operand of `output`, a view or a cast of the weights.
         output: the matmul of weights and values.
         dropout: what drops some weights, or None.
@@ -159,6 +161,7 @@ class ForwardNodes:
     query_key: Node
     scores: tuple[Node, ...]
     softmax: Node
+    passed: tuple[Node, ...]
     weights: Node
     output: Node
     dropout: Dropout | None
@@ -220,11 +223,15 @@ class _Search:
     def _grad_output(self, start: Node) -> Node:
         """Returns the left operand of the matmul that computes the gradient of weights."""
         node: Any = start.args[0]
-        is_dropped, sink = self.forward.dropout is None, self.forward.sink
+        is_dropped, sink, scaled = self.forward.dropout is None, self.forward.sink, self._scaled_weights()
         while node.target not in _PRODUCTS:
             self.inner.add(node)
             if sink is not None and sink.pads_scores(node, self.fakes):
                 node = node.args[0]
+                continue
+            if scaled and (operand := self._scaled_by(node, *scaled[0])) is not None:
+                node = operand
+                scaled.pop(0)
                 continue
             factor = self._dropout_factor(node)
             if factor is not None:
@@ -235,12 +242,30 @@ class _Search:
                 raise UnsupportedBackwardError("the gradient of its weights is no matmul")
             node = node.args[0]
         self.inner.add(node)
-        if not is_dropped:
-            raise UnsupportedBackwardError("the gradient of its weights has no dropout")
+        if not is_dropped or scaled:
+            raise UnsupportedBackwardError("the gradient of its weights has no dropout or factor")
         left, right = node.args
         if not self._is_swapped(right, self.forward.output.args[1]):
             raise UnsupportedBackwardError("the gradient of its weights is another matmul")
         return left  # type: ignore[no-any-return]
+
+    def _scaled_weights(self) -> list[tuple[Node, Node]]:
+        """Returns the calls that multiply weights by factors, in order, with the weights before them."""
+        weights = (self.forward.softmax, *self.forward.passed)
+        pairs = zip(self.forward.passed, weights, strict=False)
+        return [(node, before) for node, before in pairs if scales(node, before, self.fakes)]
+
+    def _scaled_by(self, node: Node, scaled: Node, weights: Node) -> Node | None:
+        """Returns the gradient that a call multiplies by the factors of weights; None for other calls."""
+        if node.target is not scaled.target or len(node.args) != len(scaled.args):
+            return None
+        factors = [item for item in scaled.args if item is not weights]
+        if name_of(node) == "mul":  # autograd's product has the gradient first
+            return node.args[0] if node.args[1] == factors[0] else None  # type: ignore[return-value]
+        pairs = list(zip(node.args, scaled.args, strict=True))
+        operands = [one for one, other in pairs if other is weights]
+        is_same = all(one == other or (other is weights) for one, other in pairs)
+        return operands[0] if is_same and scales(node, operands[0], self.fakes) else None  # type: ignore[arg-type,return-value]
 
     def _dropout_factor(self, node: Node) -> set[Node] | None:
         """Returns the nodes of the factor of a gradient of dropped weights: the mask's, times the scale."""

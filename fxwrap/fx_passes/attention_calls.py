@@ -146,7 +146,7 @@ class AttentionRewriter:
         options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
         fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], _order_of(formula, chain))
         weight_mods = self._weight_mods(before, functions.weight_mods, name)
-        sink_mod = self._sink_mod(before, functions.sink_mod, name)
+        sink_mod = self._function(before, SINK_MOD, functions.sink_mod, name)
         forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, buffers)
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
@@ -197,9 +197,11 @@ class AttentionRewriter:
         result = call(_aten._to_copy.default, product, dtype=fake.dtype)
         return call(_aten.view.default, result, copy.size_arguments(before, fake.shape))
 
-    def _sink_mod(self, before: Node, function: torch.fx.GraphModule | None, name: str) -> dict[str, Any]:
-        """Returns the options of a forward with the function of a sink."""
-        return {} if function is None else {SINK_MOD: self.copy.attribute(before, f"{name}_sinks", function)}
+    def _function(
+        self, before: Node, option: str, function: torch.fx.GraphModule | None, name: str
+    ) -> dict[str, Any]:  # fmt: skip
+        """Returns the options of a forward with a function of indices."""
+        return {} if function is None else {option: self.copy.attribute(before, f"{name}_{option}", function)}
 
     def _check_backward_device(self, formula: AttentionFormula) -> None:
         """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
@@ -334,7 +336,8 @@ class AttentionRewriter:
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
-        kernel_options |= self._sink_mod(before, functions.sink_mod, name)
+        for option, function in ((SINK_MOD, functions.sink_mod), (WEIGHT_MOD, functions.weight_mod)):
+            kernel_options |= self._function(before, option, function, name)
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)

@@ -29,10 +29,12 @@ from fxwrap.fx_passes.attention_nodes import (
     ELEMENTWISE,
     element_count,
     is_cast,
+    is_finite,
     is_last_dimension,
     is_tensor,
     keeps_order,
     row_reduction,
+    scales,
     sizes_of,
     transposes_matrices,
 )
@@ -56,6 +58,7 @@ class AttentionFormula:
         scores: the nodes from `query_key` to the operand of the softmax, both included.
         output: the matmul of weights and values.
         inner: the nodes between `query_key` and `output`, which only they read.
+        passed: the nodes between `softmax` and `output`: views, casts, dropout, and factors of weights.
         dropout: the call that drops some weights, or None; only with a backward.
         sink: the logits that are concatenated to the scores before the softmax, or None.
         transposed: the nodes of `scores` that have keys as rows. If `query_key` is one, queries are its right operand.
@@ -69,6 +72,7 @@ class AttentionFormula:
     scores: tuple[Node, ...]
     output: Node
     inner: tuple[Node, ...]
+    passed: tuple[Node, ...]
     zeroes_fully_masked_rows: bool
     backward: AttentionBackward | None = None
     dropout: Dropout | None = None
@@ -219,10 +223,21 @@ class _Search:
         zeroes, sink = self.softmax.zeroes_fully_masked_rows, self.softmax.sink
         if zeroes and sink is not None:
             return "its sink is that of a safe softmax"
+        masks = [item for node in passed if name_of(node) in ("masked_fill", "where") for item in node.args[:2]]
+        if masks:
+            finite = scores if not self._is_filled(scores[-1], masks) else scores[:-1]
+            zeroes |= finite is not scores
+            is_trained = backward is not None and finite is not scores
+            if sink is not None or is_trained or not all(is_finite(node, self.fakes) for node in finite):
+                return "it replaces weights of rows that may be NaN"
         return AttentionFormula(
-            self.weights, scores[0], tuple(scores), output, inner, zeroes, backward, dropout, sink, transposed,
+            self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, transposed,
             is_output_transposed,
         )  # fmt: skip
+
+    def _is_filled(self, scores: Node, masks: Sequence[object]) -> bool:
+        """Whether one of some masks fills scores with minus infinity: a row of these alone has weights that are NaN."""
+        return name_of(scores) == "masked_fill" and bool(scores.args[2] == -torch.inf) and scores.args[1] in masks
 
     def _transposed(
         self, scores: Sequence[Node], passed: Sequence[Node], rows: Any, keys: Any
@@ -256,15 +271,16 @@ class _Search:
         return (self.weights, *passed)[-1]
 
     def _backward(
-        self, scores: Sequence[Node], passed: Sequence[Node], output: Node, dropout: Dropout | None
+        self, scores: Sequence[Node], passed: tuple[Node, ...], output: Node, dropout: Dropout | None
     ) -> AttentionBackward | None:
         weights, sink = self._last_weights(passed), self.softmax.sink
-        forward = ForwardNodes(scores[0], tuple(scores), self.weights, weights, output, dropout, sink)
+        forward = ForwardNodes(scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink)
         return find_backward(forward, self.fakes)
 
     def _fixed_shapes(self, scores: Sequence[Node], passed: Sequence[Node]) -> list[Node]:
         """Returns the nodes that must have rows and keys as their last dimensions."""
-        combining = [node for node in scores[1:] if len(node.all_input_nodes) > 1]
+        dropout = {item.output for node in passed if (item := Dropout.of(node)) is not None}
+        combining = [node for node in (*scores[1:], *passed) if len(node.all_input_nodes) > 1 and node not in dropout]
         return [scores[0], *combining, self._last_weights(passed)]
 
     def _last_two(self, node: Node) -> tuple[object, ...]:
@@ -310,6 +326,7 @@ class _Search:
             return passed, DROPOUT
         for user in users:
             passes = self._moves_matrices(user) or is_cast(user, self.fakes) or self._drops_sink(user, passed)
+            passes |= scales(user, node, self.fakes)
             is_near = len(passed) < _MAX_DEPTH
             result = self._product_after(user, (*passed, user)) if passes and is_near else None
             if result is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -141,6 +142,54 @@ def row_reduction(node: object, names: Sequence[str], fakes: NodeValues) -> tupl
         return None
     unused = [user for user in node.users if user.target is operator.getitem and not user.users]  # positions of maxima
     return operand, (node, *unused, *reversed(nodes))
+
+
+def is_finite(item: object, fakes: NodeValues, depth: int = 0) -> bool:
+    """Whether a value, if it has no overflow, is no infinity: it is computed from matmuls and numbers."""
+    if isinstance(item, list | tuple):
+        return all(is_finite(part, fakes, depth) for part in item)
+    if not isinstance(item, Node):
+        return not isinstance(item, float) or math.isfinite(item)
+    if not is_tensor(item, fakes) or not fakes[item].is_floating_point() or item.target in _MATMULS:
+        return True
+    is_computed = name_of(item) in (*_VIEWS, *_MOVED, *_BOUNDED, *_CONSTANTS)
+    return is_computed and depth < _MAX_DEPTH and all(is_finite(part, fakes, depth + 1) for part in item.args)
+
+
+_MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default})
+_MOVED = ("cat", "constant_pad_nd", "expand", "permute", "select", "slice", "transpose")
+_BOUNDED = ("add", "div", "masked_fill", "mul", "neg", "sub", "tanh", "to_copy", "where")
+_CONSTANTS = ("full", "scalar_tensor", "zeros", "zeros_like")
+_MAX_DEPTH = 24
+
+
+def scales(node: Node, operand: Node, fakes: NodeValues) -> bool:
+    """Whether a call multiplies the elements of an operand by factors that do not depend on it, 0 for masked ones."""
+    arguments: Any = node.args
+    others = [item for item in arguments if item is not operand]
+    are_tensors = is_tensor(node, fakes) and is_tensor(operand, fakes)
+    same_size = are_tensors and element_count(node, fakes) == element_count(operand, fakes)
+    if not same_size or node.kwargs or len(others) != len(arguments) - 1:
+        return False
+    match name_of(node):
+        case "mul":
+            return True
+        case "div":
+            return arguments[0] is operand and len(arguments) == 2
+        case "masked_fill":
+            return arguments[0] is operand and _is_zero(arguments[2], fakes)
+        case "where":
+            return arguments[0] is not operand and _is_zero(others[1], fakes)
+        case _:
+            return False
+
+
+def _is_zero(item: object, fakes: NodeValues) -> bool:
+    """Whether an argument is 0, or a tensor of zeros."""
+    if isinstance(item, Node) and name_of(item) in ("full", "full_like", "zeros", "zeros_like", "scalar_tensor"):
+        name = name_of(item)
+        return "zeros" in name or bool(item.args[0 if name == "scalar_tensor" else 1] == 0)
+    return bool((folded_number(item, fakes) if isinstance(item, Node) else item) == 0)
 
 
 def element_count(node: Node, fakes: NodeValues) -> Size:

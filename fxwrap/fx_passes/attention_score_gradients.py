@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
+from fxwrap.fx_passes.attention_backward import AttentionBackward
 from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, UnsupportedScoresError
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
@@ -36,7 +36,7 @@ class ScoreGradients:
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
         mask_mod: bounds of keys beyond which weights are zero.
-        weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without dropout.
+        weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without factors.
         reads: the buffers of all of them, in order, but for the maxima.
         sink_mod: the logit of a row's sink; None without a sink.
     """
@@ -121,8 +121,7 @@ class _Builder(ScoreFunctionBuilder):
             for item in node.all_input_nodes:
                 self._add_side(item, passed)
             passed[node] = gradient = self.step(node, gradient, passed)
-        factor = None if self.formula.dropout is None else self._dropout_factor(self.formula.dropout)
-        sink = self.sink_logit()
+        factor, sink = self.weight_factor(), self.sink_logit()
         maxima = self._maxima()
         indices = [self.indices[name] for name in ("batch", "head", "row")]
         relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
@@ -136,10 +135,6 @@ class _Builder(ScoreFunctionBuilder):
             ),
             self.read_tensors, None if sink is None else self.part([sink], (self.score, start, maxima)),
         )  # fmt: skip
-
-    def _dropout_factor(self, dropout: Dropout) -> Node:
-        mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
-        return self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
 
     def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:
         """Returns a tensor of (batch, heads, rows, keys) with a value of each score, in a dtype."""

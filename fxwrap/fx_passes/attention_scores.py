@@ -39,7 +39,7 @@ _AND = _aten.logical_and.default
 class ScoreFunctions:
     """`score_mod` and `mask_mod` of a formula as graphs on scalars, and what `score_mod` reads, in order.
 
-    `sink_mod` returns the logit of a row's sink; None without a sink.
+    `sink_mod` returns the logit of a row's sink, and `weight_mod` the factor of a weight; None without them.
     """
 
     score_mod: GraphModule
@@ -47,12 +47,13 @@ class ScoreFunctions:
     scale: float
     reads: tuple[ReadTensor, ...]
     sink_mod: GraphModule | None = None
+    weight_mod: GraphModule | None = None
 
     @property
     def only_scale(self) -> bool:
-        """Whether the scores are products times the scale, without bias, mask and sink."""
+        """Whether the scores are products times the scale, without bias, mask, sink and factors of weights."""
         is_score = all(node.op in ("placeholder", "output") for node in self.score_mod.graph.nodes)
-        return is_score and self.sink_mod is None
+        return is_score and self.sink_mod is None and self.weight_mod is None
 
 
 def score_functions(
@@ -120,10 +121,26 @@ class ScoreFunctionBuilder(ElementGraph):
 
     def build(self) -> ScoreFunctions:
         value = self.modified_score()[self.formula.scores[-1]]
-        sink = self.sink_logit()
+        sink, factor = self.sink_logit(), self.weight_factor()
         mask_mod = self.mask_mod(value, sink, (self.score,))
-        sink_mod = None if sink is None else self.part([sink], (self.score,))
-        return ScoreFunctions(self.part([value]), mask_mod, self.scale, self.read_tensors, sink_mod)
+        sink_mod, weight_mod = [None if item is None else self.part([item], (self.score,)) for item in (sink, factor)]
+        return ScoreFunctions(self.part([value]), mask_mod, self.scale, self.read_tensors, sink_mod, weight_mod)
+
+    def weight_factor(self) -> Node | None:
+        """Returns the product of the factors of a weight, dropout included; None without factors."""
+        formula, one = self.formula, self.call(_aten.full.default, [], 1.0, dtype=self.dtype, device=self.device)
+        passed = {formula.softmax: one}
+        value = one
+        for node in formula.passed:
+            dropout = formula.dropout
+            if dropout is not None and node is dropout.output:
+                mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
+                kept = self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
+                value = kept if value is one else self.call(_aten.mul.Tensor, value, kept)
+            elif dropout is None or node is not dropout.node:
+                value = self.step(node, value, passed)
+            passed[node] = value
+        return None if value is one else value
 
     def mask_mod(self, value: Node, sink: Node | None, without: Sequence[Node]) -> GraphModule:
         """Returns the graph of bounds of keys beyond which weights of scores are zero, without some of the operands.
