@@ -22,6 +22,7 @@ from fxwrap.fx_passes.attention_nodes import (
     element_count,
     is_cast,
     is_tensor,
+    is_zero,
     keeps_order,
     scales,
     sizes_of,
@@ -257,15 +258,16 @@ class _Search:
 
     def _scaled_by(self, node: Node, scaled: Node, weights: Node) -> Node | None:
         """Returns the gradient that a call multiplies by the factors of weights; None for other calls."""
-        if node.target is not scaled.target or len(node.args) != len(scaled.args):
+        arguments, factors = list(node.args), [item for item in scaled.args if item is not weights]
+        if node.target is not scaled.target or len(arguments) != len(scaled.args):
             return None
-        factors = [item for item in scaled.args if item is not weights]
-        if name_of(node) == "mul":  # autograd's product has the gradient first
-            return node.args[0] if node.args[1] == factors[0] else None  # type: ignore[return-value]
-        pairs = list(zip(node.args, scaled.args, strict=True))
-        operands = [one for one, other in pairs if other is weights]
-        is_same = all(one == other or (other is weights) for one, other in pairs)
-        return operands[0] if is_same and scales(node, operands[0], self.fakes) else None  # type: ignore[arg-type,return-value]
+        position = 0 if name_of(node) == "mul" else scaled.args.index(weights)  # autograd's product has it first
+        operand: Any = arguments.pop(position)
+        is_same = all(
+            one == other or (is_zero(one, self.fakes) and is_zero(other, self.fakes))
+            for one, other in zip(arguments, factors, strict=True)
+        )
+        return operand if is_same and scales(node, operand, self.fakes) else None
 
     def _dropout_factor(self, node: Node) -> set[Node] | None:
         """Returns the nodes of the factor of a gradient of dropped weights: the mask's, times the scale."""

@@ -25,7 +25,7 @@ from fxwrap.fx_passes.decoding_attention import has_few_rows
 from fxwrap.fx_passes.dropout_masks import drawn_mask
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.flex_formulas import RELATIVE_LOGSUMEXP, SINK_MOD, WEIGHT_MOD
-from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, size_hint, storages_of
+from fxwrap.fx_passes.graph_copy import GraphCopy, is_contiguous, same_strides, size_hint, storages_of
 from fxwrap.fx_passes.library_attention import WHOLE
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph
 from fxwrap.torch_compat import (
@@ -143,11 +143,12 @@ class AttentionRewriter:
         buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
-        options = {"ROWS_GUARANTEED_SAFE": True, "BACKEND": "FLASH", RELATIVE_LOGSUMEXP: True}
+        options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows, "BACKEND": "FLASH",
+                   RELATIVE_LOGSUMEXP: True}  # fmt: skip
         fake = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], _order_of(formula, chain))
-        weight_mods = self._weight_mods(before, functions.weight_mods, name)
-        sink_mod = self._function(before, SINK_MOD, functions.sink_mod, name)
-        forward = (*tensors, score_mod, block_mask, 1.0, options | weight_mods[0] | sink_mod, buffers, buffers)
+        functions_of_weights = {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}
+        forward_options = options | self._functions(before, functions_of_weights, name)
+        forward = (*tensors, score_mod, block_mask, 1.0, forward_options, buffers, buffers)
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
@@ -162,10 +163,11 @@ class AttentionRewriter:
         joint = copy.attribute(before, f"{name}_joint", functions.joint)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
-        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0,
-                     options | weight_mods[1], (*buffers, results[2]), buffers)  # fmt: skip
+        options |= self._functions(before, {WEIGHT_MOD: functions.backward_weight_mod}, name)
+        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
+                     (*buffers, results[2]), buffers)  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
-        self._replace_gradients(backward, call, gradient_fakes, before, name)
+        self._replace_gradients(backward, formula.sink, call, gradient_fakes, before, name)
         if formula.sink is not None and backward.grad_sink is not None:
             result = self._sink_gradient(formula.sink, backward.grad_sink, (*results, gradient), before, name)
             copy.substitute(backward.grad_sink, result, "fused")
@@ -197,11 +199,14 @@ class AttentionRewriter:
         result = call(_aten._to_copy.default, product, dtype=fake.dtype)
         return call(_aten.view.default, result, copy.size_arguments(before, fake.shape))
 
-    def _function(
-        self, before: Node, option: str, function: torch.fx.GraphModule | None, name: str
+    def _functions(
+        self, before: Node, functions: Mapping[str, torch.fx.GraphModule | None], name: str
     ) -> dict[str, Any]:  # fmt: skip
-        """Returns the options of a forward with a function of indices."""
-        return {} if function is None else {option: self.copy.attribute(before, f"{name}_{option}", function)}
+        """Returns the options of a call that are functions of indices, and not None."""
+        return {
+            option: self.copy.attribute(before, f"{name}_{option}", function)
+            for option, function in functions.items() if function is not None
+        }  # fmt: skip
 
     def _check_backward_device(self, formula: AttentionFormula) -> None:
         """Raises UnsupportedScoresError where the device's kernels are slower than the formula."""
@@ -219,7 +224,7 @@ class AttentionRewriter:
             raise UnsupportedScoresError(DROPOUT)
 
     def _replace_gradients(
-        self, backward: AttentionBackward, call: Node, gradient_fakes: Any, before: Node, name: str
+        self, backward: AttentionBackward, sink: Sink | None, call: Node, gradient_fakes: Any, before: Node, name: str
     ) -> None:
         """Replaces the gradients of a formula by the results of a call of FlexAttention's backward."""
         copy, fakes = self.copy, self.fakes
@@ -242,6 +247,10 @@ class AttentionRewriter:
             result = copy.call(before, operator.getitem, (captured, index), name, fake=fake)
             sizes = copy.size_arguments(before, fakes[node].shape)
             result = copy.call(before, _aten.view.default, (result, sizes), name)
+            if sink is not None and not same_strides(copy.fakes[result], fakes[node]):  # columns of a wider matrix
+                padding, columns = ([1, 0], (1,)) if sink.is_first else ([0, 1], (0, -1))
+                result = copy.call(before, _aten.constant_pad_nd.default, (result, padding), name)
+                result = copy.call(before, _aten.slice.Tensor, (result, -1, *columns), name)
             copy.substitute(node, result, "fused")
 
     def _draw_mask(self, dropout: Dropout, name: str) -> None:
@@ -260,16 +269,6 @@ class AttentionRewriter:
         unused = copy.call(before, _aten.empty.memory_format, (sizes,), name, keywords)
         call = copy.call(before, _aten.native_dropout.default, (unused, *dropout.node.args[1:]), name)
         copy.substitute(dropout.mask, copy.call(before, operator.getitem, (call, 1), name), "fused")
-
-    def _weight_mods(
-        self, before: Node, functions: tuple[torch.fx.GraphModule, ...] | None, name: str
-    ) -> tuple[dict[str, Any], ...]:
-        """Returns the options of forward and backward with functions of weights."""
-        if functions is None:
-            return {}, {}
-        names = (f"{name}_weights", f"{name}_backward_weights")
-        pairs = zip(names, functions, strict=True)
-        return tuple([{WEIGHT_MOD: self.copy.attribute(before, *pair)} for pair in pairs])
 
     def _gradient_fakes(
         self, tensors: Sequence[Node], backward: AttentionBackward, matrices: tuple[FakeTensor, ...]
@@ -336,8 +335,9 @@ class AttentionRewriter:
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
         kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
-        for option, function in ((SINK_MOD, functions.sink_mod), (WEIGHT_MOD, functions.weight_mod)):
-            kernel_options |= self._function(before, option, function, name)
+        kernel_options |= self._functions(
+            before, {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}, name
+        )  # fmt: skip
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)

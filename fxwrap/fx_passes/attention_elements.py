@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fxwrap.fx_passes.attention_nodes import ELEMENTWISE, folded_number, sizes_of
+from fxwrap.fx_passes.attention_nodes import CONSTANTS, ELEMENTWISE, folded_number, sizes_of
 from fxwrap.fx_passes.effects import name_of
 from fxwrap.fx_passes.graph_copy import GraphCopy, bytes_of, fake_call, run_on_fakes, storages_of
 from fxwrap.fx_passes.mask_bounds import uniform_value
@@ -25,8 +25,6 @@ from fxwrap.torch_compat import FakeTensor, FakeTensorMode, LazyGraphModule, OpO
 _aten = torch.ops.aten
 
 _FREE_VIEWS = frozenset({"alias", "detach", "expand", "lift_fresh_copy", "squeeze", "unsqueeze"})
-_CONSTANTS = frozenset({"full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor",
-                        "zeros", "zeros_like"})  # fmt: skip
 
 _MAX_OPERATORS = 12
 """The largest number of operators with which a score's bias or mask is computed instead of read."""
@@ -94,6 +92,10 @@ class ScalarGraph:
         values = tuple([None if item is None else copies[item] for item in results])
         graph.output(values if len(values) > 1 else values[0])
         return LazyGraphModule({}, graph)
+
+    def optional_part(self, result: Node | None, without: Sequence[Node]) -> GraphModule | None:
+        """Returns the graph of a value, without some of the operands; None for no value."""
+        return None if result is None else self.part([result], without)
 
     def all_true(self) -> GraphModule:
         """Returns the graph of a mask that is all true."""
@@ -217,7 +219,7 @@ class ElementGraph(ScalarGraph):
 
     def _constant(self, node: Node) -> bool | int | float | None:
         """Returns the value of each element of a constant tensor, None for other tensors."""
-        if name_of(node) in _CONSTANTS:
+        if name_of(node) in CONSTANTS:
             return _filled_value(node)
         uniform = uniform_value(node, self.fakes.get, self._is_written)
         if uniform is not None:

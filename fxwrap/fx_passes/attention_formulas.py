@@ -10,6 +10,7 @@ reader, so that nothing is computed twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -220,24 +221,31 @@ class _Search:
             return "its weights are no left operand of a matmul"
         if backward is not None and transposed:
             return "its scores are transposed, and it has a backward"
-        zeroes, sink = self.softmax.zeroes_fully_masked_rows, self.softmax.sink
+        zeroes, sink = self._zeroes_fully_masked_rows(scores, passed), self.softmax.sink
+        if zeroes is None:
+            return "it replaces weights of rows that may be NaN"
         if zeroes and sink is not None:
             return "its sink is that of a safe softmax"
-        masks = [item for node in passed if name_of(node) in ("masked_fill", "where") for item in node.args[:2]]
-        if masks:
-            finite = scores if not self._is_filled(scores[-1], masks) else scores[:-1]
-            zeroes |= finite is not scores
-            is_trained = backward is not None and finite is not scores
-            if sink is not None or is_trained or not all(is_finite(node, self.fakes) for node in finite):
-                return "it replaces weights of rows that may be NaN"
         return AttentionFormula(
             self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, transposed,
             is_output_transposed,
         )  # fmt: skip
 
-    def _is_filled(self, scores: Node, masks: Sequence[object]) -> bool:
-        """Whether one of some masks fills scores with minus infinity: a row of these alone has weights that are NaN."""
-        return name_of(scores) == "masked_fill" and bool(scores.args[2] == -torch.inf) and scores.args[1] in masks
+    def _zeroes_fully_masked_rows(self, scores: Sequence[Node], passed: Sequence[Node]) -> bool | None:
+        """Whether weights of fully masked rows are 0, not NaN; None where a mask replaces some of these that are NaN.
+
+        A mask that fills scores with minus infinity, and weights with zeros, leaves no NaN.
+        """
+        safe = self.softmax.zeroes_fully_masked_rows
+        masks = [item for node in passed if name_of(node) in ("masked_fill", "where") for item in node.args[:2]]
+        if not masks:
+            return safe
+        last = scores[-1]
+        is_filled = name_of(last) == "masked_fill" and bool(last.args[2] == -math.inf) and last.args[1] in masks
+        finite = scores[:-1] if is_filled else scores
+        if self.softmax.sink is not None or not all(is_finite(node, self.fakes) for node in finite):
+            return None
+        return safe or is_filled
 
     def _transposed(
         self, scores: Sequence[Node], passed: Sequence[Node], rows: Any, keys: Any

@@ -152,14 +152,22 @@ def is_finite(item: object, fakes: NodeValues, depth: int = 0) -> bool:
         return not isinstance(item, float) or math.isfinite(item)
     if not is_tensor(item, fakes) or not fakes[item].is_floating_point() or item.target in _MATMULS:
         return True
-    is_computed = name_of(item) in (*_VIEWS, *_MOVED, *_BOUNDED, *_CONSTANTS)
-    return is_computed and depth < _MAX_DEPTH and all(is_finite(part, fakes, depth + 1) for part in item.args)
+    name, operands = name_of(item), item.args
+    if name == "baddbmm":
+        operands = operands[:1]
+    elif name in CONSTANTS:
+        operands = tuple([part for part in operands if isinstance(part, float)])
+    is_computed = name in (*_VIEWS, *_MOVED, *_BOUNDED, *CONSTANTS)
+    return is_computed and depth < _MAX_DEPTH and all(is_finite(part, fakes, depth + 1) for part in operands)
 
+
+CONSTANTS = frozenset({"full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor",
+                       "zeros", "zeros_like"})  # fmt: skip
+"""Operators whose result has one number."""
 
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default})
 _MOVED = ("cat", "constant_pad_nd", "expand", "permute", "select", "slice", "transpose")
-_BOUNDED = ("add", "div", "masked_fill", "mul", "neg", "sub", "tanh", "to_copy", "where")
-_CONSTANTS = ("full", "scalar_tensor", "zeros", "zeros_like")
+_BOUNDED = ("add", "baddbmm", "div", "masked_fill", "mul", "neg", "sub", "tanh", "to_copy", "where")
 _MAX_DEPTH = 24
 
 
@@ -177,14 +185,14 @@ def scales(node: Node, operand: Node, fakes: NodeValues) -> bool:
         case "div":
             return arguments[0] is operand and len(arguments) == 2
         case "masked_fill":
-            return arguments[0] is operand and _is_zero(arguments[2], fakes)
+            return arguments[0] is operand and is_zero(arguments[2], fakes)
         case "where":
-            return arguments[0] is not operand and _is_zero(others[1], fakes)
+            return arguments[0] is not operand and is_zero(others[1], fakes)
         case _:
             return False
 
 
-def _is_zero(item: object, fakes: NodeValues) -> bool:
+def is_zero(item: object, fakes: NodeValues) -> bool:
     """Whether an argument is 0, or a tensor of zeros."""
     if isinstance(item, Node) and name_of(item) in ("full", "full_like", "zeros", "zeros_like", "scalar_tensor"):
         name = name_of(item)

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fxwrap.fx_passes.attention_backward import AttentionBackward
-from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, UnsupportedScoresError
+from fxwrap.fx_passes.attention_elements import Coordinate, ReadTensor, ScalarGraph, UnsupportedScoresError
 from fxwrap.fx_passes.attention_formulas import AttentionFormula
 from fxwrap.fx_passes.attention_operands import AttentionOperands
 from fxwrap.fx_passes.attention_scores import BiasedScores, ScoreFunctionBuilder
@@ -36,7 +36,8 @@ class ScoreGradients:
         joint: the gradient of the score before `score_mod`, from that of the modified score; None for each index, and
             the matrices of gradients that others read.
         mask_mod: bounds of keys beyond which weights are zero.
-        weight_mods: the factor of weights in forward and backward, 0 for dropped ones; None without factors.
+        weight_mod, backward_weight_mod: the factor of weights in forward and backward, 0 for dropped ones; None
+            without factors.
         reads: the buffers of all of them, in order, but for the maxima.
         sink_mod: the logit of a row's sink; None without a sink.
     """
@@ -45,7 +46,8 @@ class ScoreGradients:
     relative_score_mod: GraphModule
     joint: GraphModule
     mask_mod: GraphModule
-    weight_mods: tuple[GraphModule, GraphModule] | None
+    weight_mod: GraphModule | None
+    backward_weight_mod: GraphModule | None
     reads: tuple[ReadTensor, ...]
     sink_mod: GraphModule | None = None
 
@@ -76,14 +78,24 @@ def biased_score_gradients(
     return _BiasedGradients(query).relative(bias), _BiasedGradients(query).joint(bias, keys, dtype)
 
 
+def _less_maximum(graph: ScalarGraph, score: Node, maxima: Node, zeroes_fully_masked_rows: bool) -> Node:
+    """Returns a score less the maximum of its row.
+
+    That of a fully masked row is minus infinity if the weights of such rows are 0, and NaN otherwise.
+    """
+    indices = [graph.indices[name] for name in ("batch", "head", "row")]
+    maximum = graph.call(_aten.index.Tensor, maxima, indices)
+    if zeroes_fully_masked_rows:
+        is_masked = graph.call(_aten.eq.Scalar, maximum, -math.inf)
+        maximum = graph.call(_aten.masked_fill.Scalar, maximum, is_masked, 0.0)
+    return graph.call(_aten.sub.Tensor, score, maximum)
+
+
 class _BiasedGradients(BiasedScores):
     def relative(self, bias: FakeTensor) -> GraphModule:
         """Returns the graph of the score less the maximum."""
         value, maxima = self.biased(bias), self._maxima()
-        maximum = self.call(_aten.index.Tensor, maxima, [self.indices[name] for name in ("batch", "head", "row")])
-        is_dead = self.call(_aten.eq.Scalar, maximum, -math.inf)
-        shift = self.call(_aten.masked_fill.Scalar, maximum, is_dead, 0.0)
-        module, _ = self.finish_graph(self.call(_aten.sub.Tensor, value, shift))
+        module, _ = self.finish_graph(_less_maximum(self, value, maxima, zeroes_fully_masked_rows=True))
         return module
 
     def joint(self, bias: FakeTensor, keys: int, dtype: torch.dtype | None) -> GraphModule:
@@ -123,17 +135,15 @@ class _Builder(ScoreFunctionBuilder):
             passed[node] = gradient = self.step(node, gradient, passed)
         factor, sink = self.weight_factor(), self.sink_logit()
         maxima = self._maxima()
-        indices = [self.indices[name] for name in ("batch", "head", "row")]
-        relative = self.call(_aten.sub.Tensor, value, self.call(_aten.index.Tensor, maxima, indices))
+        relative = _less_maximum(self, value, maxima, self.formula.zeroes_fully_masked_rows)
         empty = [None] * len(self.indices)
         matrices = [self._matrix(passed[node], self.fakes[node].dtype, maxima) for node in backward.matrices]
+        of_indices = (self.score, start, maxima)
         return ScoreGradients(
             self.part([value], (start, maxima)), self.part([relative], (start,)),
-            self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, (self.score, start, maxima)),
-            None if factor is None else (
-                self.part([factor], (self.score, start, maxima)), self.part([factor], (self.score, start))
-            ),
-            self.read_tensors, None if sink is None else self.part([sink], (self.score, start, maxima)),
+            self.part([gradient, *empty, *matrices], ()), self.mask_mod(value, sink, of_indices),
+            self.optional_part(factor, of_indices), self.optional_part(factor, (self.score, start)),
+            self.read_tensors, self.optional_part(sink, of_indices),
         )  # fmt: skip
 
     def _matrix(self, value: Node, dtype: torch.dtype, maxima: Node) -> Node:

@@ -123,20 +123,19 @@ class ScoreFunctionBuilder(ElementGraph):
         value = self.modified_score()[self.formula.scores[-1]]
         sink, factor = self.sink_logit(), self.weight_factor()
         mask_mod = self.mask_mod(value, sink, (self.score,))
-        sink_mod, weight_mod = [None if item is None else self.part([item], (self.score,)) for item in (sink, factor)]
+        sink_mod, weight_mod = [self.optional_part(item, (self.score,)) for item in (sink, factor)]
         return ScoreFunctions(self.part([value]), mask_mod, self.scale, self.read_tensors, sink_mod, weight_mod)
 
     def weight_factor(self) -> Node | None:
         """Returns the product of the factors of a weight, dropout included; None without factors."""
-        formula, one = self.formula, self.call(_aten.full.default, [], 1.0, dtype=self.dtype, device=self.device)
+        formula, dropout = self.formula, self.formula.dropout
+        one = value = self.call(_aten.full.default, [], 1.0, dtype=self.dtype, device=self.device)
         passed = {formula.softmax: one}
-        value = one
         for node in formula.passed:
-            dropout = formula.dropout
             if dropout is not None and node is dropout.output:
                 mask = self._argument(dropout.mask, dropout.mask, self._coordinates(dropout.mask))
-                kept = self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
-                value = kept if value is one else self.call(_aten.mul.Tensor, value, kept)
+                factor = self.call(_aten.mul.Tensor, self._cast(mask, self.dtype), dropout.scale)
+                value = factor if value is one else self.call(_aten.mul.Tensor, value, factor)
             elif dropout is None or node is not dropout.node:
                 value = self.step(node, value, passed)
             passed[node] = value

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxwrap
 from fxwrap.devices import CPU
@@ -55,7 +56,8 @@ FORMULAS = st.builds(
     mask=st.sampled_from(("none", "filled", "where", "added", "causal", "lowest", "product")),
     written_out=st.just(False), transposes=st.booleans(), merged=st.booleans(),
     sink=st.sampled_from(("none", "last", "first")), shift=st.sampled_from(("none", "max", "amax", "detached")),
-)  # fmt: skip
+    factor=st.sampled_from(("none", "head", "matrix", "divides", "mask")),
+).filter(lambda formula: formula.factor != "mask" or formula.has_finite_scores)  # fmt: skip
 
 
 def _step(function: Callable[..., Tensor], trained: Sequence[int] = (0, 1, 2)) -> Callable[..., tuple[Tensor, ...]]:
@@ -103,6 +105,21 @@ def test_random_formulas(formula: Formula, trains_bias: bool) -> None:
         if (errors <= 1.2 * eager_errors + rounding).all():
             return
     raise AssertionError(f"errors {errors} of gradients of norms {norms}, and eager's {eager_errors}")
+
+
+def test_fully_masked_rows() -> None:
+    """The library's formula has zeros, in output and gradients, where a mask hides all keys of a row."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    tensors = [torch.randn(BATCH, 2, 6, 4) for _ in range(4)]
+    mask = torch.rand(BATCH, 1, 6, 6) < 0.5
+    mask[0, 0, 2], mask[1] = False, False
+    inputs, step = [*tensors, mask], _step(attend)
+    planned = check_graph(make_fx(step)(*inputs), inputs, OPTIONS)
+    assert sorted(set(_launched(planned))) == sorted(KERNELS)
 
 
 def _squared_errors(planned: Planned, step: Callable[..., Any], inputs: list[Tensor]) -> Tensor:

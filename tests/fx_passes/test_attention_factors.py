@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxwrap.printers.triton import print_triton
 from tests.fx_passes.test_attention_backward import KERNELS, _launched, _step
 from tests.fx_passes.test_attention_backward import OPTIONS as TRAINING
 from tests.fx_passes.test_recognize_attention import OPTIONS
 from tests.lowering.planned_programs import check_graph, compared_with_evaluator, plan, printed_launch
+from tests.printers.test_triton_printer_compile import compiled as compiled_for_gpu
 
-BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 3, 5, 7, 4
+BATCH, HEADS, WIDTH = 2, 3, 4
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -47,26 +49,25 @@ FORMS: Mapping[str, Form] = {
     "matrix": lambda q, k, v, m, f: (f * _weights(q, k)) @ v,
     "quotient": lambda q, k, v, m, f: (_weights(q, k) / (f.abs() + 1) * 0.75) @ v,
     "dropped": lambda q, k, v, m, f: (_weights(q, k) * f).masked_fill(m, 0) @ v,
-}  # fmt: skip
-UNTRAINED: Mapping[str, Form] = {
+    "booleans": lambda q, k, v, m, f: (m * _weights(q, k)) @ v,
     "infinity": _filled(-math.inf),
     "where": lambda q, k, v, m, f: torch.where(m, 0.0, _weights(q, k)) @ v,
     "zeros": lambda q, k, v, m, f: torch.where(m, _weights(q, k), torch.zeros((), dtype=q.dtype)) @ v,
-}
+}  # fmt: skip
 
 
-def _operands(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _operands(dtype: torch.dtype = torch.float32, rows: int = 5, keys: int = 7, width: int = WIDTH) -> list[Tensor]:
     """Returns queries, keys, values, a mask that hides all keys of one batch, and factors."""
-    sizes = [(BATCH, HEADS, length, WIDTH) for length in (ROWS, KEYS, KEYS)]
-    mask = torch.rand(BATCH, 1, 1, KEYS) < 0.4
+    sizes = [(BATCH, HEADS, length, width) for length in (rows, keys, keys)]
+    mask = torch.rand(BATCH, 1, 1, keys) < 0.4
     mask[0, ..., 2], mask[1] = False, True
-    return [*[torch.randn(size).to(dtype) for size in sizes], mask, torch.randn(1, HEADS, ROWS, KEYS).to(dtype)]
+    return [*[torch.randn(size).to(dtype) for size in sizes], mask, torch.randn(1, HEADS, rows, keys).to(dtype)]
 
 
-@pytest.mark.parametrize("form", {**FORMS, **UNTRAINED})
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_kernel(form: str, dtype: torch.dtype) -> None:
-    function, inputs = {**FORMS, **UNTRAINED}[form], _operands(dtype)
+    function, inputs = FORMS[form], _operands(dtype)
     planned = plan(make_fx(function)(*inputs), inputs, OPTIONS)
     assert _launched(planned) == ["flex_attention_0"]
     (result,) = planned.run([item.clone() for item in inputs])
@@ -132,12 +133,45 @@ def test_other_forms_stay(function: Form) -> None:
     torch.testing.assert_close(planned.run([item.clone() for item in inputs])[0], function(*inputs), equal_nan=True)
 
 
-@pytest.mark.parametrize("form", UNTRAINED)
-def test_training_of_other_forms(form: str) -> None:
-    """They are right, and stay: a kernel's backward would multiply weights that are NaN by zero."""
-    inputs = _operands()
-    inputs = [torch.randn_like(UNTRAINED[form](*inputs)), *inputs]
-    step = _step(UNTRAINED[form])
-    planned = plan(make_fx(step)(*inputs), inputs, TRAINING)
+def _other_factor(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """A backward that multiplies the gradient of the weights by other numbers than the forward."""
+    weights = _weights(query, key)
+    grad = torch.ops.aten._softmax_backward_data((gradient @ value.mT) * factor.exp(), weights, -1, weights.dtype)
+    return (weights * factor) @ value, grad @ key
+
+
+def test_other_backwards_stay() -> None:
+    query, key, value, _, factor = _operands()
+    inputs = [torch.randn_like(query), query, key, value, factor]
+    planned = plan(make_fx(_other_factor)(*inputs), inputs, TRAINING)
     assert not _launched(planned)
-    torch.testing.assert_close(planned.run([item.clone() for item in inputs]), [*step(*inputs)], equal_nan=True)
+    torch.testing.assert_close(planned.run([item.clone() for item in inputs]), [*_other_factor(*inputs)])
+
+
+@pytest.mark.parametrize("form", ["large", "matrix"])
+def test_kernels_compile_for_gpus(form: str) -> None:
+    inputs = _operands(torch.bfloat16, rows=64, keys=64, width=16)
+    step, inputs = _step(FORMS[form]), [torch.randn_like(inputs[0]), *inputs]
+    planned = plan(make_fx(step)(*inputs), inputs, TRAINING.replace(cpu_kernels="triton"))
+    for kernel in planned.program.kernels:
+        if kernel.name in ("flex_attention_0", "flex_attention_grad_query_0", "flex_attention_grad_key_value_0"):
+            assert "tt.dot" in compiled_for_gpu(print_triton(kernel.loop_ir)).asm["ttir"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "rows", "is_trained"),
+    [("large", 512, False), ("matrix", 1, False), ("infinity", 512, True), ("matrix", 512, True)],
+)
+def test_on_a_gpu(form: str, rows: int, is_trained: bool) -> None:
+    """In a kernel of whole rows, one that is split over keys, and with a backward."""
+    inputs = [item.cuda() for item in _operands(torch.bfloat16, rows=rows, keys=512, width=64)]
+    function = FORMS[form]
+    if is_trained:
+        inputs, function = [torch.randn_like(inputs[0]), *inputs], _step(FORMS[form])
+    torch.compiler.reset()
+    results = torch.compile(function, backend="fxwrap", fullgraph=not is_trained)(*inputs)
+    doubles = [item.double() if item.is_floating_point() else item for item in inputs]
+    pairs = zip(results, function(*doubles), strict=True) if is_trained else [(results, function(*doubles))]
+    for actual, expected in pairs:
+        assert (actual.double() - expected).norm() <= 1e-2 * expected.norm()

@@ -62,6 +62,8 @@ class Formula:
         sink: "none", or where a logit of each head is concatenated to its scores: "last" or "first".
         shift: what is subtracted from scores before a softmax: "none", "max", "amax" or "detached".
         transposed: the matrices with keys as rows: any of "scores", "softmax" and "weights".
+        factor: what weights are multiplied by after the softmax: "none", a number of each "head", a "matrix" like the
+            bias, which "divides" them instead, or the "mask".
     """
 
     heads: int
@@ -83,6 +85,12 @@ class Formula:
     sink: str = "none"
     shift: str = "none"
     transposed: frozenset[str] = frozenset()
+    factor: str = "none"
+
+    @property
+    def has_finite_scores(self) -> bool:
+        """Whether all scores are computed from matmuls and finite numbers."""
+        return self.bias is None and self.sink == "none" and self.mask not in ("filled", "where", "added")
 
     def inputs(self) -> list[Tensor]:
         """Returns random operands; no row is without a key."""
@@ -122,6 +130,7 @@ class Formula:
         if self.scale == "scores":
             scores = scores / scale if self.divides else scores * scale
         weights = self._softmax(self._masked(scores, bias, mask), *sinks).to(value.dtype)
+        weights = self._multiplied(weights, bias.detach().abs() + 0.5, mask)
         if self.merged:
             weights = weights.reshape(-1, self.rows, self.keys)
         if "weights" in self.transposed:
@@ -179,6 +188,19 @@ class Formula:
             weights = weights[..., :-1] if self.sink == "last" else weights[..., 1:]
         return weights.to(dtype)
 
+    def _multiplied(self, weights: Tensor, factor: Tensor, mask: Tensor) -> Tensor:
+        match self.factor:
+            case "head":
+                return weights * factor[:1, :, :1, :1]
+            case "matrix":
+                return factor * weights
+            case "divides":
+                return weights / factor
+            case "mask":
+                return weights.masked_fill(~mask, 0.0)
+            case _:
+                return weights
+
     def _shifted(self, scores: Tensor) -> Tensor:
         match self.shift:
             case "max":
@@ -202,7 +224,8 @@ FORMULAS = st.builds(
     widens=st.booleans(), sink=st.sampled_from(("none", "none", "last", "first")),
     shift=st.sampled_from(("none", "max", "amax")),
     transposed=st.frozensets(st.sampled_from(("scores", "softmax", "weights"))) | st.just(frozenset()),
-)  # fmt: skip
+    factor=st.sampled_from(("none", "none", "head", "matrix", "divides", "mask")),
+).filter(lambda formula: formula.factor != "mask" or formula.has_finite_scores)  # fmt: skip
 
 
 def recognised(coverage: Any) -> int:
