@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, Kernel, Load, Operation, Store
+from fxwrap.loop_ir.kernel import Compute, Constant, DeviceAssert, Kernel, Load, Operation, Store, operation_dtype
 
 
 def assume(kernel: Kernel, conditions: Mapping[int, bool]) -> Kernel:
     """Returns the kernel for the iterations in which these bool operations have these values.
 
     Every operation keeps its position; those that the conditions decide become constants or equal simpler operations.
+    Sums with zero are their other operand, -0 too.
     """
     operations: list[Operation] = []
     for position, operation in enumerate(kernel.operations):
@@ -39,12 +40,22 @@ def _simplified(before: list[Operation], operation: Operation) -> Operation:
             value = _constant(before, condition)
             if value is not None:
                 return before[inside if value else other]
+        case Compute("cast", (operand,)) if _is_zero(before[operand]):
+            return Constant(0, operation.dtype, operation.origin)
+        case Compute("add", (left, right)):
+            for one, other in ((left, right), (right, left)):
+                if _is_zero(before[other]) and operation_dtype(before[one]) == operation.dtype:
+                    return before[one]
         case Load() | Store() | DeviceAssert() if operation.mask is not None:
             if _constant(before, operation.mask) is True:
                 return replace(operation, mask=None)
         case _:
             pass
     return operation
+
+
+def _is_zero(operation: Operation) -> bool:
+    return isinstance(operation, Constant) and operation.value == 0
 
 
 def _constant(operations: list[Operation], position: int) -> bool | None:

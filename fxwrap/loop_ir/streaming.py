@@ -57,6 +57,10 @@ class Update:
     conditions: tuple[int, ...]
 
 
+_MASKED = -1000.0
+"""The largest number that masks scores: models use -10000 and less, which may be rounded."""
+
+
 @dataclass(frozen=True)
 class RunningMaximum:
     """The maximum that shifts weights, as positions of operations.
@@ -88,6 +92,7 @@ class StreamingReduction:
         updates: stores of values of each row and streamed position.
         row_updates: additions of values of each row, which are computed from sums over `axes`.
         bounds: bounds of `axes`, beyond which weights, and values of updates, are zero. Limits may vary over rows.
+        masks: bounds of the last axis beyond which scores are large negative numbers, which weights may depend on.
         kernel: the kernel, with operations after its last that limits are computed from.
     """
 
@@ -102,6 +107,7 @@ class StreamingReduction:
     updates: tuple[Update, ...]
     row_updates: tuple[Update, ...]
     bounds: tuple[AxisBound, ...]
+    masks: tuple[AxisBound, ...]
     kernel: Kernel
 
     @property
@@ -184,7 +190,19 @@ class _Finder:
         lefts = dict.fromkeys([item.left for item in weighted])
         scaled = tuple([part for left in lefts if (part := self._scaled(left, softmax)) is not None])
         parts = StreamingReduction(
-            axes, row, in_order, found, softmax, tuple(sums), tuple(weighted), scaled, inside, by_row, (), self.kernel
+            axes,
+            row,
+            in_order,
+            found,
+            softmax,
+            tuple(sums),
+            tuple(weighted),
+            scaled,
+            inside,
+            by_row,
+            (),
+            (),
+            self.kernel,
         )
         is_complete = all(self._reduced_axes(item.position) == axes for item in inside) and not (softmax and inside)
         elements = [*parts.elements, *[part.factor for part in scaled]]
@@ -378,7 +396,12 @@ class _Finder:
         neutral = 0.0 if parts.softmax is None else -math.inf
         inner = [*parts.columns, *[axis for product in parts.products for axis in product.axes]]
         bounds, kernel = find_bounds(self.kernel, parts.elements, neutral, parts.axes, inner)
-        return replace(parts, bounds=bounds, kernel=kernel)
+        if parts.softmax is None:
+            return replace(parts, bounds=bounds, kernel=kernel)
+        masks, kernel = find_bounds(kernel, parts.elements, _MASKED, parts.axes[-1:], [*parts.axes[:-1], *inner])
+        known = {item.condition for item in bounds}
+        masks = tuple([item for item in masks if item.condition not in known])
+        return replace(parts, bounds=bounds, masks=masks, kernel=kernel)
 
     def _conjuncts(self, condition: int) -> Iterator[int]:
         operation = self._operation(condition)

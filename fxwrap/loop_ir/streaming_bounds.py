@@ -62,6 +62,7 @@ def find_bounds(
 ) -> tuple[tuple[AxisBound, ...], Kernel]:
     """Returns the bounds of streamed axes beyond which all elements are neutral, and the kernel with their limits.
 
+    Elements are neutral that are 0, or with a negative `neutral`, that are at most that, such as scores without weight.
     Limits are operations of the kernel, or new ones after its last. None depends on its axis, on streamed axes after
     it, or on `inner` axes. A bound that an assertion of excluded positions needs is none.
     """
@@ -101,18 +102,18 @@ class _BoundFinder:
         if not isinstance(operation, Compute):
             return
         match operation.name, operation.operands:
-            case "where", (condition, value, other) if self._is_constant(other, neutral):
+            case "where", (condition, value, other) if self._is_neutral(other, neutral):
                 yield from self._conjuncts(condition, True)
                 yield from self._literals(value, neutral)
-            case "where", (condition, value, other) if self._is_constant(value, neutral):
+            case "where", (condition, value, other) if self._is_neutral(value, neutral):
                 yield from self._conjuncts(condition, False)
                 yield from self._literals(other, neutral)
-            case "add", operands if neutral == -math.inf:
+            case "add", operands if neutral < 0:
                 for operand in operands:
                     yield from self._literals(operand, neutral)
             case "cast", (operand,) if operation.dtype.is_floating_point:
                 yield from self._literals(operand, neutral)
-            case "mul", (one, other) if neutral == -math.inf:
+            case "mul", (one, other) if neutral < 0:
                 for operand, factor in ((one, other), (other, one)):
                     if self._is_positive(factor):
                         yield from self._literals(operand, neutral)
@@ -134,9 +135,9 @@ class _BoundFinder:
         else:
             yield condition, holds
 
-    def _is_constant(self, position: int, value: float) -> bool:
+    def _is_neutral(self, position: int, neutral: float) -> bool:
         operation = self.kernel.operations[position]
-        return isinstance(operation, Constant) and operation.value == value
+        return isinstance(operation, Constant) and (operation.value <= neutral < 0 or operation.value == neutral)
 
     def _is_positive(self, position: int) -> bool:
         operation = self.kernel.operations[position]
@@ -226,8 +227,12 @@ class _BoundFinder:
         return term
 
     def _add(self, operation: Operation) -> int:
+        """Returns the position of an equal operation, or of a new one after the last."""
+        operations = (*self.kernel.operations, *self.added)
+        if operation in operations:
+            return operations.index(operation)
         self.added.append(operation)
-        return len(self.kernel.operations) + len(self.added) - 1
+        return len(operations)
 
     def _linear(self, position: int, axis: Axis) -> _LinearValue | None:
         """Returns an integer as a multiple of an axis plus what does not depend on it; None for other values.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -38,6 +39,21 @@ from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
 
+@dataclass(frozen=True)
+class _Branch:
+    """Blocks of a loop, of which partial ones have masked elements.
+
+    Fields:
+        is_partial: the text of the condition of partial blocks.
+        full, partial: conditions of elements, and the values that they have in full and in partial blocks; no partial
+            ones where limits decide them.
+    """
+
+    is_partial: str
+    full: Mapping[int, bool]
+    partial: Mapping[int, bool]
+
+
 class StreamingTritonPrinter(StreamingValuePrinter):
     """Prints one streaming reduction."""
 
@@ -45,7 +61,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         super().__init__(kernel, configuration, limits)
         self.row_blocks = row_blocks(kernel, self.parts)
         self.lefts: dict[int, str] = {}
-        self.branch: int | None = None
+        self.branch: _Branch | None = None
 
     # --- the whole --------------------------------------------------------------------------------------------------
 
@@ -178,7 +194,7 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         condition, at = split
         self.line(f"first_visits = tl.maximum(tl.minimum({self.value(at, scope)}, visits), 0).to(tl.int32)")
         if self.configuration.branches:
-            self.branch = condition
+            self.branch = _Branch("step < first_visits * tiles", {condition: True}, {condition: False})
             return [("0", "visits", held)]
         return [
             ("0", "first_visits", {**held, condition: False}),
@@ -203,6 +219,9 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         kernel, self.kernel = self.kernel, assume(self.kernel, conditions)
         parts, scope = self.parts, rows.inner()
         first_tile = self.tiles(scope)
+        if self.configuration.branches and parts.softmax is not None and len(self.streamed) == 1:
+            full = {bound.condition: bound.holds for bound in self.limits}
+            self.branch = _Branch(self.partial_blocks(scope), full, {}) if full else None
         factors = [*[item.right for item in (*parts.products, *parts.weighted_sums)]]
         targets = [*parts.elements, *factors, *[item.factor for item in parts.scaled_weights]]
         self.write(self.fixed(targets, [*self.outer, *self.leading, parts.row], scope), scope)
@@ -258,13 +277,16 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def _step(self, scope: Scope) -> None:
         parts, loaded = self.parts, dict[int, str]()
         self._block(scope, self.inner, 1, "first_key")
-        self.write_conditions(scope)
+        if self.branch is None or self.branch.partial:
+            self.write_conditions(scope)
         checked = [*self.outer, *parts.axes[:-1]]
         self.asserts([*self.outer, *parts.axes, parts.row], checked, scope)
         if parts.softmax is not None:
             for item in parts.products:
                 self._product(item, scope, loaded)
             self._softmax(parts.softmax, scope)
+            if parts.scaled_weights and self.branch is not None:
+                self.write_conditions(scope)
             names = {parts.softmax.weights: "weights"}
             for scaled in parts.scaled_weights:
                 self.write([scaled.factor], scope)
@@ -312,9 +334,17 @@ class StreamingTritonPrinter(StreamingValuePrinter):
 
         In half precision, the running maximum is in units in which weights are powers of 2.
         """
-        self._elements("scores", softmax.scores, float("-inf"), scope, self.score_text)
+        units: list[float] = []
+
+        def scores(scope: Scope) -> None:
+            self._matrix("scores", self.score_text(softmax.scores, scope), float("-inf"), scope)
+            unit = self.score_unit(softmax.scores)
+            if self.is_half and unit not in units:
+                self.line(f"unit = tl.full((), {unit}, tl.float32)")
+                units.append(unit)
+
+        self._elements("scores", softmax.scores, scope, scores)
         if self.is_half:
-            self.line(f"unit = tl.full((), {self.score_unit(softmax.scores)}, tl.float32)")
             self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2(largest - shift)")
@@ -333,31 +363,37 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         """Prints weights that no maximum shifts, and the products that they are computed from."""
         for item in self._missing_products([position], scope):
             self._product(item, scope, loaded)
-        self._elements(f"weights_{position}", position, 0.0, scope, self.element_text)
+        name = f"weights_{position}"
 
-    def _elements(
-        self, name: str, position: int, neutral: float, scope: Scope, text_of: Callable[[int, Scope], str]
-    ) -> None:
-        """Prints a matrix of elements that are neutral beyond the last streamed position.
+        def weights(scope: Scope) -> None:
+            self._matrix(name, self.element_text(position, scope), 0.0, scope)
+
+        self._elements(name, position, scope, weights)
+
+    def _elements(self, name: str, position: int, scope: Scope, write: Callable[[Scope], None]) -> None:
+        """Prints the matrix of an operation's elements, which `write` prints.
 
         In a loop over partial and full blocks, the elements are those of full ones, which partial ones then replace.
         """
         if self.branch is None:
-            self._matrix(name, text_of(position, scope), neutral, scope)
+            write(scope)
             return
-        kernel, dependents = self.kernel, self.kernel.forward_slice([self.branch], scope.text.keys())
-        self.kernel = assume(kernel, {self.branch: True})
-        self._matrix(name, text_of(position, scope), neutral, scope)
+        branch, kernel = self.branch, self.kernel
+        dependents = kernel.forward_slice(branch.full, scope.text.keys())
+        self.kernel = assume(kernel, branch.full)
+        write(scope)
         for item in dependents:
             scope.text.pop(item, None)
-        self.kernel = assume(kernel, {self.branch: False})
-        with self.nested("if step < first_visits * tiles:"):
+        self.kernel = assume(kernel, branch.partial)
+        with self.nested(f"if {branch.is_partial}:"):
             inner = scope.inner()
-            self._matrix(name, text_of(position, inner), neutral, inner)
+            self.write_conditions(inner)
+            write(inner)
         self.kernel = kernel
         scope.text[position] = name
 
     def _matrix(self, name: str, text: str, neutral: float, scope: Scope) -> None:
+        """Prints a matrix of elements that are neutral beyond the last streamed position."""
         if self.inner in scope.masks:
             text = f"tl.where({scope.masks[self.inner]}, {text}, {literal_text(neutral, torch.float32)})"
         self.line(f"{name} = tl.broadcast_to({text}, (ROW_BLOCK, KEY_BLOCK))")

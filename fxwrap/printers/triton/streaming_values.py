@@ -78,9 +78,11 @@ class StreamingValuePrinter(BlockPrinter):
         size = end = self.index_printer(scope).size_operand(self.inner.size)
         start, outside = "", frozenset([*self.outer, *self.leading, self.parts.row])
         self.limits = {}
-        for bound in self.parts.bounds:
+        for bound in (*self.parts.bounds, *self.parts.masks):
             if bound.axis == self.inner and self.kernel.value_axes[bound.limit] <= outside:
                 limit = self._limit(bound, size, scope)
+                if bound in self.parts.masks:  # elements beyond it may count
+                    continue
                 if bound.is_lower:
                     start = f"tl.maximum({start}, {limit})" if start else limit
                 else:
@@ -94,20 +96,42 @@ class StreamingValuePrinter(BlockPrinter):
 
     def _limit(self, bound: AxisBound, size: str, scope: Scope) -> str:
         """Prints the limit of a bound of an axis; returns the text of that of a block of rows, from 0 to the size."""
+        limit = next((name for item, name in self.limits.items() if item.limit == bound.limit), None)
+        if limit is None:
+            limit = self._printed_limit(bound, size, scope)
+        self.limits[bound] = limit
+        return self._of_rows("min" if bound.is_lower else "max", bound, size, scope)
+
+    def _printed_limit(self, bound: AxisBound, size: str, scope: Scope) -> str:
         self.write([bound.limit], scope)
-        limit = self.limits[bound] = self.names.create_name("limit")
-        index, row = "tl.int64" if self.use_int64 else "tl.int32", self.parts.row
+        limit: str = self.names.create_name("limit")
+        index = "tl.int64" if self.use_int64 else "tl.int32"
         self.line(f"{limit} = tl.minimum(tl.maximum({self.value(bound.limit, scope)}, 0), {size}).to({index})")
+        return limit
+
+    def _of_rows(self, extremum: str, bound: AxisBound, size: str, scope: Scope) -> str:
+        """Returns the text of the least or largest limit ("min" or "max") of a block of rows."""
+        limit, row = self.limits[bound], self.parts.row
         if row not in self.kernel.value_axes[bound.limit]:
             return limit
-        text, neutral = limit, size if bound.is_lower else "0"
         if row in scope.masks:
-            text = f"tl.where({scope.masks[row]}, {limit}, {neutral})"
-        return f"tl.{'min' if bound.is_lower else 'max'}({text})"
+            limit = f"tl.where({scope.masks[row]}, {limit}, {size if extremum == 'min' else '0'})"
+        return f"tl.{extremum}({limit})"
+
+    def partial_blocks(self, scope: Scope) -> str:
+        """Prints the strictest limits of rows; returns the condition of blocks that are beyond some, "" without any."""
+        size, conditions = self.index_printer(scope).size_operand(self.inner.size), list[str]()
+        for bound in {(item.limit, item.is_lower): item for item in self.limits}.values():
+            name = self.names.create_name("strictest")
+            self.line(f"{name} = {self._of_rows('max' if bound.is_lower else 'min', bound, size, scope)}")
+            conditions.append(f"(first_key < {name})" if bound.is_lower else f"(first_key + KEY_BLOCK > {name})")
+        return " | ".join(conditions)
 
     def write_conditions(self, scope: Scope) -> None:
         """Prints the conditions of bounds as comparisons with limits, which have no more bits than indices."""
         for bound, limit in self.limits.items():
+            if bound.condition in scope.text:
+                continue
             name = self.names.create_name("inside")
             relation = ">=" if bound.is_lower == bound.holds else "<"
             self.line(f"{name} = {scope.names[self.inner]} {relation} {limit}")

@@ -1,0 +1,118 @@
+"""Triton kernels of attention compute masks of positions in the blocks only that are partly masked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxwrap.loop_ir import Kernel, find_streaming_reduction
+from fxwrap.printers.triton import print_triton
+from fxwrap.printers.triton.streaming_configuration import streaming_configurations
+from fxwrap.runtime.kernels import load_kernel
+from tests.fx_passes.test_recognize_attention import OPTIONS
+from tests.lowering.planned_programs import Planned, plan
+from tests.printers.test_triton_printer_compile import compiled as compiled_for_gpu
+
+BATCH, HEADS, WIDTH, WINDOW = 2, 2, 16, 70
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _positions(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+
+
+def _causal(number: float, is_window: bool = False) -> Attention:
+    """Adds a number to scores of later keys, as transformers' models do."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        row, column = _positions(query, key)
+        seen = (column <= row) & (column > row - WINDOW) if is_window else column <= row
+        mask = torch.where(seen, 0.0, number).to(query.dtype)
+        return torch.softmax((query @ key.mT * 0.25 + mask).float(), -1).to(value.dtype) @ value
+
+    return attend
+
+
+def _filled(number: float) -> Attention:
+    """Fills scores with a number beyond the length of a sequence, which may be 0."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(key.shape[2]) >= lengths[:, None, None, None]
+        return torch.softmax((query @ key.mT * 0.25).masked_fill(padding, number), -1) @ value
+
+    return attend
+
+
+def _biased(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """ALiBi, below a causal mask."""
+    row, column = _positions(query, key)
+    scores = query @ key.mT * 0.25 + ((column - row) * 0.125).to(query.dtype)
+    return torch.softmax(scores.masked_fill(column > row, -math.inf), -1) @ value
+
+
+def _zeroed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """The same condition masks scores and weights."""
+    row, column = _positions(query, key)
+    scores = (query @ key.mT * 0.25).masked_fill(column > row, -1e4)
+    return torch.softmax(scores, -1).masked_fill(column > row, 0.0) @ value
+
+
+FORMS = {
+    "lowest": _causal(torch.finfo(torch.float16).min), "large": _causal(-1e4), "infinity": _causal(-math.inf),
+    "window": _causal(-1e4, True), "filled": _filled(-1e4), "biased": _biased, "zeroed": _zeroed,
+}  # fmt: skip
+
+
+def _operands(keys: int, dtype: torch.dtype) -> list[Tensor]:
+    tensors = [torch.randn(BATCH, HEADS, length, WIDTH).to(dtype) for length in (keys, keys, keys)]
+    return [*tensors, torch.tensor([keys * 2 // 3, 0])]
+
+
+def _kernel(planned: Planned) -> Kernel:
+    (kernel,) = planned.kernels.values()
+    return kernel
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("keys", [256, 200])
+def test_blocks(form: str, keys: int) -> None:
+    """Half precision in the units of each block."""
+    inputs = _operands(keys, torch.float16)
+    planned = plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS)
+
+    def run(kernel: Kernel, buffers: dict[str, Tensor], numbers: dict[str, int]) -> None:
+        (configuration, *_) = streaming_configurations(kernel, int, interpreted=True)
+        printed = print_triton(kernel, dataclasses.replace(configuration, key_block=32, half_products=True))
+        assert printed.source.count("strictest") >= 2
+        launcher = load_kernel("triton", printed.source, printed.signature, printed.options)
+        launcher(tuple(map(int, printed.grid)), *[buffers[item.name] for item in (*kernel.inputs, *kernel.outputs)])
+
+    (result,) = planned.run([item.clone() for item in inputs], run)
+    eager, exact = [FORMS[form](*[*map(cast, inputs[:3]), inputs[3]]) for cast in (Tensor.half, Tensor.double)]
+    assert (result.double() - exact).norm() <= 1.2 * (eager.double() - exact).norm() + 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize(("form", "count"), [("lowest", 1), ("window", 2), ("filled", 1), ("zeroed", 1)])
+def test_masks(form: str, count: int) -> None:
+    """A mask of numbers is no bound: rows of such scores alone have weights."""
+    inputs = _operands(128, torch.float16)
+    kernel = _kernel(plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS))
+    parts = find_streaming_reduction(kernel)
+    assert parts is not None and (len(parts.masks), parts.bounds) == (count, ())
+
+
+@pytest.mark.parametrize("form", ["window", "biased"])
+def test_gpus(form: str) -> None:
+    inputs = _operands(512, torch.bfloat16)
+    kernel = _kernel(plan(make_fx(FORMS[form])(*inputs), inputs, OPTIONS))
+    source = print_triton(kernel)
+    assert re.search(r"if \(first_key", source.source)
+    assert "tt.dot" in compiled_for_gpu(source).asm["ttir"]
