@@ -21,6 +21,7 @@ from fxwrap.fx_passes.attention_nodes import (
     ELEMENTWISE,
     element_count,
     is_cast,
+    is_last_dimension,
     is_tensor,
     is_zero,
     keeps_order,
@@ -70,6 +71,8 @@ class AttentionBackward:
             `matrices`.
         group_sums: sums of the gradients of keys and values, if they alone read these.
         grad_sink: the gradient of the logits of a sink; None where unused.
+        logsumexp: the gradient of the log-sum-exp of each row, with the node of `grad_scores` that adds its product
+            with the weights; None where unused.
     """
 
     grad_output: Node
@@ -81,6 +84,7 @@ class AttentionBackward:
     inner: frozenset[Node]
     group_sums: GroupSums | None = None
     grad_sink: Node | None = None
+    logsumexp: tuple[Node, Node] | None = None
 
     @property
     def results(self) -> tuple[Node, ...]:
@@ -157,6 +161,7 @@ class ForwardNodes:
         output: the matmul of weights and values.
         dropout: what drops some weights, or None.
         sink: the logits that are concatenated to the scores, or None.
+        logsumexp: the log-sum-exp of each row of scores, which others read, or None.
     """
 
     query_key: Node
@@ -167,6 +172,7 @@ class ForwardNodes:
     output: Node
     dropout: Dropout | None
     sink: Sink | None = None
+    logsumexp: Node | None = None
 
 
 def find_backward(forward: ForwardNodes, fakes: NodeValues) -> AttentionBackward | None:
@@ -180,6 +186,7 @@ class _Search:
         self.fakes = fakes
         self.inner: set[Node] = set()
         self.grad_sink: Node | None = None
+        self.grad_logsumexp: tuple[Node, Node] | None = None
 
     def result(self) -> AttentionBackward | None:
         forward = self.forward
@@ -206,7 +213,9 @@ class _Search:
         matrices = tuple([node for node in path if node in read_again])
         sums = self._group_sums(grad_key, grad_value)
         inner = frozenset(self.inner)
-        return AttentionBackward(grad_output, tuple(path), *gradients, matrices, inner, sums, self.grad_sink)
+        return AttentionBackward(
+            grad_output, tuple(path), *gradients, matrices, inner, sums, self.grad_sink, self.grad_logsumexp
+        )  # fmt: skip
 
     def _aliases(self, node: Node) -> list[Node]:
         """Returns a node and what aliases it without a change of shape."""
@@ -306,9 +315,44 @@ class _Search:
             following = self._scores_of_sink(node) or [user for user in node.users if self._passes(user, node)]
             if len(following) != 1 or len(path) > _MAX_LENGTH:
                 raise UnsupportedBackwardError("the gradient of its scores reaches no matmul")
+            of_logsumexp = self._logsumexp_gradient(following[0], node)
+            if of_logsumexp is not None:
+                self.grad_logsumexp = of_logsumexp, following[0]
             self._add_sides(following[0], node)
             path.append(following[0])
         return path
+
+    def _logsumexp_gradient(self, node: Node, gradient: Node) -> Node | None:
+        """Returns the gradient g of the log-sum-exp l of rows of scores s in `gradient + g * exp(s - l)`."""
+        total = self.forward.logsumexp
+        if total is None or name_of(node) != "add" or node.kwargs or self.grad_logsumexp is not None:
+            return None
+        products: list[Any] = [item for item in node.all_input_nodes if item is not gradient and name_of(item) == "mul"]
+        pairs = [(product, *pair) for product in products for pair in (product.args[:2], product.args[1::-1])]
+        for product, exponential, result in pairs:
+            nodes = self._exponential(exponential, total)
+            if nodes:
+                self.inner |= {product, *nodes}
+                return result  # type: ignore[no-any-return]
+        return None
+
+    def _exponential(self, node: object, total: Node) -> list[Node]:
+        """Returns the nodes of exp(s - l) for a log-sum-exp l of rows of s, without s and l; none for other nodes."""
+        difference: Any = node.args[0] if isinstance(node, Node) and name_of(node) == "exp" else None
+        if not isinstance(difference, Node) or name_of(difference) != "sub" or difference.kwargs:
+            return []
+        nodes: list[Any] = [node, difference]
+        for operand, origin in zip(difference.args, (total.args[0], total), strict=True):
+            item: Any = operand
+            while item is not origin:
+                if not is_tensor(item, self.fakes):
+                    return []
+                is_added = name_of(item) == "unsqueeze" and is_last_dimension(item.args[1], self.fakes[item].ndim)
+                if name_of(item) not in ALIASES and not (is_added and origin is total):
+                    return []
+                nodes.append(item)
+                item = item.args[0]
+        return nodes
 
     def _scores_of_sink(self, node: Node) -> list[Node]:
         """Returns the gradient of scores in that of scores and the logits of a sink, whose gradient is noted."""

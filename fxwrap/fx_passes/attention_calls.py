@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fxwrap.devices import DeviceSpec
 from fxwrap.fx_passes.attention_backward import AttentionBackward, Dropout
-from fxwrap.fx_passes.attention_elements import UnsupportedScoresError, read_buffer
+from fxwrap.fx_passes.attention_elements import ReadTensor, UnsupportedScoresError, read_buffer
 from fxwrap.fx_passes.attention_formulas import DROPOUT, AttentionFormula
 from fxwrap.fx_passes.attention_nodes import permutation, sizes_of
 from fxwrap.fx_passes.attention_operands import AttentionOperands, kernel_operand, plain_stage
@@ -86,8 +86,11 @@ class AttentionRewriter:
             return
         functions = score_functions(formula, operands, self.fakes, self.written)
         spec = self.specs.get(self.fakes[formula.output].device.type)
-        in_library = functions.only_scale and spec is not None and self._reaches(formula, spec.attention.library_sizes)
-        before, name = self.copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        in_library = (
+            functions.only_scale and formula.logsumexp is None and spec is not None
+            and self._reaches(formula, spec.attention.library_sizes)
+        )  # fmt: skip
+        before, name = self._first_result(formula, operands, functions.reads), f"{formula.softmax.name}_attention"
         stages = (operands.query, operands.key, operands.value)
         tensors = [kernel_operand(self.copy, before, stage, operands, name) for stage in stages]
         query, key, _ = [self.copy.fakes[item] for item in tensors]
@@ -106,6 +109,29 @@ class AttentionRewriter:
             order = _order_of(formula, chain)
             result = self._kernel_call(before, formula, operands, functions, tensors, order, name)
         self._replace_output(formula, chain, before, result, name)
+
+    def _first_result(
+        self, formula: AttentionFormula, operands: AttentionOperands, reads: Sequence[ReadTensor]
+    ) -> Node:
+        """Returns the node of the copy that a kernel's results are first needed at, and moves its operands before it.
+
+        Raises UnsupportedScoresError.
+        """
+        before = self.copy.node_map[formula.output]
+        if formula.logsumexp is None:
+            return before
+        before = self.copy.node_map[formula.logsumexp]
+        nodes = [self.copy.node_map[node] for node in (*operands.nodes, *[item.node for item in reads])]
+        if formula.dropout is not None or not self.copy.hoist(nodes, before, self.written):
+            raise UnsupportedScoresError("its log-sum-exp is computed before its operands")
+        return before
+
+    def _replace_logsumexp(self, node: Node, before: Node, result: Node, name: str) -> None:
+        """Replaces the log-sum-exp of rows by that of a kernel, (batch, heads, rows)."""
+        copy, fake = self.copy, self.fakes[node]
+        result = copy.call(before, _aten._to_copy.default, (result,), name, {"dtype": fake.dtype})
+        result = copy.call(before, _aten.view.default, (result, copy.size_arguments(before, fake.shape)), name)
+        copy.substitute(node, result, "fused")
 
     def _replace_output(
         self, formula: AttentionFormula, chain: Sequence[Node], before: Node, result: Node, name: str
@@ -134,7 +160,7 @@ class AttentionRewriter:
         order = {node: position for position, node in enumerate(copy.node_map)}
         if any(order[item.node] > order[formula.output] for item in functions.reads):
             raise UnsupportedScoresError("its backward reads a bias or mask of its own")
-        before, name = copy.node_map[formula.output], f"{formula.softmax.name}_attention"
+        before, name = self._first_result(formula, operands, functions.reads), f"{formula.softmax.name}_attention"
         if formula.dropout is not None:
             self._draw_mask(formula.dropout, name)
         stages = (operands.query, operands.key, operands.value)
@@ -152,11 +178,14 @@ class AttentionRewriter:
         call = copy.call(before, flex_attention_operator(), forward, name, fake=fake)
         results = [copy.call(before, operator.getitem, (call, index), name, fake=fake[index]) for index in range(3)]
         self._replace_output(formula, chain, before, results[0], name)
+        if formula.logsumexp is not None:
+            total = copy.call(before, _aten.add.Tensor, (results[1], results[2]), name)
+            self._replace_logsumexp(formula.logsumexp, before, total, name)
 
         if operands.key.group > 1:
             backward = backward.of_key_heads()
         before = copy.node_map[min(backward.results, key=order.__getitem__)]
-        name = f"{name}_backward"
+        grad_total, name = self._logsumexp_gradient(backward, before, results[1], name), f"{name}_backward"
         grad_output = plain_stage(backward.grad_output, operands, fakes)
         gradient = kernel_operand(copy, before, grad_output, operands, name)
         relative = copy.attribute(before, f"{name}_scores", functions.relative_score_mod)
@@ -164,13 +193,24 @@ class AttentionRewriter:
         block_mask = self._block_mask(before, functions.mask_mod, name)
         gradient_fakes = self._gradient_fakes(tensors, backward, functions.matrices)
         options |= self._functions(before, {WEIGHT_MOD: functions.backward_weight_mod}, name)
-        arguments = (*tensors, *results[:2], gradient, None, relative, joint, block_mask, 1.0, options,
+        arguments = (*tensors, *results[:2], gradient, grad_total, relative, joint, block_mask, 1.0, options,
                      (*buffers, results[2]), buffers)  # fmt: skip
         call = copy.call(before, flex_attention_backward_operator(), arguments, name, fake=gradient_fakes)
         self._replace_gradients(backward, formula.sink, call, gradient_fakes, before, name)
         if formula.sink is not None and backward.grad_sink is not None:
             result = self._sink_gradient(formula.sink, backward.grad_sink, (*results, gradient), before, name)
             copy.substitute(backward.grad_sink, result, "fused")
+
+    def _logsumexp_gradient(self, backward: AttentionBackward, before: Node, like: Node, name: str) -> Node | None:
+        """Returns the gradient of the log-sum-exp of rows in the layout of another node; None where it is unused."""
+        if backward.logsumexp is None:
+            return None
+        gradient, copy = self.copy.node_map[backward.logsumexp[0]], self.copy
+        if not copy.hoist([gradient], before, self.written):
+            raise UnsupportedScoresError("the gradient of its log-sum-exp is computed from other gradients of it")
+        fake = copy.fakes[like]
+        result = copy.call(before, _aten._to_copy.default, (gradient,), name, {"dtype": fake.dtype})
+        return copy.call(before, _aten.reshape.default, (result, copy.size_arguments(before, fake.shape)), name)
 
     def _sink_gradient(
         self, sink: Sink, gradient: Node, tensors: tuple[Node, ...], before: Node, name: str
@@ -334,13 +374,16 @@ class AttentionRewriter:
         buffers = tuple([read_buffer(self.copy, before, item, operands.heads, name) for item in functions.reads])
         score_mod = copy.attribute(before, f"{name}_scores", functions.score_mod)
         block_mask = self._block_mask(before, functions.mask_mod, name)
-        kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows}
+        kernel_options = {"ROWS_GUARANTEED_SAFE": not formula.zeroes_fully_masked_rows, "BACKEND": "FLASH"}
         kernel_options |= self._functions(
             before, {WEIGHT_MOD: functions.weight_mod, SINK_MOD: functions.sink_mod}, name
         )  # fmt: skip
         arguments = (*tensors, score_mod, block_mask, functions.scale, kernel_options, buffers, buffers)
         results = _result_fakes(copy.fakes[tensors[0]], copy.fakes[tensors[2]], order)
         call = copy.call(before, flex_attention_operator(), arguments, name, fake=results)
+        if formula.logsumexp is not None:
+            total = copy.call(before, operator.getitem, (call, 1), name, fake=results[1])
+            self._replace_logsumexp(formula.logsumexp, before, total, name)
         return copy.call(before, operator.getitem, (call, 0), name, fake=results[0])
 
     def _split_and_copies(self, formula: AttentionFormula, operands: AttentionOperands) -> list[Node]:

@@ -32,6 +32,7 @@ from fxwrap.fx_passes.attention_nodes import (
     is_cast,
     is_finite,
     is_last_dimension,
+    is_row_logsumexp,
     is_tensor,
     keeps_order,
     row_reduction,
@@ -62,6 +63,7 @@ class AttentionFormula:
         passed: the nodes between `softmax` and `output`: views, casts, dropout, and factors of weights.
         dropout: the call that drops some weights, or None; only with a backward.
         sink: the logits that are concatenated to the scores before the softmax, or None.
+        logsumexp: the log-sum-exp of each row of the scores, which others read, or None.
         transposed: the nodes of `scores` that have keys as rows. If `query_key` is one, queries are its right operand.
         is_output_transposed: whether `output` is the matmul of transposed values and transposed weights.
         zeroes_fully_masked_rows: whether the weights of a row are 0 where all its scores are minus infinity, not NaN.
@@ -78,6 +80,7 @@ class AttentionFormula:
     backward: AttentionBackward | None = None
     dropout: Dropout | None = None
     sink: Sink | None = None
+    logsumexp: Node | None = None
     transposed: frozenset[Node] = frozenset()
     is_output_transposed: bool = False
 
@@ -198,15 +201,16 @@ class _Search:
         if isinstance(output, str):
             return output
         dropout = next((item for node in passed if (item := Dropout.of(node)) is not None), None)
-        inner = (*scores[1:], *self.softmax.nodes, *passed)
+        inner, logsumexp = (*scores[1:], *self.softmax.nodes, *passed), self._logsumexp(scores)
         try:
-            backward = self._backward(scores, passed, output, dropout)
+            backward = self._backward(scores, passed, output, dropout, logsumexp)
         except UnsupportedBackwardError as error:
             return str(error)
         if dropout is not None and backward is None:
             return DROPOUT
         own = {scores[0], *inner, output, *(backward.inner if backward is not None else ())}
         own |= {dropout.mask} if dropout is not None else set()
+        own |= {logsumexp} if logsumexp is not None else set()
         for node in (scores[0], *inner, *([dropout.mask] if dropout is not None else [])):
             if not own.issuperset(node.users):
                 return "its weights are read again" if node in self.softmax.nodes else "its scores are read again"
@@ -227,9 +231,19 @@ class _Search:
         if zeroes and sink is not None:
             return "its sink is that of a safe softmax"
         return AttentionFormula(
-            self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, transposed,
-            is_output_transposed,
+            self.weights, scores[0], tuple(scores), output, inner, passed, zeroes, backward, dropout, sink, logsumexp,
+            transposed, is_output_transposed,
         )  # fmt: skip
+
+    def _logsumexp(self, scores: Sequence[Node]) -> Node | None:
+        """Returns the log-sum-exp of rows of the scores that the softmax reads; None if the graph has none."""
+        for node in reversed(scores) if self.softmax.sink is None and not self.softmax.is_transposed else ():
+            for user in node.users:
+                if user not in self.softmax.nodes and is_row_logsumexp(user, self.fakes):
+                    return user
+            if not is_cast(node, self.fakes) and name_of(node) not in ALIASES:
+                break
+        return None
 
     def _zeroes_fully_masked_rows(self, scores: Sequence[Node], passed: Sequence[Node]) -> bool | None:
         """Whether weights of fully masked rows are 0, not NaN; None where a mask replaces some of these that are NaN.
@@ -279,10 +293,13 @@ class _Search:
         return (self.weights, *passed)[-1]
 
     def _backward(
-        self, scores: Sequence[Node], passed: tuple[Node, ...], output: Node, dropout: Dropout | None
-    ) -> AttentionBackward | None:
+        self, scores: Sequence[Node], passed: tuple[Node, ...], output: Node, dropout: Dropout | None,
+        logsumexp: Node | None,
+    ) -> AttentionBackward | None:  # fmt: skip
         weights, sink = self._last_weights(passed), self.softmax.sink
-        forward = ForwardNodes(scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink)
+        forward = ForwardNodes(
+            scores[0], tuple(scores), self.weights, passed, weights, output, dropout, sink, logsumexp
+        )  # fmt: skip
         return find_backward(forward, self.fakes)
 
     def _fixed_shapes(self, scores: Sequence[Node], passed: Sequence[Node]) -> list[Node]:

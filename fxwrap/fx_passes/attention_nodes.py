@@ -144,6 +144,15 @@ def row_reduction(node: object, names: Sequence[str], fakes: NodeValues) -> tupl
     return operand, (node, *unused, *reversed(nodes))
 
 
+def is_row_logsumexp(node: Node, fakes: NodeValues) -> bool:
+    """Whether a call returns the log-sum-exp of each row of its operand."""
+    if name_of(node) != "logsumexp" or not is_tensor(node, fakes):
+        return False
+    operand, dims = node.args[:2]
+    rank = fakes[operand].ndim  # type: ignore[index]
+    return [dim % rank for dim in dims] == [rank - 1]  # type: ignore[union-attr]
+
+
 def is_finite(item: object, fakes: NodeValues, depth: int = 0) -> bool:
     """Whether a value, if it has no overflow, is no infinity: it is computed from matmuls and numbers."""
     if isinstance(item, list | tuple):

@@ -130,9 +130,11 @@ class _Builder(ScoreFunctionBuilder):
         first, *following = backward.grad_scores
         passed[first] = gradient = start
         for node in following:
-            for item in node.all_input_nodes:
-                self._add_side(item, passed)
-            passed[node] = gradient = self.step(node, gradient, passed)
+            if backward.logsumexp is None or node is not backward.logsumexp[1]:  # the kernel adds that gradient
+                for item in node.all_input_nodes:
+                    self._add_side(item, passed)
+                gradient = self.step(node, gradient, passed)
+            passed[node] = gradient
         factor, sink = self.weight_factor(), self.sink_logit()
         maxima = self._maxima()
         relative = _less_maximum(self, value, maxima, self.formula.zeroes_fully_masked_rows)

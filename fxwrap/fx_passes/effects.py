@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -67,6 +68,15 @@ def has_effect(node: Node) -> bool:
     if name in USER_KERNELS:
         return name == "triton_kernel_wrapper_mutation"
     return any(has_effect(inner) for module in submodules(node) for inner in module.graph.nodes)
+
+
+def is_movable(node: Node) -> bool:
+    """Whether a call of an operator, or a result of one, is neither random nor has effects besides writes."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or has_effect(node):
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def has_ordered_effect(node: Node) -> bool:

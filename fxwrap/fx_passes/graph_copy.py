@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fxwrap.fx_passes.effects import attribute_of
+from fxwrap.fx_passes.effects import attribute_of, is_movable
 from fxwrap.fx_passes.prepared_graph import NodeValues, PreparedGraph, Target
 from fxwrap.torch_compat import (
     FakeTensor,
@@ -315,6 +315,23 @@ class GraphCopy:
         call.meta.pop("unbacked_bindings", None)
         self.fakes[call] = fake
         return call
+
+    def hoist(self, nodes: Iterable[Node], before: Node, written: Collection[int]) -> bool:
+        """Moves nodes of the copy, and what they are computed from, before another node; returns whether it can.
+
+        Calls that are random, have effects or depend on that node stay, and those of memory that the graph writes.
+        """
+        order = {node: position for position, node in enumerate(self.graph.nodes)}
+        later = [node for node in nodes if order[node] >= order[before]]
+        for node in later:
+            later += [item for item in node.all_input_nodes if order[item] >= order[before] and item not in later]
+        if before in later or not all(
+            is_movable(node) and not storages_of(self.fakes.get(node)) & {*written} for node in later
+        ):
+            return False
+        for node in sorted(later, key=order.__getitem__):
+            before.prepend(node)
+        return True
 
     def size_arguments(self, before: Node, sizes: Iterable[int | torch.SymInt]) -> list[Any]:
         """Returns sizes as arguments of a call before a node: symbolic ones as the node that has their value, if any.
