@@ -51,6 +51,18 @@ def _filled(number: float) -> Attention:
     return attend
 
 
+def _upcast(number: float) -> Attention:
+    """Adds a mask in memory to scores in float32; some rows are masked alone."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        row, column = _positions(query, key)
+        padding = torch.where(column < lengths[:, None, None, None], 0.0, number)
+        scores = (query @ key.mT).float() * 0.25 + padding + torch.where(column <= row, 0.0, number / 2)
+        return torch.softmax(scores, -1).to(value.dtype) @ value
+
+    return attend
+
+
 def _biased(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
     """ALiBi, below a causal mask."""
     row, column = _positions(query, key)
@@ -68,6 +80,7 @@ def _zeroed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tenso
 FORMS = {
     "lowest": _causal(torch.finfo(torch.float16).min), "large": _causal(-1e4), "infinity": _causal(-math.inf),
     "window": _causal(-1e4, True), "filled": _filled(-1e4), "biased": _biased, "zeroed": _zeroed,
+    "upcast": _upcast(torch.finfo(torch.float32).min),
 }  # fmt: skip
 
 
@@ -116,3 +129,30 @@ def test_gpus(form: str) -> None:
     source = print_triton(kernel)
     assert re.search(r"if \(first_key", source.source)
     assert "tt.dot" in compiled_for_gpu(source).asm["ttir"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("form", ["lowest", "upcast"])
+def test_fully_masked_rows_on_a_gpu(form: str, is_trained: bool) -> None:
+    """Weights are equal where all scores are the lowest number, which no other unit can hold."""
+    query, key, value = [torch.randn(BATCH, HEADS, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    padding = torch.arange(512, device="cuda") >= torch.tensor([300, 0], device="cuda")[:, None, None, None]
+    lowest = torch.finfo(torch.bfloat16).min
+    mask = torch.where(padding, lowest, 0.0).to(query.dtype)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT * 0.125
+        if form == "lowest":
+            return torch.softmax(scores.masked_fill(padding, lowest), -1) @ value
+        return torch.softmax((scores + mask).float(), -1).to(value.dtype) @ value.to(value.dtype)
+
+    def step(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [item.detach().requires_grad_() for item in tensors]
+        output = function(*leaves)
+        return (output.detach(), *(torch.autograd.grad(output, leaves, output.detach()) if is_trained else ()))
+
+    torch.compiler.reset()
+    actual = step(torch.compile(attend, backend="fxwrap", fullgraph=True), query, key, value)
+    for result, exact in zip(actual, step(attend, query.double(), key.double(), value.double()), strict=True):
+        assert (result.double() - exact).norm() <= 1e-2 * exact.norm()

@@ -34,7 +34,7 @@ from fxwrap.printers.triton.kernel_text import TritonKernelText
 from fxwrap.printers.triton.operations import TRITON_DTYPES, literal_text
 from fxwrap.printers.triton.schedule import ATOMIC_DTYPES, atomic_text
 from fxwrap.printers.triton.streaming_configuration import MIN_DOT, row_blocks
-from fxwrap.printers.triton.streaming_values import LOG2_E, StreamingValuePrinter
+from fxwrap.printers.triton.streaming_values import LOG2_E, LOWEST, StreamingValuePrinter
 from fxwrap.printers.triton.tiling import StreamingConfiguration
 from fxwrap.symbolic import ceiling_divide, product
 
@@ -332,7 +332,8 @@ class StreamingTritonPrinter(StreamingValuePrinter):
     def _softmax(self, softmax: RunningMaximum, scope: Scope) -> None:
         """Prints the weights of a block, and rescales the sums of weights.
 
-        In half precision, the running maximum is in units in which weights are powers of 2.
+        In half precision, the running maximum is in units in which weights are powers of 2, but for maxima that are so
+        low that these might overflow: weights of such rows are 1 or 0 in any unit.
         """
         units: list[float] = []
 
@@ -341,14 +342,23 @@ class StreamingTritonPrinter(StreamingValuePrinter):
             unit = self.score_unit(softmax.scores)
             if self.is_half and unit not in units:
                 self.line(f"unit = tl.full((), {unit}, tl.float32)")
+                if self.may_overflow:
+                    self.line(f"scale = tl.full((), {unit / LOG2_E}, tl.float32)")
                 units.append(unit)
 
         self._elements("scores", softmax.scores, scope, scores)
         if self.is_half:
-            self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
+            unit = "unit"
+            if self.may_overflow:
+                unit = "row_unit"
+                self.line("maxima = tl.max(scores, 1, keep_dims=True)")
+                self.line(f"row_unit = tl.where(maxima * scale < {LOWEST}, scale, unit)")
+                self.line("next_largest = tl.maximum(largest, maxima * row_unit)")
+            else:
+                self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True) * unit)")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
             self.line("factor = tl.exp2(largest - shift)")
-            self.line(f"weights = tl.exp2({self.fma('scores', 'unit', '-shift')})")
+            self.line(f"weights = tl.exp2({self.fma('scores', unit, '-shift')})")
         else:  # one operation more, and more accurate for large scores
             self.line("next_largest = tl.maximum(largest, tl.max(scores, 1, keep_dims=True))")
             self.line('shift = tl.where(next_largest == float("-inf"), 0.0, next_largest)')
@@ -429,7 +439,11 @@ class StreamingTritonPrinter(StreamingValuePrinter):
         parts, scopes = self.parts, dict[Axis | None, Scope]()
         base = rows.inner()
         if parts.softmax is not None:
-            base.text[parts.softmax.maximum] = "(largest / log2_e)" if self.is_half else "largest"
+            maximum = "(largest / log2_e)" if self.is_half else "largest"
+            is_low = f"largest < {LOWEST}"
+            base.text[parts.softmax.maximum] = (
+                f"tl.where({is_low}, largest, {maximum})" if self.is_half and self.may_overflow else maximum
+            )
         base.text |= {item: f"sum_{item}" for item in parts.results if item not in base.text}
         for update in parts.row_updates:
             self.write([update.value], base)

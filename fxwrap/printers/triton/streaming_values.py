@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -35,6 +36,9 @@ from fxwrap.printers.triton.tiling import StreamingConfiguration, next_power_of_
 
 LOG2_E = 1.4426950408889634
 """The factor of numbers whose power of 2 is the exponential."""
+
+LOWEST = -5e37
+"""Maxima of scores below are those of rows that a large negative number masks; times `LOG2_E` they might overflow."""
 
 _FLOAT_BITS, _SHORT_INDEX = 0x4B000000, 1 << 22
 """The bits of 2**23 as float32, and a limit of indices that leaves as much for rows and keys of incomplete blocks."""
@@ -162,6 +166,21 @@ class StreamingValuePrinter(BlockPrinter):
         if masked is not None:
             return self.score_unit(masked[1])
         return LOG2_E if scaled is None else self.score_unit(scaled[0]) * scaled[1]
+
+    @cached_property
+    def may_overflow(self) -> bool:
+        """Whether scores may be below `LOWEST` and finite: they have such a number, or numbers from memory."""
+        softmax, products = self.parts.softmax, {item.position for item in self.parts.products}
+        kernel = self.parts.kernel
+        for position in kernel.backward_slice([] if softmax is None else [softmax.scores], products) - products:
+            operation = kernel.operations[position]
+            if isinstance(operation, Constant) and operation.dtype.is_floating_point:
+                if -math.inf < operation.value < LOWEST:
+                    return True
+            elif isinstance(operation, Load) and operation.dtype.is_floating_point:
+                if operation.dtype is not torch.float16 and self.inner in kernel.value_axes[position]:
+                    return True
+        return False
 
     def _masked(self, position: int) -> tuple[int, int] | None:
         """Returns the condition and the score of a masked score."""
