@@ -61,11 +61,18 @@ def vector_elements(kernel: Kernel, inner: Axis) -> int | None:
     elements = None
     for load in [item for item in kernel.operations if isinstance(item, Load)]:
         whole = max(VECTOR_BYTES // load.dtype.itemsize, 1)
-        strides = [load.index.stride(axis) for axis in load.index.axes() - {inner}]
-        aligned = math.gcd(whole, *[(stride.constant if stride is not None else None) or 1 for stride in strides])
+        aligned = math.gcd(whole, *_coefficients(load.index, inner))
         if load.index.stride(inner) == ONE and aligned < whole:
             elements = min(aligned, elements or aligned)
     return elements
+
+
+def _coefficients(index: Index, inner: Axis) -> list[int]:
+    """Returns numbers that the parts of an index that vary along other axes are multiples of."""
+    return [
+        coefficient for monomial, coefficient in index.terms
+        if monomial != (inner,) and any(not isinstance(atom, IndirectIndex) for atom in monomial)
+    ]  # fmt: skip
 
 
 def is_unaligned(kernel: Kernel, inner: Axis) -> bool:

@@ -63,7 +63,7 @@ def outer_reduction_configurations(kernel: Kernel, hint: Hint, spec: DeviceSpec)
     """Returns tiles of rows by columns, of whole columns or in a loop over them, the default one first."""
     inner, other = contiguous_axes(kernel, hint, reduced=False)
     narrow = _narrow_tiles(kernel, inner, hint, spec)
-    if other is not None:
+    if other is not None and hint(kernel.reduced_count) > _FEW_ROWS:
         narrow = [_transposed_tile(kernel, inner, other, hint), *narrow]
     whole = _whole_tiles(kernel, inner, hint, spec)
     loops = _loops(kernel, inner, hint, spec)
