@@ -9,6 +9,7 @@ import torch
 
 from fxwrap.loop_ir import Axis, Kernel, KernelBuilder, as_index, linearize_index
 from fxwrap.printers.triton import TileConfiguration, configurations
+from fxwrap.printers.triton.accesses import is_unaligned
 from fxwrap.symbolic import Size, make_symbol, product
 from tests.printers.test_triton_printer_compile import instructions
 from tests.printers.triton_kernels import BF16, F32, build, check
@@ -102,3 +103,21 @@ def test_tiles_of_several_axes_on_each_side(height: int, parts: int) -> None:
     tile = configurations(kernel)[0]
     assert isinstance(tile, TileConfiguration) and len(tile.x) == 2 and len(tile.y) == 2
     check(kernel, tile)
+
+
+def test_columns_of_few_rows_are_along_one_axis() -> None:
+    kernel = transposed(8, 64, 32, "sum", F32)
+    assert all(not tile.y for tile in configurations(kernel) if isinstance(tile, TileConfiguration))
+
+
+@pytest.mark.parametrize(("step", "is_odd"), [(64, False), (68, True)])
+def test_rows_at_quotients_and_remainders_are_aligned(step: int, is_odd: bool) -> None:
+    """A vector of eight elements fits where all numbers that such an index multiplies are multiples of eight."""
+    i, j = Axis("i", 64), Axis("j", 64)
+
+    def write(body: KernelBuilder) -> None:
+        at = (as_index(i) % 8) * 8 * step + (as_index(i) // 8) * step + as_index(j)
+        body.store("out", as_index(i) * 64 + as_index(j), body.load("x", at, BF16))
+
+    kernel = build([i, j], [], {"x": (BF16, 64 * step)}, {"out": (BF16, 4096)}, write)
+    assert is_unaligned(kernel, j) == is_odd
