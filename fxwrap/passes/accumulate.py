@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fxwrap.lines import ExternCall, Free, Mutate
+from fxwrap.torch_compat import operator_overload
 from fxwrap.wrapper_ir import (
     Block,
     LineBase,
@@ -20,15 +22,26 @@ from fxwrap.wrapper_ir import (
     program_arguments,
     values_in,
 )
+from fxwrap.wrapper_ir.operators import operator_schema
 
-_FROZEN = "fxwrap.frozen_convolution"
 
-ACCUMULATING: Mapping[str, str] = {
-    "aten.addmm.default": "aten.addmm_.default",
-    "aten.baddbmm.default": "aten.baddbmm_.default",
-    f"{_FROZEN}.default": f"{_FROZEN}_.default",
+@dataclass(frozen=True)
+class _InPlaceForm:
+    """The in-place form of a call that adds to a tensor; the call itself first copies the tensor into its result.
+
+    `target` is its operator, which takes the call's arguments by name, the tensor first. Unless `any_layout`, the
+    tensor must be contiguous.
+    """
+
+    target: str
+    any_layout: bool = False
+
+
+_IN_PLACE_FORMS: Mapping[str, _InPlaceForm] = {
+    "aten.addmm.default": _InPlaceForm("aten.addmm_.default"),
+    "aten.baddbmm.default": _InPlaceForm("aten.baddbmm_.default"),
+    "fxwrap.frozen_convolution.default": _InPlaceForm("fxwrap.frozen_convolution_.default", any_layout=True),
 }
-"""Calls that add to a tensor, and their in-place form. The other form first copies the tensor into its result."""
 
 
 def accumulate_in_place(program: Program) -> Program:
@@ -69,8 +82,9 @@ def _accumulate(block: Block, arguments: Sequence[Value], readonly: Sequence[Val
             (result,) = values_in(line.results)
             sum_ = sums[result.name] = sums.get(addend.name, addend)
             call = _renamed(line, sums)
-            target, operands = ACCUMULATING[line.target], _accumulating_arguments(call)
-            lines.append(Mutate((), target, operands, (sum_,), call.keywords, origin=line.origin))
+            form = _IN_PLACE_FORMS[call.target]
+            operands = _in_place_arguments(call, form)
+            lines.append(Mutate((), form.target, operands, (sum_,), call.keywords, origin=line.origin))
         else:
             lines.append(_renamed(line.replace(**inner) if inner else line, sums))
         position += 1
@@ -81,25 +95,26 @@ def _renamed(line: LineT, sums: Mapping[str, Value]) -> LineT:
     return map_line(line, lambda item: sums.get(item.name, item) if type(item) is Value else item) if sums else line
 
 
-def _accumulating_arguments(call: ExternCall) -> tuple[Operand, ...]:
-    """Returns the arguments of a call's in-place form, whose first is the tensor."""
-    if not call.target.startswith(_FROZEN):
-        return call.arguments
-    *operands, residual, activation, _strides = call.arguments
-    return residual, *operands, activation
+def _in_place_arguments(call: ExternCall, form: _InPlaceForm) -> tuple[Operand, ...]:
+    """Returns the positional arguments of a call's in-place form, whose first is the tensor."""
+    names, in_place_names = [
+        operator_schema(operator_overload(target)).argument_names for target in (call.target, form.target)
+    ]
+    arguments = dict(zip(names, call.arguments, strict=False))  # the others have keywords, or are defaults
+    return tuple([arguments[name] for name in in_place_names if name in arguments])
 
 
 def _addend(line: LineBase, roots: Mapping[str, str]) -> Value | None:
     """Returns the tensor to which a call adds: of the result's type, with memory of its own, and no other operand."""
-    if not isinstance(line, ExternCall) or line.target not in ACCUMULATING:
+    form = _IN_PLACE_FORMS.get(line.target) if isinstance(line, ExternCall) else None
+    if not isinstance(line, ExternCall) or form is None:
         return None
     if line.outs or line.stream != 0 or line.effect_set or any(line.aliases):
         return None
-    addend, *others = _accumulating_arguments(line)
+    addend, *others = _in_place_arguments(line, form)
     operands = [roots[item.name] for item in values_in(tuple(others))]
     (result,) = values_in(line.results)
     if not isinstance(addend, Value) or addend.type != result.type:
         return None
     is_own = roots[addend.name] == addend.name and addend.name not in operands
-    is_image = line.target.startswith(_FROZEN)  # whose layout is the result's
-    return addend if is_own and (is_image or addend.tensor_type.is_contiguous) else None
+    return addend if is_own and (form.any_layout or addend.tensor_type.is_contiguous) else None
