@@ -54,7 +54,7 @@ def test_memory_is_released_at_the_programs_frees(name: str) -> None:
         options, ownership = fxwrap.Options(check_inputs=False), dict.fromkeys(released, Ownership.OWNED)
         program = fxwrap.lower(captured.graph_module, options=options, ownership=ownership)
         run = fxwrap.to_fx(program).boxed
-        inputs = [_ones(fake) for fake in captured.example_inputs]
+        inputs = _ones(captured.example_inputs)
         retained = [tensor for position, tensor in enumerate(inputs) if position not in released]
         live = _Live(inputs)
         with live, torch.no_grad():
@@ -64,9 +64,14 @@ def test_memory_is_released_at_the_programs_frees(name: str) -> None:
         assert bound * 0.98 <= live.peak <= bound * 1.02
 
 
-def _ones(fake: torch.Tensor) -> torch.Tensor:
-    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
-    return tensor.copy_(torch.ones(fake.shape))
+def _ones(fakes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors of ones that share storages as the fake ones do, such as slices of a packed projection."""
+    storages = {
+        storage_identity(fake): torch.ones(fake.untyped_storage().nbytes() // fake.dtype.itemsize, dtype=fake.dtype)
+        for fake in fakes
+    }
+    return [storages[storage_identity(fake)].as_strided(fake.shape, fake.stride(), fake.storage_offset())
+            for fake in fakes]  # fmt: skip
 
 
 OPTIONS = {"emitter": "fx"}
