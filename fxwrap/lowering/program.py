@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from fxwrap.fx_passes.flex_attention import expand_declined_attention
 from fxwrap.fx_passes.prepare import prepare_graph
 from fxwrap.fx_passes.prepared_graph import GraphSource, PreparedGraph
 from fxwrap.garbage_collection import gc_paused
-from fxwrap.lines import CheckLayout, Return
+from fxwrap.lines import CheckLayout, Return, View
 from fxwrap.lines.frees import insert_frees
 from fxwrap.lowering.builder import (
     Builder,
@@ -47,7 +48,7 @@ from fxwrap.passes.stream_events import insert_stream_events
 from fxwrap.printers import KernelPrinter, print_kernel
 from fxwrap.signature.exported import check_examples
 from fxwrap.symbolic import Size, SymbolInfo, make_symbol
-from fxwrap.torch_compat import is_opaque, one_compile_at_a_time, real_object, storage_identity
+from fxwrap.torch_compat import OpOverload, is_opaque, one_compile_at_a_time, real_object, storage_identity
 from fxwrap.wrapper_ir import (
     Block,
     ConstantStore,
@@ -64,6 +65,7 @@ from fxwrap.wrapper_ir import (
     released_inputs,
     symbol_infos,
 )
+from fxwrap.wrapper_ir.operators import operator_schema
 
 
 @one_compile_at_a_time
@@ -268,8 +270,24 @@ class _ProgramLowering:
         self.builder.env[node] = value
 
     def _outputs(self) -> tuple[Operand, ...]:
+        self._separate_returned_views()
         output = self.source.output
         return tuple(leaves(literal(self.builder, output.args[0], output)))
+
+    def _separate_returned_views(self) -> None:
+        """Makes views that are a returned tensor by their type, too, tensors of their own, as in eager mode.
+
+        AOTAutograd marks outputs that need no gradient: a tensor that was also returned as its `detach()` lost its own.
+        """
+        env, nodes = self.builder.env, self.source.output.all_input_nodes
+        returned = Counter([value.name for node in nodes if isinstance(value := env[node], Value)])
+        for node in nodes:
+            value = env[node]
+            if not isinstance(value, Value) or returned[value.name] == 1 or not isinstance(node.target, OpOverload):
+                continue
+            if operator_schema(node.target).aliased_argument is not None:
+                env[node] = view = self.builder.add_alias(node.name, value.tensor_type, value)
+                self.builder.emit(View(view, value, origin=self.builder.origin(node)))
 
     def _assemble(self, returned: tuple[Operand, ...]) -> Program:
         builder = self.builder

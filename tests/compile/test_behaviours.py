@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxwrap
 from fxwrap import Program
@@ -68,6 +69,34 @@ def test_dropout_matches_eager_random_numbers() -> None:
 
 
 # --- outputs, aliasing, mutation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+def test_a_returned_detached_tensor_leaves_the_gradient_of_the_other(emitter: str) -> None:
+    """Both were one tensor, which AOTAutograd marked as one without a gradient."""
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = x * 2
+        return hidden.t(), hidden.detach()
+
+    torch.compiler.reset()
+    x = torch.randn(3, 4, requires_grad=True)
+    loss, detached = torch.compile(both, backend="fxwrap", options={"emitter": emitter})(x)
+    loss.sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0)) and not detached.requires_grad
+
+
+@pytest.mark.parametrize("emitter", EMITTERS)
+@torch.no_grad()
+def test_returned_views_are_tensors_of_their_own(emitter: str) -> None:
+    def views(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        return y, y.detach(), y.view_as(y), x.detach(), x
+
+    inputs = [torch.randn(3, 4)]
+    outputs = fxwrap.compile_graph(make_fx(views)(*inputs), inputs, options=fxwrap.Options(emitter=emitter))(*inputs)
+    assert len({id(output) for output in outputs}) == 5
+    assert len({output.data_ptr() for output in outputs}) == 2
 
 
 @pytest.mark.parametrize("emitter", EMITTERS)
